@@ -1,0 +1,80 @@
+"""unidist: any Keras 3 model on many devices, with the numbers of one device.
+
+Importing it imports no framework and no Keras; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "unidist.session": "use backend initialize shutdown process_index process_count list_devices",
+    "unidist.backends.registry": "backends register",
+    "unidist.algebra": "Mesh Layout",
+    "unidist.array": "DistributedArray distribute from_local all_reduce reduce_scatter all_gather all_to_all "
+    "broadcast permute barrier",
+    "unidist.planner.layout_map": "LayoutMap",
+    "unidist.ledger": "ledger Ledger",
+    "unidist.keras.strategy": "DataParallel ModelParallel",
+    "unidist.keras.models": "parallelize describe gather_weights",
+    "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
+    "CapabilityError DesyncError ProcessLostError",
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = ["__version__", *_WHERE]
+
+
+def __getattr__(name: str) -> Any:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'unidist' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from unidist.algebra import Layout as Layout
+    from unidist.algebra import Mesh as Mesh
+    from unidist.array import DistributedArray as DistributedArray
+    from unidist.array import all_gather as all_gather
+    from unidist.array import all_reduce as all_reduce
+    from unidist.array import all_to_all as all_to_all
+    from unidist.array import barrier as barrier
+    from unidist.array import broadcast as broadcast
+    from unidist.array import distribute as distribute
+    from unidist.array import from_local as from_local
+    from unidist.array import permute as permute
+    from unidist.array import reduce_scatter as reduce_scatter
+    from unidist.backends.registry import backends as backends
+    from unidist.backends.registry import register as register
+    from unidist.errors import BackendMismatchError as BackendMismatchError
+    from unidist.errors import BackendNotAvailableError as BackendNotAvailableError
+    from unidist.errors import CapabilityError as CapabilityError
+    from unidist.errors import DesyncError as DesyncError
+    from unidist.errors import LayoutError as LayoutError
+    from unidist.errors import MeshError as MeshError
+    from unidist.errors import ProcessLostError as ProcessLostError
+    from unidist.errors import UnidistError as UnidistError
+    from unidist.keras.models import describe as describe
+    from unidist.keras.models import gather_weights as gather_weights
+    from unidist.keras.models import parallelize as parallelize
+    from unidist.keras.strategy import DataParallel as DataParallel
+    from unidist.keras.strategy import ModelParallel as ModelParallel
+    from unidist.ledger import Ledger as Ledger
+    from unidist.ledger import ledger as ledger
+    from unidist.planner.layout_map import LayoutMap as LayoutMap
+    from unidist.session import backend as backend
+    from unidist.session import initialize as initialize
+    from unidist.session import list_devices as list_devices
+    from unidist.session import process_count as process_count
+    from unidist.session import process_index as process_index
+    from unidist.session import shutdown as shutdown
+    from unidist.session import use as use

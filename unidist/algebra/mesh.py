@@ -1,0 +1,201 @@
+"""Mesh: the devices of a world arranged on named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from unidist.errors import MeshError
+
+Axes = tuple[str, ...]
+
+# The names of the world's devices in rank order. The registry sets it; the algebra stays free of backends.
+_world: Callable[[], Sequence[str]] | None = None
+
+
+def set_world(devices: Callable[[], Sequence[str]] | None) -> None:
+    """Sets where a Mesh looks up device names and the number of devices."""
+    global _world
+    _world = devices
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that take part in one collective, in the order of their places, and this rank's place."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """The devices of a world on named axes, major to minor.
+
+    Args:
+        axes: name -> size in the order major to minor. One size may be -1: what is left of the devices.
+        devices: the name or rank of the device at each row-major place, in any order. By default the first
+            ranks of the world in their order.
+
+    Raises:
+        MeshError: a size below 1, no or repeated names, devices that do not fill the mesh or come twice.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...]
+
+    def __init__(
+        self, axes: Mapping[str, int], devices: Iterable[int | str] | None = None
+    ) -> None:
+        ranks = None if devices is None else _ranks_of(devices)
+        sizes = _resolved(dict(axes), None if ranks is None else len(ranks))
+        count = prod(sizes.values())
+        if ranks is None:
+            ranks = tuple(range(count))
+        if len(ranks) != count:
+            raise MeshError(
+                f"mesh {sizes} has {count} places, but {len(ranks)} devices were given: "
+                f"give one device for each place"
+            )
+        if len(set(ranks)) != len(ranks):
+            raise MeshError(f"mesh {sizes}: a device is given twice in {list(ranks)}")
+        object.__setattr__(self, "axes", tuple(sizes.items()))
+        object.__setattr__(self, "devices", ranks)
+
+    def __repr__(self) -> str:
+        order = "" if self.devices == tuple(range(self.size)) else f", devices={list(self.devices)}"
+        return f"Mesh({dict(self.axes)}{order})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.devices))
+
+    @cached_property
+    def axis_names(self) -> Axes:
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of devices."""
+        return prod(self.shape)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.devices)}
+
+    def axis_size(self, axes: str | Axes) -> int:
+        """The number of places along one axis, or along several together."""
+        return prod(self._sizes[axis] for axis in self.check_axes(axes))
+
+    def check_axes(self, axes: str | Axes | None) -> Axes:
+        """The axes as a tuple (None: all of them). Raises MeshError for an unknown or repeated one."""
+        if axes is None:
+            return self.axis_names
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self._sizes:
+                raise MeshError(f"unknown axis {name!r}: the mesh has {dict(self.axes)}")
+        if len(set(names)) != len(names):
+            raise MeshError(f"an axis is named twice in {names}")
+        return names
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The place of a rank on each axis. Raises MeshError if the rank is not in the mesh."""
+        place = self._places.get(rank)
+        if place is None:
+            raise MeshError(f"rank {rank} is not in {self}")
+        coordinate = {}
+        for name, size in reversed(self.axes):
+            place, coordinate[name] = divmod(place, size)
+        return dict(reversed(coordinate.items()))
+
+    def rank_at(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a coordinate (every axis named)."""
+        place = 0
+        for name, size in self.axes:
+            place = place * size + coordinate[name]
+        return self.devices[place]
+
+    def group(self, axes: str | Axes | None, rank: int) -> Group:
+        """The ranks that differ from `rank` only along `axes`, ordered by `axes` major to minor."""
+        return _group(self, self.check_axes(axes), rank)
+
+    def groups(self, axes: str | Axes | None) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, each once, in mesh order of their first rank."""
+        names = self.check_axes(axes)
+        return tuple(dict.fromkeys(self.group(names, rank).ranks for rank in self.devices))
+
+
+def _group(mesh: Mesh, axes: Axes, rank: int) -> Group:
+    cache: dict[tuple[Axes, int], Group] = mesh.__dict__.setdefault("_groups", {})
+    found = cache.get((axes, rank))
+    if found is None:
+        here = mesh.coordinate(rank)
+        ranks, index = [], 0
+        for k in range(mesh.axis_size(axes)):
+            there, rest = dict(here), k
+            for axis in reversed(axes):
+                rest, there[axis] = divmod(rest, mesh.axis_size(axis))
+            ranks.append(mesh.rank_at(there))
+            if there == here:
+                index = k
+        found = cache[axes, rank] = Group(tuple(ranks), index)
+    return found
+
+
+def _ranks_of(devices: Iterable[int | str]) -> tuple[int, ...]:
+    ranks = []
+    for device in devices:
+        if isinstance(device, str):
+            names = list(_world()) if _world is not None else []
+            if device not in names:
+                raise MeshError(
+                    f"unknown device {device!r}: "
+                    + (f"the world has {names}" if names else "choose a backend first: unidist.use(...)")
+                )
+            ranks.append(names.index(device))
+        else:
+            ranks.append(int(device))
+    return tuple(ranks)
+
+
+def _resolved(sizes: dict[str, int], count: int | None) -> dict[str, int]:
+    if not sizes:
+        raise MeshError("a mesh needs at least one axis, for example Mesh({'data': -1})")
+    for name, size in sizes.items():
+        if not isinstance(name, str) or not name:
+            raise MeshError(f"an axis name must be a non-empty string, found {name!r}")
+        if size < 1 and size != -1:
+            raise MeshError(f"axis {name!r} has size {size}: it must be at least 1, or -1 for the rest")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"only one size may be -1, found {open_axes}")
+    if open_axes:
+        if count is None:
+            if _world is None:
+                raise MeshError(
+                    f"axis {open_axes[0]!r} is -1, but the number of devices is unknown: "
+                    "choose a backend first with unidist.use(...), or give devices="
+                )
+            count = len(_world())
+        known = prod(size for size in sizes.values() if size != -1)
+        if count % known or count < known:
+            raise MeshError(f"{count} devices cannot fill {sizes}: {known} does not divide {count}")
+        sizes[open_axes[0]] = count // known
+    return {name: int(size) for name, size in sizes.items()}

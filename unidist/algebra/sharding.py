@@ -1,0 +1,88 @@
+"""Sharding: a layout on a mesh for one global shape; which part each rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from unidist.algebra.layout import Layout
+from unidist.algebra.mesh import Axes, Mesh
+
+Shape = tuple[int, ...]
+Region = tuple[tuple[int, int], ...]
+
+
+def chunk(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """(start, length) of each part of a dim: ceil-sized, the last may hold less or nothing (torch.chunk's sizes)."""
+    step = -(-size // parts) if size else 0
+    bounds = [min(k * step, size) for k in range(parts + 1)]
+    return tuple((lo, hi - lo) for lo, hi in zip(bounds, bounds[1:], strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor of one global shape lies on a mesh.
+
+    Raises:
+        LayoutError: the layout names an unknown axis or more dims than the shape has.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        self.layout.check(self.mesh, len(self.shape))
+
+    def with_layout(self, layout: Layout) -> Sharding:
+        return Sharding(self.mesh, layout, self.shape)
+
+    def region(self, rank: int) -> Region:
+        """(start, length) along each dim of what a rank holds."""
+        return _region(self, rank)
+
+    def slices(self, rank: int) -> tuple[slice, ...]:
+        return tuple(slice(lo, lo + n) for lo, n in self.region(rank))
+
+    def local_shape(self, rank: int) -> Shape:
+        return tuple(n for _, n in self.region(rank))
+
+    def pieces(self, rank: int, dim: int, axes: Axes) -> tuple[int, ...]:
+        """The lengths along `dim` of the parts into which `axes` (its minor axes) cut this rank's share,
+        one for each place of the group."""
+        held = [axis for axis in self.layout.dim_axes(dim) if axis not in axes]
+        _, length = _cut(self.mesh, tuple(held), self.shape[dim], self.mesh.coordinate(rank))
+        lengths = [length]
+        for axis in axes:
+            lengths = [n for size in lengths for _, n in chunk(size, self.mesh.axis_size(axis))]
+        return tuple(lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank holds the same shape."""
+        return all(
+            size % self.mesh.axis_size(axes) == 0
+            for size, axes in zip(self.shape, self.layout.dims, strict=False)
+        )
+
+    def elements(self, rank: int) -> int:
+        return prod(self.local_shape(rank))
+
+
+def _cut(mesh: Mesh, axes: Axes, size: int, coordinate: dict[str, int]) -> tuple[int, int]:
+    start, length = 0, size
+    for axis in axes:
+        offset, length = chunk(length, mesh.axis_size(axis))[coordinate[axis]]
+        start += offset
+    return start, length
+
+
+@lru_cache(maxsize=16384)
+def _region(sharding: Sharding, rank: int) -> Region:
+    coordinate = sharding.mesh.coordinate(rank)
+    return tuple(
+        _cut(sharding.mesh, sharding.layout.dim_axes(dim), size, coordinate)
+        for dim, size in enumerate(sharding.shape)
+    )

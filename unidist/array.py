@@ -1,0 +1,300 @@
+"""DistributedArray: a global value, its sharding and the backend's data; and the collectives on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.backends import registry
+from unidist.backends.protocol import Array, DistributionBackend, dtype_name
+from unidist.errors import LayoutError
+
+
+class DistributedArray:
+    """A value spread over a mesh. Immutable: every operation gives a new one.
+
+    Attributes:
+        data: the backend's own array or arrays; what they mean is told by `sharding`.
+    """
+
+    __slots__ = ("_backend", "data", "sharding")
+
+    def __init__(self, data: Any, sharding: Sharding, backend: DistributionBackend) -> None:
+        self.data = data
+        self.sharding = sharding
+        self._backend = backend
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.sharding.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sharding.shape)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.sharding.mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.sharding.layout
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name, as "float32"."""
+        return dtype_name(next(iter(self.data.values())) if isinstance(self.data, Mapping) else self.data)
+
+    def __repr__(self) -> str:
+        return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout}, mesh={self.mesh})"
+
+    def shards(self) -> dict[int, Any]:
+        """rank -> its native local array, for the ranks of this process."""
+        return dict(self._backend.to_local(self.data, self.sharding))
+
+    def numpy(self) -> Array:
+        """The full value on every process, partial axes reduced. A collective of the whole mesh."""
+        return self._backend.gather(self.data, self.sharding)
+
+    def redistribute(self, layout: Any) -> DistributedArray:
+        """The same value in another layout, by the shortest plan; differentiable where the framework is.
+
+        Raises:
+            LayoutError: the layout does not fit the mesh or the shape.
+        """
+        target = self.sharding.with_layout(as_layout(layout))
+        return self._with(self._backend.redistribute(self.data, self.sharding, target), target)
+
+    def _with(self, data: Any, sharding: Sharding) -> DistributedArray:
+        return DistributedArray(data, sharding, self._backend)
+
+    def broadcast(self, axes: Axes, root: int) -> DistributedArray:
+        return self._with(self._backend.broadcast(self.data, self.sharding, axes, root), self.sharding)
+
+    def permute(self, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> DistributedArray:
+        return self._with(self._backend.permute(self.data, self.sharding, axes, pairs), self.sharding)
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """A Mesh from a Mesh or Keras's DeviceMesh (any object with shape, axis_names and devices)."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if all(hasattr(mesh, name) for name in ("shape", "axis_names", "devices")):
+        devices = np.asarray(mesh.devices).reshape(-1).tolist()
+        return Mesh(dict(zip(mesh.axis_names, mesh.shape, strict=True)), devices)
+    raise LayoutError(f"expected a Mesh or a keras.distribution.DeviceMesh, found {type(mesh).__name__}")
+
+
+def as_layout(layout: Any) -> Layout:
+    """A Layout from a Layout, a tuple of axes, None (replicated) or Keras's TensorLayout."""
+    if isinstance(layout, Layout):
+        return layout
+    if layout is None:
+        return Layout()
+    axes = getattr(layout, "axes", layout)
+    if isinstance(axes, tuple | list):
+        return Layout(*axes)
+    raise LayoutError(
+        f"expected a Layout, a tuple of axes or a keras.distribution.TensorLayout, found {layout!r}"
+    )
+
+
+def distribute(value: Any, mesh: Any, layout: Any = None) -> DistributedArray:
+    """Spreads a value that every process holds in full.
+
+    Args:
+        value: the full array, the same on every process.
+        mesh: a Mesh or Keras DeviceMesh.
+        layout: a Layout, tuple or TensorLayout. Uneven dims get torch.chunk's sizes, axis by axis, major first;
+            a partial axis gets the value at place 0 and neutral elements elsewhere.
+
+    Raises:
+        LayoutError: the layout does not fit. MeshError: the mesh does not fit the world.
+    """
+    backend = registry.current()
+    shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+    sharding = Sharding(as_mesh(mesh), as_layout(layout), shape)
+    return DistributedArray(backend.distribute(value, sharding), sharding, backend)
+
+
+def from_local(
+    shards: Sequence[Any], mesh: Any, layout: Any, *, shape: Sequence[int] | None = None
+) -> DistributedArray:
+    """Assembles a distributed array from this process's shards.
+
+    Args:
+        shards: one array for each rank of this process, in rank order.
+        mesh: a Mesh or Keras DeviceMesh.
+        layout: what the shards are of the whole.
+        shape: the global shape, needed where shards are uneven.
+
+    Raises:
+        LayoutError: a shard has not the shape that the layout gives its rank.
+    """
+    backend = registry.current()
+    grid, lay = as_mesh(mesh), as_layout(layout)
+    if shape is None:
+        local = tuple(shards[0].shape) if hasattr(shards[0], "shape") else np.shape(shards[0])
+        lay.check(grid, len(local))
+        shape = [n * grid.axis_size(lay.dim_axes(d)) if lay.dim_axes(d) else n for d, n in enumerate(local)]
+    sharding = Sharding(grid, lay, tuple(shape))
+    return DistributedArray(backend.from_local(list(shards), sharding), sharding, backend)
+
+
+def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> DistributedArray:
+    """P -> I: every rank of the group gets the reduced value.
+
+    Args:
+        x: partial over every given axis.
+        axis: a mesh axis or several; None: all axes over which x is partial.
+
+    Adjoint: the retyping I -> F of the gradient (free). Bytes per rank: 2(n-1)/n of the local tensor.
+
+    Raises:
+        LayoutError: x is not partial over an axis.
+    """
+    axes = x.layout.partial_axes if axis is None else _axes_in(x, axis, "P", "all_reduce")
+    return x.redistribute(x.layout.with_axis(axes, "I")) if axes else x
+
+
+def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
+    """P -> S(dim): every rank of the group gets its part of the reduced value.
+
+    Args:
+        x: partial over the axis.
+        axis: a mesh axis or several, major first.
+        dim: the tensor dimension to cut; axes that cut it already stay its major ones.
+
+    Adjoint: all_gather S(dim) -> F. Bytes per rank: (n-1)/n of the local tensor.
+
+    Raises:
+        LayoutError: x is not partial over an axis, or has no such dim.
+    """
+    axes = _axes_in(x, axis, "P", "reduce_scatter")
+    return x.redistribute(x.layout.with_axis(axes, "S", dim=_dim(x, dim)))
+
+
+def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
+    """S -> I: every rank of the group gets the joined value.
+
+    Args:
+        x: sharded over the axis.
+        axis: one axis, or several in the order of the dim that they cut.
+
+    Adjoint: slice I -> S of the gradient (free). Bytes per rank: (n-1)/n of the joined tensor.
+
+    Raises:
+        LayoutError: x is not sharded over an axis.
+    """
+    axes = _axes_in(x, axis, "S", "all_gather")
+    dims = {x.layout.dim_of(a) for a in axes}
+    if len(dims) == 1:
+        held = x.layout.dim_axes(dims.pop() or 0)
+        if tuple(a for a in held if a in axes) != axes:
+            raise LayoutError(f"all_gather over {axes}: the dim is cut by {held}, name them in that order")
+    return x.redistribute(x.layout.with_axis(axes, "I"))
+
+
+def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
+    """S(i) -> S(dim): the cut moves from one dim to another.
+
+    Args:
+        x: sharded over the axis along another dim.
+        axis: a mesh axis, or several that cut one dim.
+        dim: the dim to be cut instead.
+
+    Adjoint: all_to_all S(dim) -> S(i). Bytes per rank: (n-1)/n of the local tensor.
+
+    Raises:
+        LayoutError: x is not sharded over an axis.
+    """
+    axes = _axes_in(x, axis, "S", "all_to_all")
+    return x.redistribute(x.layout.with_axis(axes, "S", dim=_dim(x, dim)))
+
+
+def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> DistributedArray:
+    """I -> I: replicas that may differ become those of the root.
+
+    Args:
+        x: not sharded or partial over the axis.
+        axis: a mesh axis or several; None: all.
+        root: the place along the axis (row-major over several) whose values count.
+
+    Adjoint: the gradient goes to the root, zeros elsewhere. Bytes per rank: (n-1)/n of the local tensor.
+
+    Raises:
+        LayoutError: x is sharded or partial over an axis, or there is no such place.
+    """
+    axes = x.mesh.check_axes(axis)
+    for name in axes:
+        if x.layout.state(name) in ("S", "P"):
+            raise LayoutError(f"broadcast over {name!r}: the array is {x.layout}; gather or reduce it first")
+    size = x.mesh.axis_size(axes)
+    if not 0 <= root < size:
+        raise LayoutError(f"broadcast over {axes}: root {root} is not a place of 0..{size - 1}")
+    return x.broadcast(axes, root)
+
+
+def permute(
+    x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, int]]
+) -> DistributedArray:
+    """Shards move along the axis; places that receive none hold zeros.
+
+    Args:
+        x: any layout whose shards have one shape along the axis.
+        axis: a mesh axis or several.
+        pairs: (source, destination) places along the axis; each source and each destination at most once.
+
+    Adjoint: the pairs reversed. Bytes per rank: the local tensor.
+
+    Raises:
+        LayoutError: a place out of range or named twice, or shards of different sizes.
+    """
+    axes = x.mesh.check_axes(axis)
+    size = x.mesh.axis_size(axes)
+    moves = tuple((int(s), int(d)) for s, d in pairs)
+    for name, places in (("source", [s for s, _ in moves]), ("destination", [d for _, d in moves])):
+        if len(set(places)) != len(places) or any(not 0 <= p < size for p in places):
+            raise LayoutError(
+                f"permute over {axes}: each {name} must be a place of 0..{size - 1}, once; found {places}"
+            )
+    for rank in x.mesh.devices:
+        if len({x.sharding.local_shape(r) for r in x.mesh.group(axes, rank).ranks}) > 1:
+            raise LayoutError(f"permute over {axes}: the shards of shape {x.shape} under {x.layout} differ in size")
+    return x.permute(axes, moves)
+
+
+def barrier(axis: str | Axes | None = None, mesh: Any = None) -> None:
+    """Returns when every process of the group has come.
+
+    Args:
+        axis: with a mesh, the axes along which to wait; None: all.
+        mesh: the mesh; None: the whole world.
+    """
+    backend = registry.current()
+    if mesh is None:
+        if axis is not None:
+            raise LayoutError(f"barrier over axis {axis!r}: give the mesh that has it")
+        backend.barrier()
+    else:
+        grid = as_mesh(mesh)
+        backend.barrier(grid, grid.check_axes(axis))
+
+
+def _axes_in(x: DistributedArray, axis: str | Axes, state: str, what: str) -> Axes:
+    axes = x.mesh.check_axes(axis)
+    words = {"P": "partial", "S": "sharded"}[state]
+    for name in axes:
+        if x.layout.state(name) != state:
+            raise LayoutError(f"{what} over {name!r}: the array must be {words} there, but it is {x.layout}")
+    return axes
+
+
+def _dim(x: DistributedArray, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise LayoutError(f"dim {dim} is out of range for shape {x.shape}")
+    return dim % x.ndim

@@ -1,0 +1,273 @@
+"""LocalViewBackend: what all adapters share in which a rank holds its own shard.
+
+It folds a Plan over the adapter's group collectives and makes it differentiable by the plan's adjoint, once for all
+of them. An adapter gives `comm` (group collectives on its native arrays) and `ops` (cut, join, scale).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from math import prod
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from unidist import events
+from unidist.algebra import Axes, Group, Mesh, Plan, Sharding, Step, plan, ring_bytes
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.protocol import Array, Capabilities, Cluster, dtype_name, itemsize
+from unidist.errors import CapabilityError, LayoutError
+
+A = TypeVar("A")
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Returns when the result is in the buffer that was given."""
+
+
+class Collectives(Protocol[A]):
+    """Collectives over one group of ranks, on native local arrays. Inputs are left alone unless said.
+
+    `sizes` are the lengths along a dim for each place of the group, in order; they may differ and may be 0.
+    """
+
+    def all_reduce(self, x: A, group: Group, op: ReduceOp) -> A: ...
+
+    def all_reduce_inplace(self, x: A, group: Group, op: ReduceOp) -> Handle:
+        """Starts to reduce a contiguous buffer in place."""
+
+    def all_gather(self, x: A, group: Group, dim: int, sizes: Sequence[int]) -> A: ...
+
+    def reduce_scatter(self, x: A, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp) -> A: ...
+
+    def all_to_all(
+        self,
+        x: A,
+        group: Group,
+        split: int,
+        split_sizes: Sequence[int],
+        concat: int,
+        concat_sizes: Sequence[int],
+    ) -> A:
+        """Cuts `x` along `split`, sends part k to place k, joins what came along `concat`."""
+
+    def broadcast(self, x: A, group: Group, root: int) -> A: ...
+
+    def permute(self, x: A, group: Group, pairs: tuple[tuple[int, int], ...]) -> A: ...
+
+    def barrier(self, group: Group) -> None: ...
+
+
+class LocalOps(Protocol[A]):
+    """What a rank does with its own array."""
+
+    def from_numpy(self, value: Any) -> A:
+        """The native array of a NumPy array, a Python value or a native array (kept, with its gradient)."""
+
+    def to_numpy(self, x: A) -> Array: ...
+
+    def cut(self, x: A, dim: int, start: int, length: int) -> A: ...
+
+    def embed(self, x: A, dim: int, start: int, length: int) -> A:
+        """`x` at `start` among zeros, `length` long along `dim`."""
+
+    def scale(self, x: A, factor: float) -> A: ...
+
+    def full_like(self, x: A, op: ReduceOp) -> A:
+        """The neutral element of the op in the shape of x."""
+
+    def differentiable(
+        self, forward: Callable[[A], A], backward: Callable[[A], A], x: A
+    ) -> A:
+        """forward(x), whose gradient is backward(gradient)."""
+
+
+class LocalViewBackend(ABC, Generic[A]):
+    """Base of the adapters whose ranks hold their shards. See DistributionBackend for the members."""
+
+    name: ClassVar[str]
+    capabilities: Capabilities
+    comm: Collectives[A]
+    ops: LocalOps[A]
+
+    @abstractmethod
+    def initialize(self, cluster: Cluster) -> None: ...
+
+    @abstractmethod
+    def shutdown(self) -> None: ...
+
+    @abstractmethod
+    def process_index(self) -> int: ...
+
+    @abstractmethod
+    def process_count(self) -> int: ...
+
+    @abstractmethod
+    def list_devices(self, kind: str | None = None) -> list[str]: ...
+
+    @abstractmethod
+    def mesh(self, mesh: Mesh) -> Any: ...
+
+    @abstractmethod
+    def layout(self, sharding: Sharding) -> Any: ...
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The rank of this process (or virtual rank)."""
+
+    def local_ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+    # arrays ---------------------------------------------------------------------------------------------------
+
+    def distribute(self, value: Any, sharding: Sharding) -> A:
+        whole = self.ops.from_numpy(value)
+        if tuple(whole.shape) != sharding.shape:  # type: ignore[attr-defined]
+            raise LayoutError(f"the value has shape {tuple(whole.shape)}, the sharding {sharding.shape}")  # type: ignore[attr-defined]
+        unsharded = sharding.with_layout(type(sharding.layout)())
+        return self.redistribute(whole, unsharded, sharding)
+
+    def from_local(self, shards: Sequence[Any], sharding: Sharding) -> A:
+        ranks = self.local_ranks()
+        if len(shards) != len(ranks):
+            raise LayoutError(f"this process holds ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
+        x = self.ops.from_numpy(shards[0])
+        check_local_shape(tuple(x.shape), sharding, self.rank)  # type: ignore[attr-defined]
+        return x
+
+    def to_local(self, x: A, sharding: Sharding) -> Mapping[int, A]:
+        return {self.rank: x}
+
+    def gather(self, x: A, sharding: Sharding) -> Array:
+        whole = sharding.with_layout(type(sharding.layout)())
+        return self.ops.to_numpy(self._run(plan(sharding, whole), x))
+
+    def redistribute(self, x: A, src: Sharding, dst: Sharding) -> A:
+        moves = plan(src, dst)
+        if not moves.steps:
+            return x
+        self._check_dtype(x)
+        return self.ops.differentiable(
+            lambda value: self._run(moves, value), lambda grad: self._run(moves.adjoint, grad), x
+        )
+
+    def broadcast(self, x: A, sharding: Sharding, axes: Axes, root: int) -> A:
+        group = sharding.mesh.group(axes, self.rank)
+
+        def forward(value: A) -> A:
+            self.record("broadcast", axes, group, value)
+            return self.comm.broadcast(value, group, root)
+
+        def backward(grad: A) -> A:
+            return grad if group.index == root else self.ops.full_like(grad, "sum")
+
+        return self.ops.differentiable(forward, backward, x)
+
+    def permute(self, x: A, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> A:
+        group = sharding.mesh.group(axes, self.rank)
+
+        def moved(value: A, by: tuple[tuple[int, int], ...]) -> A:
+            self.record("permute", axes, group, value)
+            return self.comm.permute(value, group, by)
+
+        back = tuple((destination, source) for source, destination in pairs)
+        return self.ops.differentiable(
+            lambda value: moved(value, pairs), lambda grad: moved(grad, back), x
+        )
+
+    def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
+        if mesh is None:
+            ranks = tuple(range(len(self.list_devices())))
+            self.comm.barrier(Group(ranks, ranks.index(self.rank)))
+        else:
+            self.comm.barrier(mesh.group(axes, self.rank))
+
+    # the fold -------------------------------------------------------------------------------------------------
+
+    def _run(self, moves: Plan, x: A) -> A:
+        for step in moves.steps:
+            x = self._step(step, x)
+        return x
+
+    def _step(self, step: Step, x: A) -> A:
+        group = step.before.mesh.group(step.axes, self.rank)
+        if group.size == 1 and step.op != "scale":
+            return x
+        if step.is_collective:
+            self._record_step(step, group, x)
+        if step.op == "all_reduce":
+            return self.comm.all_reduce(x, group, step.reduce)
+        if step.op == "all_gather":
+            return self.comm.all_gather(x, group, step.dim, self._pieces(step.before, step.dim, step.axes))
+        if step.op == "reduce_scatter":
+            return self.comm.reduce_scatter(
+                x, group, step.dim, self._pieces(step.after, step.dim, step.axes), step.reduce
+            )
+        if step.op == "all_to_all":
+            return self.comm.all_to_all(
+                x,
+                group,
+                step.to,
+                self._pieces(step.after, step.to, step.axes),
+                step.dim,
+                self._pieces(step.before, step.dim, step.axes),
+            )
+        return self._local_step(step, group, x)
+
+    def _local_step(self, step: Step, group: Group, x: A) -> A:
+        if step.op == "slice":
+            sizes = self._pieces(step.after, step.dim, step.axes)
+            return self.ops.cut(x, step.dim, sum(sizes[: group.index]), sizes[group.index])
+        if step.op == "embed":
+            sizes = self._pieces(step.before, step.dim, step.axes)
+            return self.ops.embed(x, step.dim, sum(sizes[: group.index]), sum(sizes))
+        if step.op == "mask":
+            if step.reduce in ("max", "min", "mean") or group.index == 0:
+                return x
+            return self.ops.full_like(x, step.reduce)
+        if step.op == "scale":
+            return self.ops.scale(x, step.factor)
+        return x  # retype
+
+    def _pieces(self, sharding: Sharding, dim: int, axes: Axes) -> tuple[int, ...]:
+        return sharding.pieces(self.rank, dim, axes)
+
+    # bookkeeping ----------------------------------------------------------------------------------------------
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's collectives go into the ledger (virtual ranks: only the first one's)."""
+        return True
+
+    def record(self, op: str, axes: Axes, group: Group, x: A) -> None:
+        """Tells the ledger of a collective whose full tensor is `x`."""
+        if events.listening() and self.reports:
+            full = prod(x.shape) * itemsize(dtype_name(x))  # type: ignore[attr-defined]
+            sent = Fraction(0) if op == "barrier" else ring_bytes(op, group.size, full)
+            events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
+
+    def _record_step(self, step: Step, group: Group, x: A) -> None:
+        if events.listening() and self.reports:
+            sent = step.bytes(itemsize(dtype_name(x)), self.rank)
+            events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
+
+    def _check_dtype(self, x: A) -> None:
+        name = dtype_name(x)
+        if name not in self.capabilities.dtypes:
+            raise CapabilityError(
+                f"backend {self.name!r} cannot move {name} arrays: cast to one of {sorted(self.capabilities.dtypes)}"
+            )
+
+
+def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> None:
+    """Raises LayoutError where a shard has not the shape that its rank holds under the sharding."""
+    wanted = sharding.local_shape(rank)
+    if found != wanted:
+        raise LayoutError(
+            f"rank {rank} gave a shard of shape {found}, but under {sharding.layout} on {sharding.mesh} "
+            f"a tensor of shape {sharding.shape} has shape {wanted} there"
+        )

@@ -1,0 +1,124 @@
+"""The protocol that every adapter fulfils, and the value objects it speaks in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from unidist.algebra import Axes, Mesh, Sharding
+from unidist.algebra.layout import REDUCE_OPS
+
+Array: TypeAlias = npt.NDArray[Any]
+
+ALL_DTYPES = frozenset(
+    "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an adapter can do. A gap is declared here and raises CapabilityError; it is never discovered.
+
+    Attributes:
+        view: "local": a process or virtual rank holds its shard; "global": a process holds the global array.
+        uneven: "native": shards of different sizes; "padded": padded inside, the same to the caller.
+        dtypes: the dtypes that its collectives take.
+        reduce_ops: the ops of P that it can reduce.
+        differentiable: whether the framework's autodiff goes through the collectives.
+        processes: whether a world can have several processes.
+    """
+
+    view: Literal["local", "global"]
+    uneven: Literal["native", "padded"] = "native"
+    dtypes: frozenset[str] = ALL_DTYPES
+    reduce_ops: frozenset[str] = field(default_factory=lambda: frozenset(REDUCE_OPS))
+    differentiable: bool = True
+    processes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """How the processes of a world find each other. None: what the launcher's environment says, else one process.
+
+    Attributes:
+        address: "host:port" of process 0.
+        process_count: number of processes.
+        process_index: number of this process, 0 to process_count - 1.
+        timeout: seconds to wait for the others, at joining and in each collective.
+    """
+
+    address: str | None = None
+    process_count: int | None = None
+    process_index: int | None = None
+    timeout: float = 300.0
+
+
+@runtime_checkable
+class DistributionBackend(Protocol):
+    """One framework's way to place arrays on a mesh and to move them.
+
+    `X` below is the adapter's own data: for a local view this process's shard (the simulator: a mapping of all
+    ranks' shards), for a global view the framework's global array. What it means is told by a Sharding.
+    """
+
+    name: ClassVar[str]
+    capabilities: Capabilities
+
+    def initialize(self, cluster: Cluster) -> None:
+        """Joins the world. Raises BackendMismatchError if already joined, BackendNotAvailableError if it cannot."""
+
+    def shutdown(self) -> None:
+        """Leaves the world; a later `initialize` may join another."""
+
+    def process_index(self) -> int: ...
+
+    def process_count(self) -> int: ...
+
+    def list_devices(self, kind: str | None = None) -> list[str]:
+        """All devices of the world as "cpu:0", "gpu:3": the k-th is rank k."""
+
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks whose shards this process holds, in order."""
+
+    def mesh(self, mesh: Mesh) -> Any:
+        """The framework's own mesh object, or its nearest thing. Cached by equality of the whole mesh."""
+
+    def layout(self, sharding: Sharding) -> Any:
+        """The framework's own sharding object, or its nearest thing."""
+
+    def distribute(self, value: Any, sharding: Sharding) -> Any:
+        """X from the same full value on every process. P: the value at place 0, neutral elements elsewhere."""
+
+    def from_local(self, shards: Sequence[Any], sharding: Sharding) -> Any:
+        """X from one shard for each local rank, in rank order."""
+
+    def to_local(self, x: Any, sharding: Sharding) -> Mapping[int, Any]:
+        """rank -> its native local array, for each local rank."""
+
+    def gather(self, x: Any, sharding: Sharding) -> Array:
+        """The full value on every process (partial axes reduced). A collective of the whole mesh."""
+
+    def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
+        """X at `dst`: runs plan(src, dst). Differentiable by plan(src, dst).adjoint."""
+
+    def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
+        """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root."""
+
+    def permute(self, x: Any, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Any:
+        """Shards move from place to place along `axes`; places that get none hold zeros. Adjoint: pairs reversed."""
+
+    def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
+        """Returns when every process of the group (default: the world) has come."""
+
+
+def dtype_name(x: Any) -> str:
+    """The dtype of a native or NumPy array as NumPy spells it ("float32", "bfloat16")."""
+    return str(x.dtype).rsplit(".", 1)[-1]
+
+
+def itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -1,0 +1,210 @@
+"""The registry: names to adapters, and the one that is in use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from unidist.algebra import mesh as mesh_module
+from unidist.backends.environment import detect
+from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
+from unidist.errors import BackendMismatchError, BackendNotAvailableError
+
+ENTRY_POINTS = "unidist.backends"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where an adapter is found and what it needs.
+
+    Attributes:
+        target: "package.module:Class".
+        hint: how to install what is missing.
+        requires: top-level modules that must be importable.
+        distribution: the distribution whose version `backends()` tells.
+    """
+
+    target: str
+    hint: str = ""
+    requires: tuple[str, ...] = ()
+    distribution: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """What `unidist.backends()` tells of one backend. `capabilities` is None where it is not installed."""
+
+    name: str
+    installed: bool
+    version: str | None
+    view: Literal["local", "global"] | None
+    capabilities: Capabilities | None
+    hint: str
+
+
+_entries: dict[str, Entry] = {
+    "sim": Entry(target="unidist.backends.sim.backend:SimBackend"),
+    "torch": Entry(
+        target="unidist.backends.torch.backend:TorchBackend",
+        hint='pip install "keras-unidist[torch]"',
+        requires=("torch",),
+        distribution="torch",
+    ),
+    "jax": Entry(
+        target="unidist.backends.jax.backend:JaxBackend",
+        hint='pip install "keras-unidist[jax]"',
+        requires=("jax",),
+        distribution="jax",
+    ),
+}
+_current: DistributionBackend | None = None
+_joined: Literal["no", "by launcher", "by initialize"] = "no"
+
+
+def register(name: str, target: str, *, hint: str = "", requires: tuple[str, ...] = ()) -> None:
+    """Adds a third party's adapter.
+
+    Args:
+        name: what `unidist.use` will call it.
+        target: "package.module:Class" of a DistributionBackend, constructed as Class(devices=..., **options).
+        hint: how to install what is missing.
+        requires: top-level modules that must be importable.
+    """
+    if ":" not in target:
+        raise BackendNotAvailableError(f"backend {name!r}: target {target!r} must be 'package.module:Class'")
+    _entries[name] = Entry(
+        target=target, hint=hint, requires=requires, distribution=requires[0] if requires else ""
+    )
+
+
+def entries() -> dict[str, Entry]:
+    """Built-in and registered entries, then installed entry points that no name hides."""
+    found = dict(_entries)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, Entry(target=point.value, hint=f"pip install {point.name}"))
+    return found
+
+
+def _is_installed(entry: Entry) -> bool:
+    return all(name in sys.modules or importlib.util.find_spec(name) is not None for name in entry.requires)
+
+
+def load(name: str) -> type[DistributionBackend]:
+    """The adapter's class. Raises BackendNotAvailableError: unknown name, or not installed (with the hint)."""
+    known = entries()
+    if name not in known:
+        raise BackendNotAvailableError(
+            f"unknown backend {name!r}: one of {sorted(known)}, or add yours with unidist.register(...)"
+        )
+    entry = known[name]
+    if not _is_installed(entry):
+        missing = [m for m in entry.requires if importlib.util.find_spec(m) is None]
+        raise BackendNotAvailableError(f"backend {name!r} needs {', '.join(missing)}: {entry.hint}")
+    module, _, attribute = entry.target.partition(":")
+    try:
+        return cast(type[DistributionBackend], getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise BackendNotAvailableError(
+            f"backend {name!r}: {entry.target} cannot be imported ({error}). {entry.hint}"
+        ) from error
+
+
+def backends() -> dict[str, BackendInfo]:
+    """name -> what it is, for every backend known here; imports only what is installed."""
+    infos = {}
+    for name, entry in entries().items():
+        try:
+            adapter = load(name)
+        except BackendNotAvailableError as error:
+            infos[name] = BackendInfo(
+                name=name, installed=False, version=None, view=None, capabilities=None, hint=str(error)
+            )
+            continue
+        version = importlib.metadata.version(entry.distribution) if entry.distribution else None
+        capabilities = adapter.capabilities
+        infos[name] = BackendInfo(
+            name=name,
+            installed=True,
+            version=version,
+            view=capabilities.view,
+            capabilities=capabilities,
+            hint=entry.hint,
+        )
+    return infos
+
+
+def default_name() -> tuple[str, str]:
+    """(name, why): UNIDIST_BACKEND, then the launcher with the Keras backend, then sim."""
+    if name := os.environ.get("UNIDIST_BACKEND"):
+        return name, "UNIDIST_BACKEND"
+    launch = detect()
+    if launch is not None:
+        if launch.launcher == "horovod":
+            return "horovod", "the environment of horovodrun"
+        if launch.launcher == "jax":
+            return "jax", "JAX's environment"
+        keras_backend = os.environ.get("KERAS_BACKEND", "torch")
+        return keras_backend, f"the environment of {launch.launcher} and KERAS_BACKEND"
+    return "sim", "no backend was named and no launcher started this process"
+
+
+def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
+    """Makes an adapter the current one; the world it joins is that of the launcher, if there is one."""
+    global _current, _joined
+    adapter = load(name)(devices=devices, **options)  # type: ignore[call-arg]
+    if _current is not None:
+        _current.shutdown()
+    _current, _joined = adapter, "no"
+    mesh_module.set_world(adapter.list_devices)
+    if detect() is not None and adapter.capabilities.processes:
+        adapter.initialize(Cluster())
+        _joined = "by launcher"
+    return adapter
+
+
+def current() -> DistributionBackend:
+    """The backend in use. Raises BackendNotAvailableError where none was chosen."""
+    if _current is None:
+        raise BackendNotAvailableError(
+            'no backend is in use: call unidist.use("torch"), "jax", "sim"... first'
+        )
+    return _current
+
+
+def has_current() -> bool:
+    return _current is not None
+
+
+def initialize(cluster: Cluster) -> None:
+    """Joins a world. Raises BackendMismatchError on a second call."""
+    global _joined
+    adapter = current()
+    if _joined == "by initialize":
+        raise BackendMismatchError(
+            "initialize was called a second time: this process has joined a world of "
+            f"{adapter.process_count()} processes; call unidist.shutdown() before joining another"
+        )
+    if _joined == "no":
+        adapter.initialize(cluster)
+    elif cluster.process_count not in (None, adapter.process_count()) or cluster.process_index not in (
+        None,
+        adapter.process_index(),
+    ):
+        raise BackendMismatchError(
+            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but the launcher "
+            f"started this as process {adapter.process_index()} of {adapter.process_count()}"
+        )
+    _joined = "by initialize"
+
+
+def shutdown() -> None:
+    """Leaves the world of the backend in use."""
+    global _joined
+    current().shutdown()
+    _joined = "no"

@@ -1,0 +1,1 @@
+"""The simulator: virtual devices in this process."""

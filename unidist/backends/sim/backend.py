@@ -1,0 +1,111 @@
+"""The `sim` backend: virtual devices in one process, NumPy arrays, one shard a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from unidist.algebra import Axes, Mesh, Sharding, plan
+from unidist.backends.environment import detect
+from unidist.backends.local import check_local_shape
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
+from unidist.backends.sim import reference
+from unidist.backends.sim.reference import Shards
+from unidist.errors import BackendMismatchError, LayoutError, MeshError
+
+DEFAULT_DEVICES = 8
+
+
+class SimBackend:
+    """Virtual devices in this process. Data: a mapping rank -> NumPy array.
+
+    Args:
+        devices: how many, or their names; default 8.
+    """
+
+    name: ClassVar[str] = "sim"
+    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "jax", "tensorflow")
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        view="local", dtypes=ALL_DTYPES, differentiable=False, processes=False
+    )
+
+    def __init__(self, devices: int | Sequence[str] | None = None) -> None:
+        names = devices if devices is not None else DEFAULT_DEVICES
+        self._devices = [f"cpu:{k}" for k in range(names)] if isinstance(names, int) else list(names)
+        if not self._devices:
+            raise MeshError("sim needs at least one device: use('sim', devices=4)")
+
+    def initialize(self, cluster: Cluster) -> None:
+        if (cluster.process_count or 1) > 1 or detect() is not None:
+            raise BackendMismatchError(
+                "sim runs all its devices in one process, but a launcher or initialize() asked for several: "
+                "start the script with plain python, or use('torch') or use('jax')"
+            )
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    def process_index(self) -> int:
+        return 0
+
+    def process_count(self) -> int:
+        return 1
+
+    def list_devices(self, kind: str | None = None) -> list[str]:
+        return [name for name in self._devices if kind is None or name.split(":")[0] == kind]
+
+    def local_ranks(self) -> tuple[int, ...]:
+        return tuple(range(len(self._devices)))
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        beyond = [rank for rank in mesh.devices if rank >= len(self._devices)]
+        if beyond:
+            raise MeshError(
+                f"{mesh} names rank {beyond[0]}, but sim has {len(self._devices)} devices: "
+                f"use('sim', devices={max(mesh.devices) + 1})"
+            )
+        return mesh
+
+    def layout(self, sharding: Sharding) -> Sharding:
+        return sharding
+
+    def distribute(self, value: Any, sharding: Sharding) -> Shards:
+        self.mesh(sharding.mesh)
+        whole = np.asarray(value)
+        if whole.shape != sharding.shape:
+            raise LayoutError(f"the value has shape {whole.shape}, the sharding {sharding.shape}")
+        return reference.distribute(whole, sharding)
+
+    def from_local(self, shards: Sequence[Any], sharding: Sharding) -> Shards:
+        self.mesh(sharding.mesh)
+        ranks = sorted(sharding.mesh.devices)
+        if len(shards) != len(ranks):
+            raise LayoutError(f"the mesh has ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
+        out = {rank: np.asarray(shard) for rank, shard in zip(ranks, shards, strict=True)}
+        for rank, shard in out.items():
+            check_local_shape(shard.shape, sharding, rank)
+        return out
+
+    def to_local(self, x: Shards, sharding: Sharding) -> Mapping[int, Array]:
+        return dict(sorted(x.items()))
+
+    def gather(self, x: Shards, sharding: Sharding) -> Array:
+        return reference.gather(x, sharding)
+
+    def redistribute(self, x: Shards, src: Sharding, dst: Sharding) -> Shards:
+        return reference.run(plan(src, dst), x)
+
+    def broadcast(self, x: Shards, sharding: Sharding, axes: Axes, root: int) -> Shards:
+        return reference.broadcast(x, sharding, axes, root)
+
+    def permute(
+        self, x: Shards, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
+    ) -> Shards:
+        return reference.permute(x, sharding, axes, pairs)
+
+    def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
+        """All virtual devices are here already."""
+
+

@@ -1,0 +1,69 @@
+"""Events: one for every collective that ran. The ledger listens; nothing is recorded while nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fractions import Fraction
+
+_purpose: ContextVar[str] = ContextVar("unidist_purpose", default="")
+_lock = threading.Lock()
+_listeners: tuple[Callable[[Event], None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective, as one rank took part in it.
+
+    Attributes:
+        op: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, permute or barrier.
+        axes: the mesh axes it ran over; () where it ran over a group that no axis names.
+        ranks: the ranks of the group, in order.
+        bytes: bytes sent by this rank, by the ring bound.
+        purpose: what it was for: "gradient", "forward", "metrics", a variable's path...
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    bytes: Fraction
+    purpose: str
+
+
+def listening() -> bool:
+    return bool(_listeners)
+
+
+def emit(event: Event) -> None:
+    for listener in _listeners:
+        listener(event)
+
+
+@contextlib.contextmanager
+def listen(listener: Callable[[Event], None]) -> Iterator[None]:
+    """Calls the listener for every event of this process until the context ends."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners = tuple(other for other in _listeners if other is not listener)
+
+
+def purpose() -> str:
+    return _purpose.get()
+
+
+@contextlib.contextmanager
+def for_purpose(name: str) -> Iterator[None]:
+    """Names what the collectives inside are for."""
+    token = _purpose.set(name)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)

@@ -1,0 +1,53 @@
+"""Installs unidist's hooks when Keras arrives: now if it is imported already, else at the end of its import."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_keras_arrives() -> None:
+    """Calls unidist.keras.hooks.install() once Keras is imported. May be called again."""
+    if "keras" in sys.modules and hasattr(sys.modules["keras"], "config"):
+        _install()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _install() -> None:
+    importlib.import_module("unidist.keras.hooks").install()
+
+
+class _Finder(MetaPathFinder):
+    """Finds `keras` as the others do, and adds the hooks to the end of its loading."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "keras":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("keras")
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _install()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)

@@ -1,0 +1,77 @@
+"""The ledger: what was communicated, observed in a run or predicted by a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from unidist import events
+from unidist.events import Event
+
+
+@dataclass
+class Ledger:
+    """The collectives of one rank of this process (virtual ranks: of rank 0), in order."""
+
+    events: list[Event] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, event: Event) -> None:
+        with self._lock:
+            self.events.append(event)
+
+    def count(self, op: str | None = None, *, purpose: str | None = None) -> int:
+        """Number of collectives, of one op or of all."""
+        return sum(1 for _ in self._select(op, purpose))
+
+    def bytes(self, op: str | None = None, *, purpose: str | None = None) -> int | float:
+        """Bytes sent by the rank, by the ring bounds; exact, an int where it is whole."""
+        total = sum((event.bytes for event in self._select(op, purpose)), Fraction(0))
+        return total.numerator if total.denominator == 1 else float(total)
+
+    def _select(self, op: str | None, purpose: str | None) -> Iterator[Event]:
+        for event in self.events:
+            if op in (None, event.op) and purpose in (None, event.purpose):
+                yield event
+
+    def rows(self) -> list[tuple[str, str, str, int, int | float]]:
+        """(op, axes, purpose, count, bytes) for each kind of collective, in order of first appearance."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        sums: dict[tuple[str, str, str], Fraction] = {}
+        for event in self.events:
+            key = (event.op, ",".join(event.axes), event.purpose)
+            counts[key] += 1
+            sums[key] = sums.get(key, Fraction(0)) + event.bytes
+        return [
+            (*key, counts[key], s.numerator if s.denominator == 1 else float(s)) for key, s in sums.items()
+        ]
+
+    def show(self) -> str:
+        """A table of text: op, axes, purpose, count, bytes per rank."""
+        head = ("collective", "axes", "for", "count", "bytes per rank")
+        body = [(op, axes, why, f"{n:,}", f"{b:,}") for op, axes, why, n, b in self.rows()]
+        body.append(("total", "", "", f"{self.count():,}", f"{self.bytes():,}"))
+        widths = [max(len(row[k]) for row in (head, *body)) for k in range(5)]
+        lines = [
+            "  ".join(c.rjust(w) if k > 2 else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in (head, *body)
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Records the collectives of this process while the context is open.
+
+    Example:
+        with unidist.ledger() as traffic:
+            model.fit(x, y)
+        print(traffic.show())
+    """
+    book = Ledger()
+    with events.listen(book.add):
+        yield book

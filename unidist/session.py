@@ -1,0 +1,134 @@
+"""use(), initialize() and the rest: what a program calls first. Imports no framework and no Keras by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unidist.backends import registry
+from unidist.backends.protocol import Cluster, DistributionBackend
+from unidist.errors import BackendMismatchError
+from unidist.keras import arrival
+
+
+def use(
+    name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any
+) -> DistributionBackend:
+    """Chooses the backend, and the Keras backend that it needs.
+
+    Args:
+        name: "torch", "jax", "tensorflow", "horovod", "sim" or a registered name. None: UNIDIST_BACKEND, else what
+            the launcher's environment and KERAS_BACKEND say, else "sim" with a line on standard error that says so.
+        devices: how many virtual devices (sim; jax and tensorflow on CPU), or a list of device names.
+        options: further arguments of the adapter.
+
+    Returns:
+        The adapter, now the current one. May be called again to switch.
+
+    Raises:
+        BackendNotAvailableError: unknown or not installed; the text says how to install it.
+        BackendMismatchError: Keras already runs on a backend that this one cannot serve.
+    """
+    if name is None:
+        name, why = registry.default_name()
+        print(f"unidist: using {name!r} ({why})", file=sys.stderr)
+    adapter_class = registry.load(name)
+    _choose_keras(name, tuple(getattr(adapter_class, "keras_backends", ())))
+    adapter = registry.use(name, devices=devices, **options)
+    arrival.when_keras_arrives()
+    return adapter
+
+
+def backend() -> DistributionBackend:
+    """The backend in use; if none was chosen yet, `use()` chooses it."""
+    return registry.current() if registry.has_current() else use()
+
+
+def initialize(
+    address: str | None = None,
+    process_count: int | None = None,
+    process_index: int | None = None,
+    *,
+    timeout: float = 300.0,
+) -> None:
+    """Joins the world of processes. Under torchrun, srun, horovodrun or `unidist run` no argument is needed.
+
+    Args:
+        address: "host:port" of process 0.
+        process_count: number of processes.
+        process_index: this process's number.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        BackendMismatchError: called a second time, or against what the launcher said.
+        BackendNotAvailableError: the world could not be joined; the text says what was tried.
+    """
+    backend()
+    registry.initialize(
+        Cluster(
+            address=address, process_count=process_count, process_index=process_index, timeout=timeout
+        )
+    )
+
+
+def shutdown() -> None:
+    """Leaves the world; `use` or `initialize` may then join another."""
+    if registry.has_current():
+        registry.shutdown()
+
+
+def process_index() -> int:
+    return backend().process_index()
+
+
+def process_count() -> int:
+    return backend().process_count()
+
+
+def list_devices(kind: str | None = None) -> list[str]:
+    """All devices of the world, as "cpu:0"; the k-th is rank k."""
+    return backend().list_devices(kind)
+
+
+def _choose_keras(name: str, served: tuple[str, ...]) -> None:
+    """Sets KERAS_BACKEND where Keras has not been imported; refuses where it runs on another backend."""
+    if not served:
+        return
+    keras = sys.modules.get("keras")
+    if keras is not None and hasattr(keras, "config"):
+        found = keras.config.backend()
+        if found not in served:
+            raise BackendMismatchError(
+                f"use({name!r}) needs Keras on {' or '.join(served)}, but Keras is already imported on {found!r}: "
+                f"call unidist.use({name!r}) before importing keras, or set KERAS_BACKEND={served[0]}"
+            )
+        return
+    wanted = os.environ.get("KERAS_BACKEND")
+    if wanted in served:
+        return
+    if len(served) == 1 or wanted is not None:
+        if wanted is not None and len(served) > 1:
+            raise BackendMismatchError(
+                f"use({name!r}) needs Keras on {' or '.join(served)}, but KERAS_BACKEND is {wanted!r}"
+            )
+        os.environ["KERAS_BACKEND"] = served[0]
+        return
+    configured = _configured_keras_backend()
+    if configured not in served or importlib.util.find_spec(configured) is None:
+        installed = [b for b in served if importlib.util.find_spec(b) is not None]
+        if installed:
+            os.environ["KERAS_BACKEND"] = installed[0]
+
+
+def _configured_keras_backend() -> str:
+    """What ~/.keras/keras.json says, else Keras's own default."""
+    home = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"))
+    try:
+        return str(json.loads((home / "keras.json").read_text()).get("backend", "tensorflow"))
+    except (OSError, ValueError):
+        return "tensorflow"
