@@ -1,1 +1,1 @@
-
+"""Which layouts: rules from the user and what follows from them."""

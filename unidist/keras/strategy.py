@@ -1,0 +1,233 @@
+"""DataParallel and ModelParallel: strategies that are Distributions to Keras."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.distribution import DeviceMesh, Distribution, TensorLayout
+
+from unidist import session
+from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.array import as_layout, as_mesh
+from unidist.errors import CapabilityError, LayoutError
+from unidist.planner.layout_map import LayoutMap, check_variable
+from unidist.strategies import Strategy
+from unidist.strategies.strategy import choose_axes, replicated
+
+
+class UnidistDistribution(Distribution):  # type: ignore[misc]
+    """A Keras Distribution made from a Strategy; the base of DataParallel and ModelParallel."""
+
+    def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
+        session.backend().mesh(strategy.mesh)
+        self.strategy = strategy
+        self.layout_map = layout_map
+        batch = strategy.data_axes[0] if strategy.data_axes else None
+        super().__init__(keras_mesh(strategy.mesh), batch, strategy.auto_shard_dataset)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.strategy.mesh
+
+    @property
+    def num_model_replicas(self) -> int:
+        return self.strategy.data_shards
+
+    def get_data_layout(self, data_shape: Any) -> Any:
+        layout = self.strategy.batch() if len(data_shape) else Layout()
+        return keras_layout(layout, tuple(data_shape), self.mesh, self.device_mesh)
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        given = getattr(variable, "_layout", None)
+        if given is not None:
+            return given
+        shape = tuple(variable.shape)
+        storage = self.strategy.variable(variable.path, shape).storage
+        return keras_layout(storage, shape, self.mesh, self.device_mesh)
+
+    def get_tensor_layout(self, path: str) -> Any:
+        return None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Makes this Keras's distribution: variables built inside are created in their layouts."""
+        from unidist.keras import hooks
+
+        hooks.align_seeds()
+        with super().scope():
+            yield
+
+    def check_model(self, paths: list[str]) -> None:
+        """Raises LayoutError where a strict rule matches none of the model's variables."""
+        if self.layout_map is not None:
+            self.layout_map.check_used(paths)
+
+
+class DataParallel(UnidistDistribution):
+    """Every device holds the whole model and computes a part of each batch.
+
+    Args:
+        mesh: a Mesh or Keras DeviceMesh; None: all devices on one axis, "data".
+        data_axis: the axis or axes that cut the batch; None: all of them.
+        zero: stage of sharded gradients, optimizer states and parameters (ZeRO).
+        auto_shard_dataset: each process reads its part of the data that every process was given. False: each
+            process was given its own part.
+
+    Raises:
+        MeshError: the mesh does not fit the devices.
+    """
+
+    def __init__(
+        self,
+        mesh: Any = None,
+        *,
+        data_axis: str | Axes | None = None,
+        zero: int = 0,
+        auto_shard_dataset: bool = True,
+    ) -> None:
+        grid = _mesh_or_all(mesh, "data")
+        _check_zero(zero)
+        axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
+        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset))
+
+
+class ModelParallel(UnidistDistribution):
+    """Variables are sharded by the rules of a LayoutMap, batches over the data axis if the mesh has one.
+
+    Args:
+        mesh: a Mesh or Keras DeviceMesh; None: the layout map's mesh.
+        layout_map: a LayoutMap of unidist or of Keras.
+        data_axis: the axis or axes that cut the batch. None: the axis named "data" or "batch", else the first of
+            several axes, else none.
+        model_axis: the axes of the rules; None: all others.
+        zero: stage of sharded gradients, optimizer states and parameters (ZeRO).
+        auto_shard_dataset: see DataParallel.
+
+    Raises:
+        MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: Any = None,
+        layout_map: Any = "auto",
+        *,
+        data_axis: str | Axes | None = None,
+        model_axis: str | Axes | None = None,
+        zero: int = 0,
+        auto_shard_dataset: bool = True,
+    ) -> None:
+        _check_zero(zero)
+        if isinstance(layout_map, str):
+            raise CapabilityError(
+                f"layout_map={layout_map!r}: layouts are not found automatically in this version; "
+                "give ModelParallel a LayoutMap(mesh, {path pattern: layout})"
+            )
+        grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
+        rules = as_layout_map(layout_map, grid)
+        if rules.mesh != grid:
+            raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
+        data, _ = choose_axes(grid, data_axis, model_axis)
+        super().__init__(Strategy(grid, data, rules.layout_for, auto_shard_dataset), rules)
+
+
+def mesh_of_map(layout_map: Any) -> Mesh:
+    """The mesh of a LayoutMap of unidist or of Keras."""
+    mesh = layout_map.mesh if isinstance(layout_map, LayoutMap) else layout_map.device_mesh
+    if mesh is None:
+        raise LayoutError("the layout map has no mesh: give ModelParallel a mesh, or LayoutMap(device_mesh)")
+    return as_mesh(mesh)
+
+
+def as_layout_map(layout_map: Any, mesh: Mesh) -> LayoutMap:
+    """A LayoutMap from one of unidist, of Keras, or a plain mapping of rules."""
+    if isinstance(layout_map, LayoutMap):
+        return layout_map
+    if isinstance(layout_map, keras.distribution.LayoutMap):
+        return _KerasRules(mesh, {key: as_layout(layout_map[key]) for key in layout_map})
+    return LayoutMap(mesh, layout_map)
+
+
+class _KerasRules(LayoutMap):
+    """A Keras LayoutMap's rules. Keras lets rules match nothing: here all of them idle is an error, some a warning,
+    so that a script that runs on Keras runs unchanged and yet nothing is silently replicated."""
+
+    def __init__(self, mesh: Mesh, rules: dict[str, Layout]) -> None:
+        super().__init__(mesh, rules, strict=False)
+
+    def check_used(self, paths: Any) -> None:
+        idle = self.unmatched(paths)
+        self.strict = bool(idle) and len(idle) == len(self)
+        super().check_used(paths)
+        if idle:
+            warnings.warn(f"layout rules that match no variable of the model: {idle}", UserWarning, stacklevel=4)
+
+
+def adopt(distribution: Any) -> UnidistDistribution:
+    """Ours as it is; a keras.distribution strategy as one of ours, with the same mesh and layouts."""
+    if isinstance(distribution, UnidistDistribution):
+        return distribution
+    cached = getattr(distribution, "_unidist", None)
+    if cached is None:
+        mesh = as_mesh(distribution.device_mesh)
+        batch = distribution.batch_dim_name
+        layout_map = getattr(distribution, "_layout_map", None)
+        if isinstance(layout_map, keras.distribution.LayoutMap):
+            rules: LayoutMap | None = as_layout_map(layout_map, mesh)
+        else:
+            rules = None
+
+        def rule(path: str, shape: tuple[int, ...]) -> Layout:
+            found = distribution.get_variable_layout(_PathAndShape(path, shape))
+            return check_variable(path, shape, as_layout(found), mesh)
+
+        axes = (batch,) if batch is not None else ()
+        cached = UnidistDistribution(Strategy(mesh, axes, rule, distribution.auto_shard_dataset), rules)
+        distribution._unidist = cached
+    return cached  # type: ignore[no-any-return]
+
+
+def current() -> UnidistDistribution | None:
+    """Keras's distribution of this thread as one of ours, or None."""
+    found = keras.distribution.distribution()
+    return None if found is None else adopt(found)
+
+
+class _PathAndShape:
+    """What a Distribution asks of a variable."""
+
+    _layout = None
+
+    def __init__(self, path: str, shape: tuple[int, ...]) -> None:
+        self.path = path
+        self.shape = shape
+
+
+def keras_mesh(mesh: Mesh) -> Any:
+    """Keras's DeviceMesh of a Mesh."""
+    names = session.backend().list_devices()
+    return DeviceMesh(mesh.shape, list(mesh.axis_names), [names[rank] for rank in mesh.devices])
+
+
+def keras_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, device_mesh: Any) -> Any:
+    """Keras's TensorLayout of a Layout; where a dim has several axes, which TensorLayout cannot say, the
+    backend's native layout, which Keras takes as well."""
+    if any(len(axes) > 1 for axes in layout.dims):
+        return session.backend().layout(Sharding(mesh, layout, shape))
+    dims = [layout.dim_axes(dim) for dim in range(len(shape))]
+    return TensorLayout([axes[0] if axes else None for axes in dims], device_mesh)
+
+
+def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
+    return Mesh({axis: len(session.list_devices())}) if mesh is None else as_mesh(mesh)
+
+
+def _check_zero(zero: int) -> None:
+    if zero:
+        raise CapabilityError(
+            f"zero={zero}: sharded gradients and optimizer states (ZeRO) are not in this version; use zero=0"
+        )

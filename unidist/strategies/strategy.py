@@ -1,0 +1,95 @@
+"""The one rule: a strategy chooses three layouts per variable; everything else is redistribution between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from unidist.algebra import Axes, Layout, Mesh
+from unidist.errors import MeshError
+
+Rule = Callable[[str, tuple[int, ...]], Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class VariableLayouts:
+    """The layouts of one variable.
+
+    Attributes:
+        storage: where the value rests.
+        compute: where a layer needs it: storage, but fanned out over the data axes, since each data shard uses it
+            for its own rows and so its gradient arrives partial there.
+        state: where its gradient is reduced to and its optimizer slots live.
+    """
+
+    storage: Layout
+    compute: Layout
+    state: Layout
+
+
+def replicated(path: str, shape: tuple[int, ...]) -> Layout:
+    """The rule of data parallelism."""
+    return Layout()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A mesh, the axes that cut the batch, and a rule for the variables.
+
+    Raises:
+        MeshError: a data axis that the mesh has not.
+    """
+
+    mesh: Mesh
+    data_axes: Axes
+    rule: Rule = field(default=replicated, compare=False)
+    auto_shard_dataset: bool = True
+
+    def __post_init__(self) -> None:
+        self.mesh.check_axes(self.data_axes)
+
+    @property
+    def model_axes(self) -> Axes:
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
+
+    @property
+    def data_shards(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.mesh.axis_size(self.data_axes) if self.data_axes else 1
+
+    def variable(self, path: str, shape: tuple[int, ...]) -> VariableLayouts:
+        storage = self.rule(path, shape)
+        compute = storage.with_axis(self.data_axes, "F") if self.data_axes else storage
+        return VariableLayouts(storage=storage, compute=compute, state=storage)
+
+    def batch(self) -> Layout:
+        """The layout of a batch: its first dim over the data axes."""
+        return Layout(self.data_axes) if self.data_axes else Layout()
+
+
+def choose_axes(mesh: Mesh, data_axis: str | Axes | None, model_axis: str | Axes | None) -> tuple[Axes, Axes]:
+    """(data axes, model axes) of a model-parallel mesh.
+
+    Named ones are taken as they are. Otherwise an axis called "data" or "batch" is the data axis; without such a
+    name the first of several axes is, and a mesh of one axis is all model.
+
+    Raises:
+        MeshError: an unknown axis, or one named for both.
+    """
+    if data_axis is not None:
+        data = mesh.check_axes(data_axis)
+    elif model_axis is not None:
+        taken = mesh.check_axes(model_axis)
+        data = tuple(axis for axis in mesh.axis_names if axis not in taken)
+    else:
+        named = tuple(axis for axis in mesh.axis_names if axis in ("data", "batch"))
+        data = named or (mesh.axis_names[:1] if len(mesh.axis_names) > 1 else ())
+    model = (
+        mesh.check_axes(model_axis)
+        if model_axis is not None
+        else tuple(axis for axis in mesh.axis_names if axis not in data)
+    )
+    both = set(data) & set(model)
+    if both:
+        raise MeshError(f"axis {sorted(both)[0]!r} cannot be both a data and a model axis of {mesh}")
+    return data, model
