@@ -1,0 +1,316 @@
+"""ProcessWorld: real Python processes that find each other as under a launcher, for tests.
+
+    with ProcessWorld(2, launcher="torchrun", setup="my_tests.worlds:start") as world:
+        results = world.call("my_tests.worlds:sum_of_ranks", 3)      # one result a process
+
+The processes live as long as the world; each `call` runs one function in all of them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+Launcher: TypeAlias = Literal["torchrun", "jax"]
+Target: TypeAlias = str | Callable[..., Any]
+
+# A launcher above us, or one thread pool for each of many processes on few cores, would spoil the world.
+_CLEARED = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_PROCESS_ID"),
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+        *("SLURM_NTASKS", "SLURM_PROCID", "UNIDIST_BACKEND"),
+    )
+)
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_STDERR_KEPT = 4000
+
+
+class ProcessFailedError(Exception):
+    """A function failed in a process of the world, or the process ended or did not answer.
+
+    Attributes:
+        index: the process.
+        kind: the name of the exception's type there; "ended" or "timeout" where there was none.
+        message: the exception's text.
+    """
+
+    def __init__(self, index: int, count: int, kind: str, message: str, detail: str) -> None:
+        super().__init__(f"process {index} of {count}: {kind}: {message}\n{detail}".rstrip())
+        self.index = index
+        self.kind = kind
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call came to in one process: a value, or a failure."""
+
+    value: Any = None
+    failure: ProcessFailedError | None = None
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that was free a moment ago, below the range that the kernel hands to clients."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port among 100 tried on 127.0.0.1")
+
+
+def launcher_environment(launcher: Launcher | None, count: int, index: int, port: int) -> dict[str, str]:
+    """The variables that a launcher gives to process `index` of `count` on this machine."""
+    if launcher == "torchrun":
+        rank, size = str(index), str(count)
+        return {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    if launcher == "jax":
+        return {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(index),
+            "JAX_LOCAL_PROCESS_ID": str(index),
+        }
+    return {}
+
+
+def target_name(target: Target) -> str:
+    """ "module:function" of a target that another process can import."""
+    if isinstance(target, str):
+        return target
+    if "<" in target.__qualname__ or target.__module__ == "__main__":
+        raise ValueError(f"{target!r} cannot be imported by another process: give a module-level function")
+    return f"{target.__module__}:{target.__qualname__}"
+
+
+class ProcessWorld:
+    """`count` Python processes on this machine that see a launcher's environment. A context manager.
+
+    Args:
+        count: number of processes.
+        launcher: whose variables they see: "torchrun", "jax", or None for none of them.
+        env: further variables for all processes; None removes one.
+        setup: "module:function" or a module-level function, called once in each process when it starts.
+        setup_args: its arguments.
+        timeout: seconds that one call (and starting with the setup) may take. Then every process is ended.
+
+    Processes start at `start()`, at the context's beginning, or at the first call. A call that leaves some process
+    without an answer ends the world, and the next call starts a new one on another port: one hanging or killed
+    check does not spoil the next.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        launcher: Launcher | None = "torchrun",
+        env: Mapping[str, str | None] | None = None,
+        setup: Target | None = None,
+        setup_args: tuple[Any, ...] = (),
+        timeout: float = 120.0,
+    ) -> None:
+        self.count = count
+        self.timeout = timeout
+        self._launcher = launcher
+        self._env = dict(env or {})
+        self._setup = None if setup is None else target_name(setup)
+        self._setup_args = setup_args
+        self._children: list[_Child] = []
+        self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def __enter__(self) -> ProcessWorld:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ids of the running processes, by index; () while the world is not started."""
+        return tuple(child.process.pid for child in self._children)
+
+    def start(self) -> None:
+        """Starts the processes and runs the setup in each. Nothing where they run already.
+
+        Raises:
+            ProcessFailedError: the setup failed or took too long; all processes are ended then.
+        """
+        if self._children:
+            return
+        port = free_port()
+        self._replies = queue.SimpleQueue()
+        try:
+            for index in range(self.count):
+                self._children.append(_Child(index, self._environment(index, port), self._replies))
+            if self._setup is not None:
+                _first_failure(self._outcomes(self._setup, self._setup_args, {}, self.timeout))
+        except BaseException:
+            self.close(patience=0.0)
+            raise
+
+    def call(self, target: Target, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs a function in every process at once; its results by process index.
+
+        Args:
+            target: "module:function" or a module-level function.
+            args, kwargs: the same for every process; they and the results are pickled.
+
+        Raises:
+            ProcessFailedError: the first failure, with its traceback there.
+        """
+        outcomes = self.outcomes(target, *args, **kwargs)
+        _first_failure(outcomes)
+        return [outcomes[index].value for index in range(self.count)]
+
+    def outcomes(self, target: Target, *args: Any, **kwargs: Any) -> dict[int, Outcome]:
+        """As `call`, but what happened in each process, in the order in which it became known."""
+        self.start()
+        return self._outcomes(target_name(target), args, kwargs, self.timeout)
+
+    def close(self, *, patience: float = 5.0) -> None:
+        """Ends every process: asks, then after `patience` seconds kills. Leaves none behind."""
+        children, self._children = self._children, []
+        for child in children:
+            child.ask_to_stop()
+        deadline = time.monotonic() + patience
+        for child in children:
+            child.end(max(0.0, deadline - time.monotonic()))
+
+    def _environment(self, index: int, port: int) -> dict[str, str]:
+        env = _DEFAULTS | {name: value for name, value in os.environ.items() if name not in _CLEARED}
+        env |= launcher_environment(self._launcher, self.count, index, port)
+        for name, value in self._env.items():
+            env.pop(name, None)
+            if value is not None:
+                env[name] = value
+        return env
+
+    def _outcomes(
+        self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> dict[int, Outcome]:
+        request = pickle.dumps((target, args, kwargs))
+        for child in self._children:
+            child.send(request)
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) < self.count:
+            try:
+                index, reply = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            found[index] = self._outcome(index, reply)
+            if found[index].failure is not None:
+                # The others may wait for this one for ever: they get a little time to say what they see.
+                deadline = min(deadline, time.monotonic() + min(10.0, timeout))
+        late = [index for index in range(self.count) if index not in found]
+        for index in late:
+            found[index] = Outcome(failure=self._failure(index, "timeout", "did not answer in time", ""))
+        if late or any(o.failure is not None and o.failure.kind == "ended" for o in found.values()):
+            self.close(patience=0.0)
+        return found
+
+    def _outcome(self, index: int, reply: Any) -> Outcome:
+        if reply is None:
+            code = self._children[index].exit_code()
+            return Outcome(failure=self._failure(index, "ended", f"the process ended with exit code {code}", ""))
+        ok, content = reply
+        return Outcome(value=content) if ok else Outcome(failure=self._failure(index, *content))
+
+    def _failure(self, index: int, kind: str, message: str, trace: str) -> ProcessFailedError:
+        printed = self._children[index].printed()
+        detail = trace + (f"\nwhat it printed last:\n{printed}" if printed else "")
+        return ProcessFailedError(index, self.count, kind, message, detail)
+
+
+class _Child:
+    """One process and the thread that reads its replies."""
+
+    def __init__(self, index: int, env: dict[str, str], replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "unidist.testing.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            env=env,
+        )
+        self._reader = threading.Thread(target=self._read, args=(index, replies), daemon=True)
+        self._reader.start()
+        self.send(pickle.dumps(list(sys.path)))
+
+    def _read(self, index: int, replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
+        stream = self.process.stdout
+        if stream is None:
+            return
+        with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
+            while True:
+                replies.put((index, pickle.load(stream)))
+        replies.put((index, None))
+
+    def send(self, message: bytes) -> None:
+        """Writes to the process; one that has ended is noticed by the reader."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.write(message)
+                self.process.stdin.flush()
+
+    def ask_to_stop(self) -> None:
+        self.send(pickle.dumps(None))
+
+    def exit_code(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(5.0)
+        return None
+
+    def printed(self) -> str:
+        """The end of what it wrote to its standard output and error."""
+        with contextlib.suppress(ValueError):
+            self._output.seek(0, os.SEEK_END)
+            self._output.seek(max(0, self._output.tell() - _STDERR_KEPT))
+            return self._output.read().decode(errors="replace").strip()
+        return ""
+
+    def end(self, patience: float) -> None:
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    if stream is self.process.stdout:
+                        self._reader.join(5.0)
+                    stream.close()
+        self._output.close()
+
+
+def _failures(outcomes: Mapping[int, Outcome]) -> Iterator[ProcessFailedError]:
+    return (outcome.failure for outcome in outcomes.values() if outcome.failure is not None)
+
+
+def _first_failure(outcomes: Mapping[int, Outcome]) -> None:
+    failure = next(_failures(outcomes), None)
+    if failure is not None:
+        raise failure
