@@ -1,0 +1,1 @@
+"""The `torch` backend: torch.distributed, one process a device."""
