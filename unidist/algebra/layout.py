@@ -30,7 +30,7 @@ class Layout:
         fanout: an axis or several.
 
     Raises:
-        LayoutError: an axis in two places, or an unknown reduce op.
+        LayoutError: an axis in two places, an unknown reduce op, or ops that do not commute (sum and max).
 
     Sources: the S/P/R placements of GSPMD (arXiv:2105.04663) and DTensor, with replication split into I and F as
     in Megatron-LM's conjugate operators f and g (arXiv:1909.08053).
@@ -62,6 +62,11 @@ class Layout:
             raise LayoutError(
                 f"axis {twice[0]!r} is used twice in {dims}, partial={ops}, fanout={fan}: "
                 "an axis can shard one dim, be partial or be fanned out, once"
+            )
+        if len({"sum" if op == "mean" else op for op in ops.values()}) > 1:
+            raise LayoutError(
+                f"partial={ops} mixes reductions whose order would change the value: "
+                "an array is partial by one op (sum and mean go together)"
             )
         object.__setattr__(self, "dims", tuple(cut))
         object.__setattr__(self, "partial", tuple(sorted(ops.items())))

@@ -49,9 +49,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     devices: tuple[int, ...]
 
-    def __init__(
-        self, axes: Mapping[str, int], devices: Iterable[int | str] | None = None
-    ) -> None:
+    def __init__(self, axes: Mapping[str, int], devices: Iterable[int | str] | None = None) -> None:
         ranks = None if devices is None else _ranks_of(devices)
         sizes = _resolved(dict(axes), None if ranks is None else len(ranks))
         count = prod(sizes.values())
@@ -59,8 +57,7 @@ class Mesh:
             ranks = tuple(range(count))
         if len(ranks) != count:
             raise MeshError(
-                f"mesh {sizes} has {count} places, but {len(ranks)} devices were given: "
-                f"give one device for each place"
+                f"mesh {sizes} has {count} places, but {len(ranks)} devices were given: give one device for each place"
             )
         if len(set(ranks)) != len(ranks):
             raise MeshError(f"mesh {sizes}: a device is given twice in {list(ranks)}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import combinations, count, permutations
+from math import prod
+from typing import NamedTuple
 
-from unidist.algebra.layout import Layout, State
+from unidist.algebra.layout import Layout, ReduceOp, State
 from unidist.algebra.mesh import Axes
 from unidist.algebra.sharding import Sharding
-from unidist.algebra.step import Step, StepOp
+from unidist.algebra.step import ADJOINT, COLLECTIVES, Step, StepOp, ring_bytes
 from unidist.errors import LayoutError
 
 
@@ -43,6 +47,7 @@ class Plan:
 
     @cached_property
     def collectives(self) -> tuple[Step, ...]:
+        """The steps that send something."""
         return tuple(step for step in self.steps if step.is_collective)
 
     def bytes(self, itemsize: int, rank: int) -> Fraction:
@@ -52,152 +57,172 @@ class Plan:
 
 @lru_cache(maxsize=16384)
 def plan(src: Sharding, dst: Sharding) -> Plan:
-    """The steps from `src` to `dst`, found greedily and cached.
+    """The steps from `src` to `dst`: fewest bytes sent, then fewest for the gradient, then fewest collectives.
 
-    Order: fill every open place of a dim (reduce_scatter, all_to_all, slice); reduce what is partial while the
-    tensor is small; then join one misplaced dim and begin again. Axes that move alike move together, as one
-    collective over their group.
+    An axis leaves its state only for the one it is wanted in, for I on the way, and, where it is sharded at either
+    end, for other dims that the mesh divides: nothing is sharded, summed or masked that need not be. The way is found
+    by Dijkstra's method over the layouts that remain, once for all shapes, and cached.
 
     Raises:
         LayoutError: the meshes or global shapes differ.
     """
     if src.mesh != dst.mesh or src.shape != dst.shape:
         raise LayoutError(f"cannot plan from {src} to {dst}: mesh and global shape must be the same")
-    return Plan(src, dst, tuple(_Planner(src, dst).run()))
+    size = src.mesh.size
+    roomy = tuple(n > 0 and n % size == 0 for n in src.shape)
+    now, steps = src, []
+    for move in _route(src.mesh.axes, src.layout, dst.layout, roomy):
+        after = src.with_layout(move.layout)
+        steps.append(Step(move.op, move.axes, now, after, move.dim, move.to, move.reduce))
+        now = after
+    return Plan(src, dst, tuple(steps))
 
 
-class _Planner:
-    def __init__(self, src: Sharding, dst: Sharding) -> None:
-        self.now = src
-        self.want = dst.layout
-        self.ndim = len(src.shape)
-        self.steps: list[Step] = []
+class _Move(NamedTuple):
+    """A Step that does not know the shape yet; `layout` is the one it leads to."""
 
-    def run(self) -> list[Step]:
-        self._unmean()
-        while self._fill() or self._reduce() or self._strip():
-            pass
-        self._finish()
-        return self.steps
+    op: StepOp
+    axes: Axes
+    layout: Layout
+    dim: int = -1
+    to: int = -1
+    reduce: ReduceOp = "sum"
 
-    # one step -------------------------------------------------------------------------------------------------
 
-    def _add(self, op: StepOp, axes: Axes, layout: Layout, *, dim: int = -1, to: int = -1) -> None:
-        after = self.now.with_layout(layout)
-        state = self.now.layout.op_of(axes[0]) or layout.op_of(axes[0]) or "sum"
-        self.steps.append(Step(op, axes, self.now, after, dim, to, state))
-        self.now = after
+# Bytes forward, bytes of the gradient, collectives, steps; then the order in which it was found.
+_Cost = tuple[Fraction, Fraction, int, int]
 
-    def _move(self, op: StepOp, axes: Axes, state: State, *, dim: int = -1, to: int = -1) -> None:
-        target = to if op == "all_to_all" else dim
-        layout = self.now.layout.with_axis(
-            axes,
-            state,
-            dim=target if state == "S" else None,
-            op=(self.want.op_of(axes[0]) or "sum") if op == "mask" else "sum",
-        )
-        self._add(op, axes, layout, dim=dim, to=to)
 
-    # phases ---------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=16384)
+def _route(
+    mesh_axes: tuple[tuple[str, int], ...], src: Layout, dst: Layout, roomy: tuple[bool, ...]
+) -> tuple[_Move, ...]:
+    """Means become sums first and sums means last, unless they stay: between, every move is linear or a reduction
+    by one op."""
+    moves: list[_Move] = []
+    now = src
+    for axis, op in src.partial:
+        if op == "mean" and dst.op_of(axis) != "mean":
+            now = now.with_axis((axis,), "P", op="sum")
+            moves.append(_Move("scale", (axis,), now, reduce="mean"))
+    sums = dst
+    late = [axis for axis, op in dst.partial if op == "mean" and now.op_of(axis) != "mean"]
+    for axis in late:
+        sums = sums.with_axis((axis,), "P", op="sum")
+    moves += _Search(dict(mesh_axes), now, sums, roomy).run()
+    for axis in late:
+        sums = sums.with_axis((axis,), "P", op="mean")
+        moves.append(_Move("scale", (axis,), sums, reduce="sum"))
+    return tuple(moves)
 
-    def _unmean(self) -> None:
-        """P(mean) -> P(sum) first, unless it stays: then every reduction is a sum."""
-        for axis, op in self.now.layout.partial:
-            if op == "mean" and self.want.op_of(axis) != "mean":
-                self._add("scale", (axis,), self.now.layout.with_axis((axis,), "P", op="sum"))
 
-    def _open(self, dim: int) -> Axes:
-        """The axes still wanted on a dim whose axes so far are in place."""
-        held, wanted = self.now.layout.dim_axes(dim), self.want.dim_axes(dim)
-        return wanted[len(held) :] if wanted[: len(held)] == held else ()
+class _Search:
+    def __init__(self, sizes: dict[str, int], src: Layout, dst: Layout, roomy: tuple[bool, ...]) -> None:
+        self.sizes = sizes
+        self.src = src
+        self.dst = dst
+        self.roomy = roomy
+        self.total = prod(sizes.values())
 
-    def _fill(self) -> bool:
-        for dim in range(self.ndim):
-            todo = self._open(dim)
-            if todo and self._fill_one(dim, todo):
-                return True
-        return False
-
-    def _fill_one(self, dim: int, todo: Axes) -> bool:
-        layout = self.now.layout
-        state = layout.state(todo[0])
-        if state == "S":
-            source = layout.dim_of(todo[0])
-            if source is None or source == dim:
-                return False
-            for count in range(len(todo), 0, -1):
-                if layout.dim_axes(source)[-count:] == todo[:count]:
-                    self._move("all_to_all", todo[:count], "S", dim=source, to=dim)
-                    return True
-            return False
-        count = 1
-        kind = (state, layout.op_of(todo[0]))
-        while count < len(todo) and (layout.state(todo[count]), layout.op_of(todo[count])) == kind:
-            count += 1
-        self._move("reduce_scatter" if state == "P" else "slice", todo[:count], "S", dim=dim)
-        return True
-
-    def _reduce(self) -> bool:
-        """Reduce partial axes that are wanted whole, or partial by another op."""
-        for axis, op in self.now.layout.partial:
-            target = self.want.state(axis)
-            if target == "S" or self._stays_partial(axis):
+    def run(self) -> list[_Move]:
+        """Dijkstra's method from src to dst."""
+        start: _Cost = (Fraction(0), Fraction(0), 0, 0)
+        best: dict[Layout, _Cost] = {self.src: start}
+        came: dict[Layout, tuple[Layout, _Move]] = {}
+        order = count(1)
+        queue: list[tuple[_Cost, int, Layout]] = [(start, 0, self.src)]
+        while queue:
+            cost, _, now = heapq.heappop(queue)
+            if now == self.dst:
+                break
+            if cost > best[now]:
                 continue
-            state: State = "F" if target == "F" else "I"
-            axes = tuple(
-                a
-                for a in self.now.mesh.axis_names
-                if self.now.layout.op_of(a) == op
-                and self.want.state(a) == target
-                and not self._stays_partial(a)
-            )
-            self._move("all_reduce", axes, state)
-            return True
-        return False
+            for move in self._moves(now):
+                reached = self._cost(cost, now, move)
+                if move.layout not in best or reached < best[move.layout]:
+                    best[move.layout] = reached
+                    came[move.layout] = now, move
+                    heapq.heappush(queue, (reached, next(order), move.layout))
+        back, found = self.dst, []
+        while back != self.src:
+            back, move = came[back]
+            found.append(move)
+        return found[::-1]
 
-    def _stays_partial(self, axis: str) -> bool:
-        return self.want.op_of(axis) == self.now.layout.op_of(axis) or (
-            self.now.layout.op_of(axis) == "sum" and self.want.op_of(axis) == "mean"
-        )
+    def _cost(self, so_far: _Cost, now: Layout, move: _Move) -> _Cost:
+        axis = move.axes[0]
+        group = prod(self.sizes[a] for a in move.axes)
+        full = max(self._share(now), self._share(move.layout))
+        back = ADJOINT[move.op, now.state(axis), move.layout.state(axis)]
+        sent, returned = (ring_bytes(op, group, full) if op in COLLECTIVES else Fraction(0) for op in (move.op, back))
+        collective = int(group > 1 and move.op in COLLECTIVES)
+        return so_far[0] + sent, so_far[1] + returned, so_far[2] + collective, so_far[3] + 1
 
-    def _strip(self) -> bool:
-        """Join the minor axes of one dim whose axes are not in place."""
-        for dim in range(self.ndim):
-            held, wanted = self.now.layout.dim_axes(dim), self.want.dim_axes(dim)
-            keep = 0
-            while keep < min(len(held), len(wanted)) and held[keep] == wanted[keep]:
-                keep += 1
-            if keep == len(held):
-                continue
-            target = self._strip_target(held[-1])
-            first = len(held) - 1
-            while first > keep and self._strip_target(held[first - 1]) == target:
-                first -= 1
-            axes = held[first:]
-            if target == "P":
-                self._move("embed", axes, "P", dim=dim)
-            else:
-                self._move("all_gather", axes, target, dim=dim)
-            return True
-        return False
+    def _share(self, layout: Layout) -> int:
+        """What a rank holds of a tensor of as many elements as the mesh has ranks."""
+        return self.total // prod(self.sizes[axis] for axis in layout.sharded_axes)
 
-    def _strip_target(self, axis: str) -> State:
-        if self.want.op_of(axis) in ("sum", "mean"):
-            return "P"
-        return "F" if self.want.state(axis) == "F" else "I"
+    # the rows of the table that lead on from a layout ----------------------------------------------------------
 
-    def _finish(self) -> None:
-        for axis in self.now.mesh.axis_names:
-            target = self.want.state(axis)
-            if self.now.layout.state(axis) != target:
-                if target == "P":
-                    self._to_partial(axis)
-                else:
-                    self._move("retype", (axis,), target)
-            if target == "P" and self.now.layout.op_of(axis) != self.want.op_of(axis):
-                self._add("scale", (axis,), self.now.layout.with_axis((axis,), "P", op="mean"))
+    def _moves(self, now: Layout) -> Iterator[_Move]:
+        for dim, axes in enumerate(now.dims):
+            for first in range(len(axes)):
+                yield from self._joins(now, axes[first:], dim)
+        for op in dict.fromkeys(op for _, op in now.partial):
+            leaving = [a for a, o in now.partial if o == op and self.dst.op_of(a) != op]
+            yield from self._reductions(now, leaving, op)
+        for state in ("I", "F"):
+            here = [axis for axis in self.sizes if now.state(axis) == state]
+            yield from self._cuts(now, "slice", [a for a in here if self.dst.state(a) == "S"])
+            for axis in here:
+                yield from self._retypes(now, axis, state)
 
-    def _to_partial(self, axis: str) -> None:
-        op = self.want.op_of(axis) or "sum"
-        layout = self.now.layout.with_axis((axis,), "P", op="sum" if op == "mean" else op)
-        self._add("mask", (axis,), layout)
+    def _joins(self, now: Layout, axes: Axes, dim: int) -> Iterator[_Move]:
+        for state in self._wholes(axes):
+            yield _Move("all_gather", axes, now.with_axis(axes, state), dim)
+        for to in range(len(self.roomy)):
+            if to != dim and self._may_cut(axes, to):
+                yield _Move("all_to_all", axes, now.with_axis(axes, "S", dim=to), dim, to)
+        # Zeros around a part are neutral in a sum only.
+        if all(self.dst.op_of(a) == "sum" for a in axes) and self._joinable(now, "sum"):
+            yield _Move("embed", axes, now.with_axis(axes, "P"), dim)
+
+    def _reductions(self, now: Layout, leaving: list[str], op: ReduceOp) -> Iterator[_Move]:
+        for axes in _subsets(leaving):
+            for state in self._wholes(axes):
+                yield _Move("all_reduce", axes, now.with_axis(axes, state), reduce=op)
+        yield from self._cuts(now, "reduce_scatter", [a for a in leaving if self.dst.state(a) == "S"], op)
+
+    def _cuts(self, now: Layout, step: StepOp, axes: list[str], op: ReduceOp = "sum") -> Iterator[_Move]:
+        for subset in _subsets(axes):
+            for group in permutations(subset):
+                for dim in range(len(self.roomy)):
+                    if self._may_cut(group, dim):
+                        yield _Move(step, group, now.with_axis(group, "S", dim=dim), dim, reduce=op)
+
+    def _retypes(self, now: Layout, axis: str, state: State) -> Iterator[_Move]:
+        want, op = self.dst.state(axis), self.dst.op_of(axis)
+        if op is not None and self._joinable(now, op):
+            yield _Move("mask", (axis,), now.with_axis((axis,), "P", op=op), reduce=op)
+        elif want in ("I", "F") and want != state:
+            yield _Move("retype", (axis,), now.with_axis((axis,), want))
+
+    def _wholes(self, axes: Axes) -> tuple[State, ...]:
+        """The states in which axes may be whole: I, and F where all of them are wanted so."""
+        return ("F", "I") if all(self.dst.state(a) == "F" for a in axes) else ("I",)
+
+    def _may_cut(self, axes: Axes, dim: int) -> bool:
+        """Whether axes may cut a dim: their own at either end, or on the way one that all the mesh divides."""
+        return self.roomy[dim] or all(dim in (self.src.dim_of(a), self.dst.dim_of(a)) for a in axes)
+
+    def _joinable(self, now: Layout, op: ReduceOp) -> bool:
+        """Whether an axis may become partial by `op` beside those that are partial already."""
+        linear = ("sum", "mean")
+        return all(o == op or (o in linear and op in linear) for _, o in now.partial)
+
+
+def _subsets(axes: Iterable[str]) -> Iterator[Axes]:
+    """Every non-empty subset in the given order, the largest first."""
+    members = tuple(axes)
+    for size in range(len(members), 0, -1):
+        yield from combinations(members, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 from unidist.algebra.layout import Layout
@@ -17,7 +18,7 @@ def chunk(size: int, parts: int) -> tuple[tuple[int, int], ...]:
     """(start, length) of each part of a dim: ceil-sized, the last may hold less or nothing (torch.chunk's sizes)."""
     step = -(-size // parts) if size else 0
     bounds = [min(k * step, size) for k in range(parts + 1)]
-    return tuple((lo, hi - lo) for lo, hi in zip(bounds, bounds[1:], strict=False))
+    return tuple((lo, hi - lo) for lo, hi in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,7 @@ class Sharding:
     def is_even(self) -> bool:
         """Whether every rank holds the same shape."""
         return all(
-            size % self.mesh.axis_size(axes) == 0
-            for size, axes in zip(self.shape, self.layout.dims, strict=False)
+            size % self.mesh.axis_size(axes) == 0 for size, axes in zip(self.shape, self.layout.dims, strict=False)
         )
 
     def elements(self, rank: int) -> int:
@@ -83,6 +83,5 @@ def _cut(mesh: Mesh, axes: Axes, size: int, coordinate: dict[str, int]) -> tuple
 def _region(sharding: Sharding, rank: int) -> Region:
     coordinate = sharding.mesh.coordinate(rank)
     return tuple(
-        _cut(sharding.mesh, sharding.layout.dim_axes(dim), size, coordinate)
-        for dim, size in enumerate(sharding.shape)
+        _cut(sharding.mesh, sharding.layout.dim_axes(dim), size, coordinate) for dim, size in enumerate(sharding.shape)
     )

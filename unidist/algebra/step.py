@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from unidist.algebra.layout import ReduceOp
+from unidist.algebra.layout import ReduceOp, State
 from unidist.algebra.mesh import Axes
 from unidist.algebra.sharding import Sharding
 from unidist.errors import LayoutError
@@ -21,9 +21,28 @@ StepOp = Literal[
     "embed",  # S -> P             this rank's part among zeros
     "mask",  # I | F -> P          kept at place 0, the op's neutral element elsewhere
     "retype",  # I <-> F           the value stays, its gradient is reduced or masked
-    "scale",  # P(mean) <-> P(sum)
+    "scale",  # P(mean) <-> P(sum)  times 1/n or n; its adjoint on F
 ]
 COLLECTIVES: tuple[StepOp, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+# The op that carries the gradient back, by the op and the states of its axes before and after.
+ADJOINT: dict[tuple[StepOp, State, State], StepOp] = {
+    ("all_reduce", "P", "I"): "retype",
+    ("all_reduce", "P", "F"): "all_reduce",
+    ("reduce_scatter", "P", "S"): "all_gather",
+    ("all_gather", "S", "I"): "slice",
+    ("all_gather", "S", "F"): "reduce_scatter",
+    ("all_to_all", "S", "S"): "all_to_all",
+    ("slice", "I", "S"): "all_gather",
+    ("slice", "F", "S"): "embed",
+    ("embed", "S", "P"): "slice",
+    ("mask", "I", "P"): "retype",
+    ("mask", "F", "P"): "mask",
+    ("retype", "I", "F"): "all_reduce",
+    ("retype", "F", "I"): "mask",
+    ("scale", "P", "P"): "scale",
+    ("scale", "F", "F"): "scale",
+}
 
 # Bytes that a rank sends in a ring, for n ranks and a full tensor of b bytes (Patarasuk and Yuan, 2009).
 RING: dict[str, Callable[[int, int], Fraction]] = {
@@ -52,7 +71,8 @@ def ring_bytes(op: str, group_size: int, full_bytes: int) -> Fraction:
 class Step:
     """One move of a tensor from one sharding to the next, over the group of `axes` (major to minor).
 
-    `dim` is the dimension that is cut or joined; `to` the one that all_to_all cuts; `reduce` the op of P.
+    `dim` is the dimension that is cut or joined; `to` the one that all_to_all cuts; `reduce` the op of P, for scale
+    the op that is left.
     """
 
     op: StepOp
@@ -65,7 +85,8 @@ class Step:
 
     @property
     def is_collective(self) -> bool:
-        return self.op in COLLECTIVES
+        """Whether anything is sent: over axes of size 1 nothing is."""
+        return self.op in COLLECTIVES and self.group_size > 1
 
     @property
     def group_size(self) -> int:
@@ -74,8 +95,7 @@ class Step:
     @property
     def factor(self) -> float:
         """What `scale` multiplies with."""
-        n = self.group_size
-        return 1 / n if self.before.layout.op_of(self.axes[0]) == "mean" else float(n)
+        return 1 / self.group_size if self.reduce == "mean" else float(self.group_size)
 
     @property
     def adjoint(self) -> Step:
@@ -90,27 +110,13 @@ class Step:
         after = self.before.with_layout(self.before.layout.dual())
         if self.op == "all_to_all":
             return Step("all_to_all", self.axes, before, after, dim=self.to, to=self.dim)
-        return Step(self._adjoint_op(), self.axes, before, after, dim=self.dim)
+        # Scaling is its own adjoint: the factor stays, though the gradient is partial over no axis any more.
+        reduce: ReduceOp = self.reduce if self.op == "scale" else "sum"
+        return Step(self._adjoint_op(), self.axes, before, after, dim=self.dim, reduce=reduce)
 
     def _adjoint_op(self) -> StepOp:
         axis = self.axes[0]
-        src, dst = self.before.layout.state(axis), self.after.layout.state(axis)
-        table: dict[tuple[str, str, str], StepOp] = {
-            ("all_reduce", "P", "I"): "retype",
-            ("all_reduce", "P", "F"): "all_reduce",
-            ("reduce_scatter", "P", "S"): "all_gather",
-            ("all_gather", "S", "I"): "slice",
-            ("all_gather", "S", "F"): "reduce_scatter",
-            ("slice", "I", "S"): "all_gather",
-            ("slice", "F", "S"): "embed",
-            ("embed", "S", "P"): "slice",
-            ("mask", "I", "P"): "retype",
-            ("mask", "F", "P"): "mask",
-            ("retype", "I", "F"): "all_reduce",
-            ("retype", "F", "I"): "mask",
-            ("scale", "P", "P"): "scale",
-        }
-        return table[self.op, src, dst]
+        return ADJOINT[self.op, self.before.layout.state(axis), self.after.layout.state(axis)]
 
     def bytes(self, itemsize: int, rank: int) -> Fraction:
         """Bytes that a rank sends, by the ring bound (0 for the moves that need no communication)."""

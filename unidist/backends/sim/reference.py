@@ -12,34 +12,44 @@ import numpy as np
 from unidist.algebra import Axes, Plan, Sharding, Step
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.protocol import Array
+from unidist.errors import LayoutError
 
 Shards = dict[int, Array]
 
-NEUTRAL: dict[ReduceOp, float] = {"sum": 0, "mean": 0, "prod": 1, "max": -np.inf, "min": np.inf}
+# max and min have none in every dtype: their contributions all hold the value instead.
+NEUTRAL: dict[ReduceOp, int] = {"sum": 0, "mean": 0, "prod": 1}
 
 
 def reduce(parts: list[Array], op: ReduceOp) -> Array:
-    """Reduces arrays of one shape, in their own dtype, in rank order."""
-    if op in ("sum", "mean"):
-        total = parts[0]
-        for part in parts[1:]:
-            total = total | part if total.dtype == bool else total + part
-        return total if op == "sum" else (total / np.asarray(len(parts), total.dtype)).astype(total.dtype)
-    fold = {"max": np.maximum, "min": np.minimum, "prod": np.multiply}[op]
-    out = parts[0]
+    """Reduces arrays of one shape, in their own dtype, in the order given. Of bool, sum is "or" and prod "and"."""
+    fold = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}[op]
+    out = parts[0].copy()
     for part in parts[1:]:
         out = fold(out, part)
-    return out
+    return scale(out, 1 / len(parts)) if op == "mean" else out
+
+
+def scale(value: Array, factor: float) -> Array:
+    """value * factor in its own dtype. Raises LayoutError for integers and bool, of which there is no mean."""
+    if value.dtype.kind in "biu":
+        raise LayoutError(f"a mean of {value.dtype} values is no {value.dtype}: cast to a float, or use partial sums")
+    return np.asarray(value * np.asarray(factor, value.dtype), value.dtype)
 
 
 def distribute(value: Array, sharding: Sharding) -> Shards:
-    """Each rank's region of the value; P: the value at place 0, the neutral element elsewhere."""
+    """Each rank's region of the value.
+
+    P(sum, prod): the value at place 0, the neutral element elsewhere; P(mean): n times the value at place 0;
+    P(max, min): the value everywhere.
+    """
     shards = {}
     for rank in sharding.mesh.devices:
         here = sharding.mesh.coordinate(rank)
         part = value[sharding.slices(rank)].copy()
         for axis, op in sharding.layout.partial:
-            if here[axis] and op in ("sum", "prod"):
+            if op == "mean":
+                part = scale(part, sharding.mesh.axis_size(axis))
+            if here[axis] and op in NEUTRAL:
                 part = np.full_like(part, NEUTRAL[op])
         shards[rank] = part
     return shards
@@ -47,23 +57,22 @@ def distribute(value: Array, sharding: Sharding) -> Shards:
 
 def gather(shards: Mapping[int, Array], sharding: Sharding) -> Array:
     """The full value: partial axes reduced, the first replica of the others."""
-    first = next(iter(shards.values()))
-    out = np.zeros(sharding.shape, first.dtype)
     layout, mesh = sharding.layout, sharding.mesh
+    out = np.zeros(sharding.shape, next(iter(shards.values())).dtype)
     for rank in mesh.devices:
         here = mesh.coordinate(rank)
-        if any(here[axis] for axis in mesh.axis_names if layout.state(axis) != "S"):
-            continue
-        # Reduced one axis at a time: the ops of several axes may differ.
-        parts = {rank_: shards[rank_] for rank_ in mesh.group(layout.partial_axes, rank).ranks}
-        for axis, op in layout.partial:
-            parts = {
-                r: reduce([parts[q] for q in mesh.group(axis, r).ranks], op)
-                for r in parts
-                if mesh.coordinate(r)[axis] == 0 or True
-            }
-        out[sharding.slices(rank)] = parts[rank]
+        if not any(here[axis] for axis in mesh.axis_names if layout.state(axis) != "S"):
+            out[sharding.slices(rank)] = _reduced(shards, sharding, rank)
     return out
+
+
+def _reduced(shards: Mapping[int, Array], sharding: Sharding, rank: int) -> Array:
+    """The shard of a rank after reducing over all partial axes, one after the other: mean and sum may be mixed."""
+    mesh = sharding.mesh
+    parts = {r: shards[r] for r in mesh.group(sharding.layout.partial_axes, rank).ranks}
+    for axis, op in sharding.layout.partial:
+        parts = {r: reduce([parts[q] for q in mesh.group(axis, r).ranks], op) for r in parts}
+    return parts[rank]
 
 
 def run(plan: Plan, shards: Mapping[int, Array]) -> Shards:
@@ -99,10 +108,9 @@ def _at_rank(step: Step, shards: Mapping[int, Array], rank: int) -> Array:
         out[_relative(step.before, step.after, rank)] = own
         return out
     if step.op == "mask":
-        kept = group.index == 0 or step.reduce not in ("sum", "prod")
-        return own if kept else np.full_like(own, NEUTRAL[step.reduce])
+        return np.full_like(own, NEUTRAL[step.reduce]) if group.index and step.reduce in NEUTRAL else own
     if step.op == "scale":
-        return (own * np.asarray(step.factor, own.dtype)).astype(own.dtype)
+        return scale(own, step.factor)
     return own
 
 
@@ -122,9 +130,7 @@ def broadcast(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, root:
     return {rank: shards[group(axes, rank).ranks[root]].copy() for rank in sharding.mesh.devices}
 
 
-def permute(
-    shards: Mapping[int, Array], sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
-) -> Shards:
+def permute(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Shards:
     out = {rank: np.zeros_like(shards[rank]) for rank in sharding.mesh.devices}
     for rank in sharding.mesh.devices:
         group = sharding.mesh.group(axes, rank)
