@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.distribution import DeviceMesh, Distribution, TensorLayout
+from keras.distribution import DeviceMesh, TensorLayout
+from keras.src.distribution.distribution_lib import Distribution
 
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding

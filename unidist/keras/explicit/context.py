@@ -1,0 +1,107 @@
+"""Frame: what a rank knows while it computes. One for each thread; none outside of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from unidist.keras.explicit.world import RankWorld
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows of a batch this rank's data shard holds, and how many there are.
+
+    Attributes:
+        local: rows of this rank's shard.
+        total: rows of the global batch.
+        even: whether all shards hold as many.
+    """
+
+    local: int
+    total: int
+    even: bool
+
+    @property
+    def share(self) -> float:
+        return self.local / self.total if self.total else 0.0
+
+
+@dataclass
+class Frame:
+    """A rank at work.
+
+    Attributes:
+        rank: its number.
+        world: its world.
+        rows: the batch of this step; None outside of train, test and predict steps.
+        overrides: id of a variable -> what it reads as at the moment.
+        local: variables read as this rank's shard (in optimizers, and after backward).
+        backward_done: gradients are there: read outside of a layer, a variable is the shard that has the gradient.
+        gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
+        trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
+        probe: while pairs are being proven, called with a column rule's output or a row rule's input.
+        seed_place: this rank's place among the ranks that must draw different random numbers.
+    """
+
+    rank: int
+    world: RankWorld
+    rows: Rows | None = None
+    overrides: dict[int, torch.Tensor] = field(default_factory=dict)
+    local: bool = False
+    backward_done: bool = False
+    gathered_loss: bool = False
+    trial: frozenset[int] | None = None
+    probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    seed_place: int = 0
+
+    @contextlib.contextmanager
+    def reading(self, values: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Variables (by id) read as the given tensors."""
+        before = self.overrides
+        self.overrides = {**before, **values}
+        try:
+            yield
+        finally:
+            self.overrides = before
+
+    @contextlib.contextmanager
+    def reading_shards(self) -> Iterator[None]:
+        """Every variable reads as this rank's shard and has its shape."""
+        before, self.local = self.local, True
+        try:
+            yield
+        finally:
+            self.local = before
+
+    @contextlib.contextmanager
+    def seeds_at(self, place: int) -> Iterator[None]:
+        before, self.seed_place = self.seed_place, place
+        try:
+            yield
+        finally:
+            self.seed_place = before
+
+
+_here = threading.local()
+
+
+def frame() -> Frame | None:
+    """This thread's frame, or None where no rank is at work."""
+    return getattr(_here, "frame", None)
+
+
+@contextlib.contextmanager
+def entered(new: Frame) -> Iterator[Frame]:
+    before = frame()
+    _here.frame = new
+    try:
+        yield new
+    finally:
+        _here.frame = before

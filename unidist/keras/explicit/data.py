@@ -1,0 +1,194 @@
+"""Batches: which rows belong to which data shard, and reading only those where the data can tell."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from keras.src import tree
+from keras.src.backend.torch.trainer import TorchEpochIterator
+
+from unidist import events
+from unidist.algebra import Layout, Sharding
+from unidist.errors import DesyncError, LayoutError
+from unidist.keras.explicit.context import Rows
+from unidist.keras.explicit.world import RankWorld
+
+
+class LocalBatches(list[Any]):
+    """What an epoch iterator hands to a step: one batch that holds this rank's rows alone, and how many there are."""
+
+    def __init__(self, batches: list[Any], rows: Rows) -> None:
+        super().__init__(batches)
+        self.rows = rows
+
+
+def row_count(batch: Any) -> int:
+    """Rows of a batch. Raises LayoutError where its arrays disagree or have none."""
+    counts = {int(leaf.shape[0]) for leaf in tree.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape)}
+    if len(counts) != 1:
+        raise LayoutError(f"a batch must have one number of rows to be cut over devices, found {sorted(counts)}")
+    return counts.pop()
+
+
+def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
+    """(start, length) of a rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
+    if not world.data_axes:
+        return 0, total
+    return world.batch_sharding((total,)).region(rank)[0]
+
+
+def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
+    even = not world.data_axes or total % world.mesh.axis_size(world.data_axes) == 0
+    return Rows(bounds(world, rank, total)[1], total, even)
+
+
+def cut(batch: Any, start: int, length: int, *, copy: bool = False) -> Any:
+    """The rows [start, start + length) of every array of a batch; copied where ranks share this process, because
+    Keras multiplies masks into sample weights in place."""
+
+    def part(x: Any) -> Any:
+        if x is None or not hasattr(x, "shape") or not len(x.shape):
+            return x
+        rows = x[start : start + length]
+        if not copy:
+            return rows
+        return rows.clone() if isinstance(rows, torch.Tensor) else rows.copy()
+
+    return tree.map_structure(part, batch)
+
+
+def rows_already_local(world: RankWorld, batch: Any) -> Rows:
+    """Rows where every process was given its own part (auto_shard_dataset=False): counted by a collective."""
+    local = row_count(batch)
+    if not world.data_axes:
+        return Rows(local, local, True)
+    shards = world.mesh.axis_size(world.data_axes)
+    sharding = Sharding(world.mesh, Layout(world.data_axes), (shards,))
+    with events.for_purpose("batch sizes"):
+        counts = world.backend.redistribute(torch.tensor([local]), sharding, sharding.with_layout(Layout()))
+    found = counts.tolist()
+    return Rows(local, sum(found), len(set(found)) == 1)
+
+
+class EpochReader:
+    """Iterates over an epoch's global batches and yields this rank's rows of each.
+
+    A DataLoader over a map-style dataset (NumPy arrays and tensors come as one) is asked for this rank's rows alone;
+    of any other source each batch is read and cut.
+    """
+
+    def __init__(self, source: Any, world: RankWorld, already_local: bool) -> None:
+        self.world = world
+        self.rank = world.ranks[0]
+        self.rows: Rows | None = None
+        self._already_local = already_local
+        self._sizes: list[int] | None = None
+        if not already_local:
+            share_random_state(world)
+            source = self._narrowed(source)
+        self._source = source
+
+    def _narrowed(self, source: Any) -> Any:
+        if not isinstance(source, torch.utils.data.DataLoader) or source.batch_sampler is None:
+            return source
+        if source.num_workers or isinstance(source.dataset, torch.utils.data.IterableDataset):
+            return source
+        self._sizes = []
+        return torch.utils.data.DataLoader(
+            source.dataset, batch_sampler=_OwnRows(source.batch_sampler, self), collate_fn=source.collate_fn
+        )
+
+    def took(self, total: int) -> tuple[int, int]:
+        if self._sizes is not None:
+            self._sizes.append(total)
+        return bounds(self.world, self.rank, total)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._source:
+            if self._already_local:
+                self.rows = rows_already_local(self.world, batch)
+                yield batch
+                continue
+            total = self._sizes.pop(0) if self._sizes is not None else row_count(batch)
+            self.rows = rows_of(self.world, self.rank, total)
+            start, length = bounds(self.world, self.rank, total)
+            yield cut(batch, 0 if self._sizes is not None else start, length)
+
+
+class _OwnRows(torch.utils.data.Sampler[list[int]]):
+    """A batch sampler's batches, cut to this rank's rows."""
+
+    def __init__(self, batches: Any, reader: EpochReader) -> None:
+        self.batches = batches
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            indices = list(batch)
+            start, length = self.reader.took(len(indices))
+            # Never an empty list, which collate functions refuse: a row too many is cut off again.
+            yield indices[start : start + length] or indices[:1]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def share_random_state(world: RankWorld) -> None:
+    """Rank 0's states of Python's, NumPy's and torch's random numbers on every process: shuffles agree."""
+    if world.is_virtual or world.mesh.size == 1:
+        return
+    own = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+    state = pickle.loads(broadcast_bytes(world, own))
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def broadcast_bytes(world: RankWorld, data: bytes) -> bytes:
+    """The first rank's bytes on every process."""
+    with events.for_purpose("random state"):
+        length = _broadcast(world, torch.tensor([len(data)]))
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if len(own) == len(buffer):
+            buffer.copy_(own)
+        elif world.mesh.group(world.mesh.axis_names, world.ranks[0]).index == 0:
+            raise DesyncError("the length of the broadcast state changed on its way", ranks=world.ranks)
+        return bytes(_broadcast(world, buffer).numpy().tobytes())
+
+
+def _broadcast(world: RankWorld, x: torch.Tensor) -> torch.Tensor:
+    whole = Sharding(world.mesh, Layout(), tuple(x.shape))
+    return world.backend.broadcast(x, whole, world.mesh.axis_names, 0)
+
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Patches TorchEpochIterator (Keras 3.15): inside a session of several processes it reads this rank's rows."""
+    _originals["get_iterator"] = TorchEpochIterator._get_iterator
+    _originals["next"] = TorchEpochIterator.__next__
+
+    def _get_iterator(self: Any) -> Any:
+        from unidist.keras.explicit.engine import current_engine
+
+        source = _originals["get_iterator"](self)
+        engine = current_engine()
+        if engine is None or engine.world.is_virtual:
+            return source
+        self._unidist_reader = EpochReader(source, engine.world, not engine.distribution.strategy.auto_shard_dataset)
+        return self._unidist_reader
+
+    def __next__(self: Any) -> Any:  # noqa: N807
+        begin, end, batches = _originals["next"](self)
+        reader = getattr(self, "_unidist_reader", None)
+        return begin, end, batches if reader is None or reader.rows is None else LocalBatches(batches, reader.rows)
+
+    TorchEpochIterator._get_iterator = _get_iterator
+    TorchEpochIterator.__next__ = __next__

@@ -1,0 +1,293 @@
+"""Engine: a placed model's rules, reducers and steps; Keras's trainer runs inside its frames."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from keras.src import tree
+from keras.src.backend.common.masking import set_keras_mask
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+from keras.src.trainers.trainer import Trainer
+
+from unidist.algebra import Layout
+from unidist.errors import LayoutError
+from unidist.keras import strategy as strategies
+from unidist.keras.explicit import context, data, metrics, pairs, placing, rules
+from unidist.keras.explicit.context import Frame, Rows
+from unidist.keras.explicit.perrank import PerRankList, PerRankSet
+from unidist.keras.explicit.reducer import Reducer
+from unidist.keras.strategy import UnidistDistribution
+
+_current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
+PROBE_ROWS = 2
+
+
+def current_engine() -> Engine | None:
+    """The engine of the fit, evaluate or predict that is going on, or None."""
+    return _current.get()
+
+
+class Engine:
+    """One model under one distribution."""
+
+    def __init__(self, model: Any, distribution: UnidistDistribution) -> None:
+        self.model = model
+        self.distribution = distribution
+        self.world = placing.world_of(distribution)
+        self.rules: list[rules.Rule] = []
+        self.pairs: list[pairs.Pair] | None = None
+        self._reducers: dict[int, Reducer] = {}
+        self._prepared: tuple[Any, ...] = ()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Keras's trainer is at work on this engine's model."""
+        token = _current.set(self)
+        try:
+            with self.distribution.scope():
+                yield
+        finally:
+            _current.reset(token)
+
+    # preparing ----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Places what is not placed yet, gives rules to layers and watches gradients. Cheap when nothing changed."""
+        model = self.model
+        weights = model.variables
+        state = (
+            id(model.optimizer),
+            len(weights),
+            len(model.metrics_variables),
+            len(model.optimizer.variables) if model.optimizer is not None else 0,
+            tuple(v.trainable for v in weights),
+        )
+        if state == self._prepared:
+            return
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        fresh = not self._prepared
+        placing.place_model(model, self.distribution)
+        if fresh:
+            placing.equalize(model.variables, self.world)
+            self._set_rules()
+        metrics.adopt(model.metrics, self._loss_trackers())
+        self._adopt_loss()
+        self._watch_gradients()
+        self._prepared = (
+            id(model.optimizer),
+            len(model.variables),
+            len(model.metrics_variables),
+            len(model.optimizer.variables) if model.optimizer is not None else 0,
+            tuple(v.trainable for v in model.variables),
+        )
+
+    def _set_rules(self) -> None:
+        for layer in self.model._flatten_layers():
+            if self.world.is_virtual:
+                object.__setattr__(layer, "_losses", PerRankList())
+                object.__setattr__(layer, "_loss_ids", PerRankSet())
+            rule = rules.make_rule(layer)
+            if rule is not None:
+                rules.install_rule(rule)
+                self.rules.append(rule)
+
+    def _loss_trackers(self) -> list[Any]:
+        model = self.model
+        found = [getattr(model, "_loss_tracker", None)]
+        if getattr(model, "_compile_loss", None) is not None:
+            found += list(model._compile_loss.metrics)
+        return [tracker for tracker in found if tracker is not None]
+
+    def _watch_gradients(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.close()
+        data_axes = self.world.data_axes
+        self._reducers = {}
+        for rank in self.world.ranks:
+            watched = []
+            for variable in self.model.trainable_variables:
+                held = variable._place
+                axes = tuple(a for a in data_axes if held.layout.state(a) == "I" and self.world.mesh.axis_size(a) > 1)
+                watched.append((held.shards[rank], axes))
+            self._reducers[rank] = Reducer(self.world, rank, watched)
+
+    # steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, function: Callable[[Any], Any], batches: Any, *, gathers: bool = False) -> Any:
+        """Keras's step function on each rank's rows; `gathers`: its outputs are rows, to be joined (predict)."""
+        self.prepare()
+        batch = batches[0]
+        if isinstance(batches, data.LocalBatches):
+            rows, local = batches.rows, batch
+        elif self.world.is_virtual or self.distribution.strategy.auto_shard_dataset:
+            rows, local = None, None
+        else:
+            rows, local = data.rows_already_local(self.world, batch), batch
+        total = data.row_count(batch) if rows is None else rows.total
+
+        def on_rank(frame: Frame) -> Any:
+            mine = rows if rows is not None else data.rows_of(self.world, frame.rank, total)
+            own = local if rows is not None else self._cut(batch, frame.rank, total)
+            frame.rows = mine
+            self._prove_pairs(frame, own)
+            out = function([own])
+            return self._joined(out, mine) if gathers else out
+
+        return self.world.run(on_rank)
+
+    def _cut(self, batch: Any, rank: int, total: int) -> Any:
+        return data.cut(batch, *data.bounds(self.world, rank, total), copy=self.world.is_virtual)
+
+    def _prove_pairs(self, frame: Frame, batch: Any) -> None:
+        if self.pairs is not None and frame.rank in self._proven_on:
+            return
+        x = tree.map_structure(_few_rows, unpack_x_y_sample_weight(batch)[0])
+        found = pairs.prove(self.model, self.rules, frame, x)
+        self._proven_on.add(frame.rank)
+        if self.pairs is None:
+            self.pairs = found
+            for pair in found:
+                for layer in pair.random:
+                    _distinct_seeds(layer, pair.row.axes)
+
+    @functools.cached_property
+    def _proven_on(self) -> set[int]:
+        return set()
+
+    def _adopt_loss(self) -> None:
+        """A loss that the model computes itself may mix rows: it gets the rows of all shards."""
+        model = self.model
+        if type(model).compute_loss is Trainer.compute_loss or "compute_loss" in vars(model):
+            return
+        original = model.compute_loss
+        names = ("x", "y", "y_pred", "sample_weight", "training")
+
+        @functools.wraps(original)
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            frame = context.frame()
+            if frame is None or frame.rows is None or not self.world.data_axes or frame.gathered_loss:
+                return original(**given)
+            return self._gathered_loss(frame, frame.rows, original, given)
+
+        object.__setattr__(model, "compute_loss", compute_loss)
+
+    def _joined(self, outputs: Any, rows: Rows) -> Any:
+        if not self.world.data_axes:
+            return outputs
+
+        def join(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or x.ndim == 0 or x.shape[0] != rows.local:
+                raise ValueError(
+                    f"predict cuts the batch over devices and needs outputs with one row for each input row; found "
+                    f"shape {tuple(getattr(x, 'shape', ()))} for {rows.local} rows"
+                )
+            return self.world.gather_rows(x, rows.total)
+
+        return tree.map_structure(join, outputs)
+
+    def _gathered_loss(self, frame: Frame, rows: Rows, compute: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Every rank computes the whole loss and counts for its part of it; gradients come back summed."""
+        if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree.flatten(given)):
+            return compute(**given)
+        fan = Layout(fanout=self.world.data_axes)
+
+        def whole(value: Any, layout: Layout) -> Any:
+            return tree.map_structure(lambda t: t if t is None else self._gathered(t, rows, layout), value)
+
+        gathered = {
+            name: value if name == "training" else whole(value, fan if name == "y_pred" else Layout())
+            for name, value in given.items()
+        }
+        frame.gathered_loss = True
+        try:
+            return compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes)
+        finally:
+            frame.gathered_loss = False
+
+    def _gathered(self, t: Any, rows: Rows, layout: Layout) -> torch.Tensor:
+        tensor = torch.as_tensor(t)
+        whole = self.world.gather_rows(tensor, rows.total, layout)
+        mask = getattr(t, "_keras_mask", None)
+        if mask is not None:
+            set_keras_mask(whole, self.world.gather_rows(mask, rows.total))
+        return whole
+
+
+class StepFunction:
+    """Keras's step function on each rank's rows."""
+
+    def __init__(self, engine: Engine, function: Callable[[Any], Any], gathers: bool) -> None:
+        self.engine = engine
+        self.function = function
+        self.gathers = gathers
+
+    def __call__(self, batches: Any) -> Any:
+        return self.engine.step(self.function, batches, gathers=self.gathers)
+
+
+def world_of_model(model: Any) -> Any:
+    found = vars(model).get("_unidist_engine")
+    return found.world if found is not None else _world_of_variables(model)
+
+
+def _world_of_variables(model: Any) -> Any:
+    return next((v._place.world for v in model.variables if placing.is_placed(v)), None)
+
+
+def engine_of(model: Any) -> Engine | None:
+    """The engine of a model: the one it has, or one by the distribution it was built in or that is active."""
+    found = vars(model).get("_unidist_engine")
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    built_in = next((v._unidist_distribution for v in model.variables if hasattr(v, "_unidist_distribution")), None)
+    distribution = built_in or strategies.current()
+    return None if distribution is None else engine_for(model, distribution)
+
+
+def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
+    """The engine of a model under a distribution.
+
+    Raises:
+        LayoutError: the model is distributed already, in another way.
+    """
+    found = vars(model).get("_unidist_engine")
+    if found is None:
+        found = Engine(model, distribution)
+        object.__setattr__(model, "_unidist_engine", found)
+    elif found.distribution is not distribution and found.distribution.strategy != distribution.strategy:
+        raise LayoutError(
+            f"model {model.name!r} is distributed over {found.distribution.mesh} already; "
+            "save it and load it under the other strategy"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _few_rows(x: Any) -> Any:
+    if x is None:
+        return None
+    x = torch.as_tensor(x)
+    return x[:PROBE_ROWS] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype)
+
+
+def _distinct_seeds(layer: Any, axes: tuple[str, ...]) -> None:
+    """Random numbers on activations that are sharded over `axes` differ along them."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None or frame.rows is None:
+            return original(*args, **kwargs)
+        group = frame.world.mesh.group((*frame.world.data_axes, *axes), frame.rank)
+        shards = frame.world.mesh.axis_size(frame.world.data_axes) if frame.world.data_axes else 1
+        with frame.seeds_at(shards + group.index):
+            return original(*args, **kwargs)
+
+    object.__setattr__(layer, "call", call)

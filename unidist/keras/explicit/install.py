@@ -1,0 +1,142 @@
+"""Installs the explicit engine into Keras on torch. Made for Keras 3.15; tests/keras checks every place it touches."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from keras.src import backend as keras_backend
+from keras.src.backend.torch.layer import TorchLayer
+from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.distribution import distribution_lib as keras_distribution_lib
+
+from unidist import session
+from unidist.keras.explicit import (
+    context,
+    data,
+    distribution_lib,
+    engine,
+    losses,
+    metrics,
+    optimizers,
+    placing,
+    saving,
+    statistics,
+)
+from unidist.keras.explicit.world import rank_world
+
+_installed = False
+_ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_MAKERS = (
+    ("make_train_function", "train_function", False),
+    ("make_test_function", "test_function", False),
+    ("make_predict_function", "predict_function", True),
+)
+
+
+def install() -> None:
+    """Adds the hooks, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _give_distribution()
+    placing.install()
+    losses.install()
+    metrics.install()
+    statistics.install()
+    data.install()
+    saving.install()
+    optimizers.install()
+    _patch_trainer()
+    _patch_layer()
+
+
+def align_seeds() -> None:
+    """All processes go on with rank 0's random state, so that implicit seeds agree."""
+    from unidist.algebra import Mesh
+
+    adapter = session.backend()
+    if adapter.name != "sim" and adapter.process_count() > 1:
+        data.share_random_state(rank_world(Mesh({"world": adapter.process_count()}), ()))
+
+
+def _give_distribution() -> None:
+    """keras.distribution has no torch part: this is it."""
+    keras_distribution_lib.distribution_lib = distribution_lib
+    keras_backend.distribution_lib = distribution_lib
+    # Keras would refuse arrays in several processes; here every source is read by rows (data.py).
+    keras_distribution_lib.Distribution._is_multi_process = property(lambda self: False, lambda self, value: None)
+
+
+def _patch_trainer() -> None:
+    for name in _ENTRANCES:
+        setattr(TorchTrainer, name, _in_session(getattr(TorchTrainer, name)))
+    for maker, attribute, gathers in _MAKERS:
+        setattr(TorchTrainer, maker, _making_steps(getattr(TorchTrainer, maker), attribute, gathers))
+
+
+def _in_session(original: Any) -> Any:
+    """A trainer's entrance that finds the model's engine and works inside its session."""
+    quiet = "verbose" in inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = engine.engine_of(self)
+        if found is None or context.frame() is not None:
+            return original(self, *args, **kwargs)
+        with found.session():
+            if self.built and self.variables:
+                found.prepare()
+            if quiet and not found.world.writes:
+                bound = inspect.signature(original).bind(self, *args, **kwargs)
+                bound.arguments["verbose"] = 0
+                return original(*bound.args, **bound.kwargs)
+            return original(self, *args, **kwargs)
+
+    return entrance
+
+
+def _making_steps(original: Any, attribute: str, gathers: bool) -> Any:
+    @functools.wraps(original)
+    def make(self: Any, force: bool = False) -> Any:
+        original(self, force=force)
+        function = getattr(self, attribute)
+        found = engine.current_engine()
+        if found is not None and not isinstance(function, engine.StepFunction):
+            setattr(self, attribute, engine.StepFunction(found, function, gathers))
+
+    return make
+
+
+def _patch_layer() -> None:
+    zero_grad = TorchLayer.zero_grad
+
+    def _track_variables(self: Any) -> None:
+        self._torch_params = torch.nn.ParameterDict({v.path: _parameter(v) for v in self.variables})
+
+    def _post_track_variable(self: Any, variable: Any) -> None:
+        if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
+            self.torch_params[variable.path] = _parameter(variable)
+
+    def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+        frame = context.frame()
+        if frame is None:
+            zero_grad(self, set_to_none)
+            return
+        for variable in self.trainable_variables:
+            if placing.is_placed(variable):
+                variable._place.local(frame).grad = None
+            elif variable.value.grad is not None:
+                variable.value.grad = None
+
+    TorchLayer._track_variables = _track_variables
+    TorchLayer._post_track_variable = _post_track_variable
+    TorchLayer.zero_grad = _zero_grad
+
+
+def _parameter(variable: Any) -> Any:
+    """What torch sees of a variable: of a placed one this process's (first) shard, never a gathered copy."""
+    return variable._place.local(None) if placing.is_placed(variable) else variable.value

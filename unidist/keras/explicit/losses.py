@@ -1,0 +1,110 @@
+"""Losses with global denominators: what a rank computes is its contribution, and contributions add up to the loss.
+
+A local mean differs from the global one by its denominators alone (element counts, summed weights, valid mask
+entries). Those few scalars are made global here; then every built-in loss is exact for masks, weights and ragged
+batches, and gradients are summed, not averaged.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from keras.src import ops
+from keras.src.losses import loss as loss_module
+from keras.src.trainers.trainer import Trainer
+
+from unidist import events
+from unidist.keras.explicit.context import Frame, Rows, frame
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Patches keras.src.losses.loss and Trainer (Keras 3.15); outside of a training frame they are as before."""
+    _originals["reduce_values"] = loss_module.reduce_values
+    _originals["apply_mask"] = loss_module.apply_mask
+    _originals["additional"] = Trainer._aggregate_additional_loss
+    loss_module.reduce_values = reduce_values
+    loss_module.apply_mask = apply_mask
+    Trainer._aggregate_additional_loss = _aggregate_additional_loss
+
+
+def _needs_denominators(here: Frame | None) -> bool:
+    return here is not None and here.rows is not None and not here.gathered_loss and bool(here.world.data_axes)
+
+
+def global_sum(here: Frame, value: torch.Tensor) -> torch.Tensor:
+    with events.for_purpose("loss denominators"):
+        return here.world.sum_over_data(value)
+
+
+def global_count(here: Frame, rows: Rows, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """The number of elements over all data shards of a tensor with one entry a row, or any other.
+
+    With even shards every rank holds as many, so the count needs no communication; the choice depends on what all
+    ranks know alike.
+    """
+    local = prod(shape)
+    if rows.even:
+        return torch.as_tensor(float(local * here.world.mesh.axis_size(here.world.data_axes)), dtype=like.dtype)
+    return global_sum(here, torch.as_tensor(float(local), dtype=like.dtype, device=like.device))
+
+
+def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size") -> Any:
+    """Keras's reduction, divided by the global denominator."""
+    here = frame()
+    if not _needs_denominators(here) or reduction in (None, "none") or values.is_meta:
+        return _originals["reduce_values"](values, sample_weight, reduction)
+    known, rows = _known(here)
+    if tuple(values.shape) == ():
+        # A loss function that gave a scalar: a mean over its rows, so it counts by them.
+        return torch.where(torch.tensor(rows.local > 0, device=values.device), values * rows.share, 0.0)
+    loss = ops.sum(values)
+    if reduction not in ("sum_over_batch_size", "mean", "mean_with_sample_weight"):
+        return loss
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        divisor = global_sum(known, ops.cast(ops.sum(sample_weight), loss.dtype))
+    else:
+        divisor = global_count(known, rows, tuple(values.shape), loss)
+    return ops.divide_no_nan(loss, divisor)
+
+
+def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+    """Keras's masking, where total/valid of the mean count all data shards."""
+    here = frame()
+    if (
+        mask is None
+        or not _needs_denominators(here)
+        or reduction not in ("mean", "sum_over_batch_size")
+        or mask.is_meta
+    ):
+        return _originals["apply_mask"](sample_weight, mask, dtype, reduction)
+    known, _ = _known(here)
+    float_mask = ops.cast(mask, dtype)
+    counts = torch.stack([torch.as_tensor(float(mask.numel()), dtype=float_mask.dtype), float_mask.sum()])
+    total, valid = global_sum(known, counts)
+    weights = float_mask * ops.divide_no_nan(total, valid)
+    if sample_weight is None:
+        return weights
+    weights, sample_weight = loss_module.squeeze_or_expand_to_same_rank(weights, ops.cast(sample_weight, dtype))
+    # In place, as Keras does: weighted metrics of one device see these weights too.
+    sample_weight *= weights
+    return sample_weight
+
+
+def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+    """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each shard
+    counts by its share of the rows; the shares sum to one."""
+    value = _originals["additional"](self, loss)
+    here = frame()
+    if here is None or here.rows is None or not here.world.data_axes:
+        return value
+    return value * here.rows.share
+
+
+def _known(here: Frame | None) -> tuple[Frame, Rows]:
+    if here is None or here.rows is None:
+        raise RuntimeError("a loss needs a frame with rows here")
+    return here, here.rows

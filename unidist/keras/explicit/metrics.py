@@ -1,0 +1,93 @@
+"""Metrics: each rank sums up its own rows; a result is computed from the states summed over the data axes.
+
+Keras declares the states of metrics `synchronization="on_read", aggregation="sum"`: this is that reading. All states of
+a model are summed in one collective per logged step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from keras.src.metrics.reduction_metrics import Mean
+from keras.src.trainers.trainer import Trainer
+
+from unidist import events
+from unidist.keras.explicit.context import Frame, frame
+from unidist.keras.explicit.variables import DistributedVariable
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Patches Trainer.get_metrics_result (Keras 3.15); outside of a frame it is as before."""
+    _originals["result"] = Trainer.get_metrics_result
+    Trainer.get_metrics_result = _get_metrics_result
+
+
+def _get_metrics_result(self: Any) -> Any:
+    here = frame()
+    if here is None:
+        return _originals["result"](self)
+    with here.reading(summed(here, self.metrics_variables)):
+        return _originals["result"](self)
+
+
+def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """id -> value summed over the data axes, for the partial variables among these: one collective a dtype."""
+    todo: dict[torch.dtype, list[DistributedVariable]] = {}
+    for variable in variables:
+        if isinstance(variable, DistributedVariable) and variable._place.layout.partial:
+            if id(variable) not in here.overrides:
+                todo.setdefault(variable._place.local(here).dtype, []).append(variable)
+    values: dict[int, torch.Tensor] = {}
+    for members in todo.values():
+        locals_ = [v._place.local(here).detach() for v in members]
+        with events.for_purpose("metrics"):
+            total = here.world.sum_over_data(torch.cat([x.reshape(-1) for x in locals_]))
+        parts = total.split([x.numel() for x in locals_])
+        values |= {id(v): part.view(x.shape) for v, part, x in zip(members, parts, locals_, strict=True)}
+    return values
+
+
+def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
+    """Makes a model's metrics merge on `result()`, and its loss trackers count contributions."""
+    for metric in metrics:
+        for leaf in _leaves(metric):
+            if "result" not in vars(leaf):
+                object.__setattr__(leaf, "result", _merging(leaf, leaf.result))
+    for tracker in loss_trackers:
+        if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
+            object.__setattr__(tracker, "update_state", _contributing(tracker, tracker.update_state))
+
+
+def _leaves(metric: Any) -> list[Any]:
+    inner = getattr(metric, "_metrics", [])
+    return [metric, *[leaf for m in inner for leaf in _leaves(m)]]
+
+
+def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
+    def result() -> Any:
+        here = frame()
+        if here is None:
+            return original()
+        with here.reading(summed(here, metric.variables)):
+            return original()
+
+    return result
+
+
+def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss contribution L_r counts as L_r * total rows, over local rows: summed up, the global mean."""
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        here = frame()
+        if here is None or here.rows is None or not here.world.data_axes or values.is_meta:
+            return original(values, sample_weight=sample_weight)
+        with torch.no_grad():
+            tracker.total.assign_add(values.detach() * here.rows.total)
+            tracker.count.assign_add(torch.as_tensor(float(here.rows.local), dtype=torch.float32))
+        return None
+
+    return update_state

@@ -1,0 +1,190 @@
+"""Placing variables: at their creation inside a scope, and those of a model that was built before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from keras.src import backend
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from unidist.algebra import Layout, Sharding
+from unidist.array import as_layout
+from unidist.errors import CapabilityError
+from unidist.keras import strategy as strategies
+from unidist.keras.explicit.context import frame
+from unidist.keras.explicit.variables import DistributedVariable, place
+from unidist.keras.explicit.world import RankWorld, rank_world
+from unidist.keras.strategy import UnidistDistribution
+
+
+def world_of(distribution: UnidistDistribution) -> RankWorld:
+    return rank_world(distribution.mesh, distribution.strategy.data_axes)
+
+
+def is_placed(variable: Any) -> bool:
+    return isinstance(variable, DistributedVariable)
+
+
+def place_new(variable: Any) -> None:
+    """Places a variable that was just made, if a distribution is active (or its reference variable is placed)."""
+    if is_placed(variable) or in_stateless_scope() or variable._value is None or frame() is not None:
+        return
+    if variable._value.is_meta:
+        return
+    given = variable._layout
+    if isinstance(given, Sharding):
+        world = _world_of_sharding(given)
+        if world is not None:
+            place(variable, world, given)
+        return
+    distribution = strategies.current()
+    if distribution is not None:
+        place(variable, world_of(distribution), sharding_of(variable, distribution))
+        variable._unidist_distribution = distribution
+
+
+# The worlds by their meshes: a slot finds the world of the variable it belongs to by its sharding alone.
+_worlds: dict[Any, RankWorld] = {}
+
+
+def _world_of_sharding(sharding: Sharding) -> RankWorld | None:
+    return _worlds.get(sharding.mesh)
+
+
+def sharding_of(variable: Any, distribution: UnidistDistribution) -> Sharding:
+    """How a variable lies: by its own layout, as a metric's state (summed on reading), or by the strategy."""
+    world = world_of(distribution)
+    _worlds[distribution.mesh] = world
+    shape = tuple(variable._value.shape)
+    if variable._layout is not None:
+        given = variable._layout
+        layout = given.layout if isinstance(given, Sharding) else as_layout(given)
+        return Sharding(distribution.mesh, layout, shape)
+    if variable.synchronization == "on_read":
+        axes = distribution.strategy.data_axes if variable.aggregation == "sum" else ()
+        return Sharding(distribution.mesh, Layout(partial=axes), shape)
+    storage = distribution.strategy.variable(variable.path, shape).storage
+    return Sharding(distribution.mesh, storage, shape)
+
+
+def place_model(model: Any, distribution: UnidistDistribution) -> None:
+    """Places every variable of a model, its optimizer and its metrics that is not placed yet.
+
+    Values that differ between processes become those of rank 0.
+
+    Raises:
+        LayoutError: a strict rule matches no variable, or one does not fit.
+        CapabilityError: the optimizer looks at whole variables and a variable is sharded.
+    """
+    world = world_of(distribution)
+    _worlds[distribution.mesh] = world
+    weights = list(model.variables)
+    distribution.check_model([v.path for v in weights])
+    fresh = _unplaced([*weights, *_optimizer_variables(model), *model.metrics_variables])
+    for variable in fresh:
+        reference = _reference_of(variable, model)
+        if reference is not None:
+            variable._layout = reference._place.sharding
+        place(variable, world, sharding_of(variable, distribution), prepare=lambda x: _from_first(x, world))
+    check_optimizer(model)
+    for layer in model._flatten_layers():
+        if hasattr(layer, "_torch_params"):
+            layer._track_variables()
+
+
+def equalize(variables: Iterable[Any], world: RankWorld) -> None:
+    """Makes replicas equal on all processes: unseeded initial values are rank 0's along each replicated axis."""
+    if world.is_virtual:
+        return
+    for variable in variables:
+        held = variable._place
+        axes = tuple(a for a in world.mesh.axis_names if held.layout.state(a) in ("I", "F"))
+        if axes and world.mesh.axis_size(axes) > 1 and not held.layout.partial:
+            with torch.no_grad():
+                shard = held.local(None)
+                shard.copy_(world.backend.broadcast(shard.detach(), held.sharding, axes, 0))
+
+
+def _from_first(value: torch.Tensor, world: RankWorld) -> torch.Tensor:
+    if world.is_virtual:
+        return value
+    whole = Sharding(world.mesh, Layout(), tuple(value.shape))
+    return world.backend.broadcast(value, whole, world.mesh.axis_names, 0)
+
+
+def _unplaced(variables: Iterable[Any]) -> list[Any]:
+    seen: dict[int, Any] = {id(v): v for v in variables if not is_placed(v)}
+    return list(seen.values())
+
+
+def _optimizer_variables(model: Any) -> list[Any]:
+    return list(model.optimizer.variables) if getattr(model, "optimizer", None) is not None else []
+
+
+def _reference_of(slot: Any, model: Any) -> Any:
+    """The placed model variable that an optimizer's slot belongs to, found as Keras names slots."""
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner is None or not getattr(inner, "built", False):
+        return None
+    if not any(slot is v for v in inner.variables):
+        return None
+    for variable in inner._trainable_variables:
+        if slot.name.startswith(variable.path.replace("/", "_") + "_") and tuple(slot.shape) == tuple(variable.shape):
+            return variable if is_placed(variable) else None
+    return None
+
+
+WHOLE_VARIABLE_OPTIMIZERS = ("Adafactor", "Lamb", "Muon")
+
+
+def check_optimizer(model: Any) -> None:
+    """Raises CapabilityError where the optimizer would need whole variables but gets shards."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return
+    sharded = [v.path for v in model.trainable_variables if is_placed(v) and v._place.is_sharded]
+    if not sharded:
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(inner).__name__ in WHOLE_VARIABLE_OPTIMIZERS:
+        raise CapabilityError(
+            f"{type(inner).__name__} looks at whole variables, but {sharded[0]!r} is sharded: use an elementwise "
+            "optimizer (SGD, Adam, AdamW, RMSprop, Lion, Adagrad, Nadam), or do not shard"
+        )
+    if inner is not optimizer:
+        raise CapabilityError(
+            f"{type(optimizer).__name__} decides by all gradients whether to step, but {sharded[0]!r} is sharded and "
+            "each rank sees only its part: use mixed_bfloat16, which needs no loss scaling, or do not shard"
+        )
+    for variable in model.trainable_variables:
+        kind = type(variable.constraint).__name__
+        if variable.constraint is not None and kind != "NonNeg" and is_placed(variable) and variable._place.is_sharded:
+            raise CapabilityError(
+                f"constraint {kind} looks at the whole of {variable.path!r}, which is sharded: remove the constraint or "
+                "do not shard the variable"
+            )
+
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Patches the torch backend's Variable (Keras 3.15) so that new variables are placed as soon as they have a
+    value: at most one whole value exists at a time."""
+    variable_class = backend.Variable
+    _originals["init"] = variable_class.__init__
+    _originals["deferred"] = variable_class._deferred_initialize
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        _originals["init"](self, *args, **kwargs)
+        place_new(self)
+
+    def _deferred_initialize(self: Any) -> None:
+        _originals["deferred"](self)
+        place_new(self)
+
+    variable_class.__init__ = __init__
+    variable_class._deferred_initialize = _deferred_initialize

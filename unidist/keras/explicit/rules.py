@@ -1,0 +1,282 @@
+"""Rules: what a layer with sharded weights does. Column, row and vocabulary rules move activations; a layer that has
+no rule of its own gathers its weights for the call, and their gradients flow back to the shards.
+
+Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row rules and the vocabulary-parallel lookup.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import torch
+from keras.src import ops
+from keras.src.backend.torch.core import get_device
+
+from unidist import events
+from unidist.algebra import Axes, Layout, Sharding
+from unidist.keras.explicit import context
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.variables import DistributedVariable
+
+# Activations that treat each element alone: they may run on a shard of the features.
+ELEMENTWISE = frozenset(
+    [
+        *("linear", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "swish", "tanh", "sigmoid"),
+        *("hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "softplus", "softsign", "exponential", "mish"),
+        *("log_sigmoid", "tanh_shrink", "soft_shrink", "hard_shrink", "squareplus", "threshold", "sparse_plus"),
+    ]
+)
+
+
+@dataclass(eq=False)
+class Rule:
+    """How one layer is called.
+
+    Attributes:
+        kind: "column", "row", "vocabulary" or "gather".
+        axes: the model axes that cut its kernel.
+        in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
+        paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
+    """
+
+    layer: Any
+    kind: str
+    axes: Axes = ()
+    in_dim: int = -1
+    out_dim: int = -1
+    paired: bool = False
+    call: Callable[..., Any] = field(default=lambda: None)
+
+    def is_paired(self, frame: Frame) -> bool:
+        """Whether it is paired for this rank: as proven, or as being tried."""
+        return self.paired if frame.trial is None else id(self) in frame.trial
+
+    @property
+    def name(self) -> str:
+        return self.layer.path or self.layer.name  # type: ignore[no-any-return]
+
+
+def make_rule(layer: Any) -> Rule | None:
+    """The rule of a layer, by the layouts of its own variables; None where nothing of it is sharded."""
+    own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
+    if not own:
+        return None
+    finder = _FINDERS.get(type(layer))
+    rule = finder(layer) if finder is not None and not _is_special(layer) else None
+    rule = rule or Rule(layer, "gather")
+    rule.call = layer.call
+    return rule
+
+
+def _is_sharded(variable: Any) -> bool:
+    return isinstance(variable, DistributedVariable) and variable._place.is_sharded
+
+
+def _is_special(layer: Any) -> bool:
+    return bool(getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None))
+
+
+def install_rule(rule: Rule) -> None:
+    """Lets the layer be called by its rule wherever a rank is at work."""
+    apply = {"column": _column, "row": _row, "vocabulary": _vocabulary, "gather": _gather}[rule.kind]
+
+    @functools.wraps(rule.call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None or str(get_device()) == "meta":
+            return rule.call(*args, **kwargs)
+        with events.for_purpose(rule.name):
+            if rule.kind != "gather" and _is_special(rule.layer):
+                return _gather(rule, frame, *args, **kwargs)
+            return apply(rule, frame, *args, **kwargs)
+
+    object.__setattr__(rule.layer, "call", call)
+    if rule.kind == "row":
+        # Keras would refuse a shard of the features; the product itself checks their number.
+        rule.layer.input_spec = None
+
+
+# finding a rule -------------------------------------------------------------------------------------------------------
+
+
+def _kernel_cuts(kernel: DistributedVariable) -> list[tuple[int, Axes]] | None:
+    """(dim, axes) of the cut dims, or None where a data axis cuts one: then the weights are gathered."""
+    layout, data = kernel._place.layout, kernel._place.world.data_axes
+    cuts = [(dim, axes) for dim, axes in enumerate(layout.dims) if axes]
+    return None if any(axis in data for _, axes in cuts for axis in axes) else cuts
+
+
+def _find_dense(layer: Any) -> Rule | None:
+    if not _is_sharded(layer._kernel):
+        return None
+    cuts = _kernel_cuts(layer._kernel)
+    if cuts is None or len(cuts) != 1:
+        return None
+    dim, axes = cuts[0]
+    return Rule(layer, "column" if dim == 1 else "row", axes, in_dim=-1, out_dim=-1)
+
+
+def _find_einsum(layer: Any) -> Rule | None:
+    if not _is_sharded(layer._kernel):
+        return None
+    cuts = _kernel_cuts(layer._kernel)
+    if cuts is None or len(cuts) != 1:
+        return None
+    dim, axes = cuts[0]
+    inputs, output = layer.equation.replace(" ", "").split("->")
+    data, kernel = inputs.split(",")
+    if "..." in kernel or any(len(set(t)) != len(t) for t in (data.replace(".", ""), kernel)):
+        return None
+    letter = kernel[dim]
+    if letter in output and letter not in data:
+        return Rule(layer, "column", axes, out_dim=_from_end(output, letter))
+    if letter in data and letter not in output:
+        return Rule(layer, "row", axes, in_dim=_from_end(data, letter))
+    return None
+
+
+def _from_end(term: str, letter: str) -> int:
+    """The dim of a letter counted from the end, or from the start where "..." stands behind it."""
+    if "..." not in term:
+        return term.index(letter) - len(term)
+    head, tail = term.split("...")
+    return tail.index(letter) - len(tail) if letter in tail else head.index(letter)
+
+
+def _find_embedding(layer: Any) -> Rule | None:
+    cuts = _kernel_cuts(layer._embeddings)
+    if cuts is None or len(cuts) != 1:
+        return None
+    dim, axes = cuts[0]
+    return Rule(layer, "vocabulary" if dim == 0 else "column", axes, out_dim=-1)
+
+
+_FINDERS: dict[type, Callable[[Any], Rule | None]] = {
+    keras.layers.Dense: _find_dense,
+    keras.layers.EinsumDense: _find_einsum,
+    keras.layers.Embedding: _find_embedding,
+}
+
+
+# moving activations ---------------------------------------------------------------------------------------------------
+
+
+def _move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
+    sharding = Sharding(frame.world.mesh, src, shape)
+    return frame.world.backend.redistribute(x, sharding, sharding.with_layout(dst))
+
+
+def _cut_dim(ndim: int, dim: int, axes: Axes) -> Layout:
+    """The layout with `axes` on one dim."""
+    dim %= ndim
+    return Layout(*[None] * dim, axes)
+
+
+def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return tuple(shape)
+
+
+def _shard(frame: Frame, variable: Any, dim: int, axes: Axes) -> torch.Tensor:
+    """A variable cut along a dim over `axes` and whole elsewhere, whatever its storage is."""
+    place = variable._place
+    fanned = tuple(a for a in place.layout.sharded_axes if a in frame.world.data_axes)
+    target = place.sharding.with_layout(Layout(*[None] * dim, axes, fanout=fanned))
+    return variable._maybe_autocast(  # type: ignore[no-any-return]
+        frame.world.backend.redistribute(place.local(frame), place.sharding, target)
+    )
+
+
+def _column(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Kernel cut by its outputs: I -> F (nothing forward, all_reduce backward); the output is sharded."""
+    layer = rule.layer
+    if isinstance(layer, keras.layers.Embedding):
+        return _embedding_column(rule, frame, inputs)
+    x = _move(frame, inputs, tuple(inputs.shape), Layout(), Layout(fanout=rule.axes))
+    dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
+    y = _product(layer, x, _shard(frame, layer._kernel, dim, rule.axes))
+    whole = _whole_shape(y, rule.out_dim, layer._kernel.shape[dim])
+    if layer.bias is not None:
+        bias_dim = _bias_dim(layer, rule.out_dim, y.ndim)
+        y = ops.add(y, _shard(frame, layer.bias, bias_dim, rule.axes))
+    local = layer.activation is None or activation_name(layer.activation) in ELEMENTWISE
+    if local and layer.activation is not None:
+        y = layer.activation(y)
+    if not rule.is_paired(frame):
+        y = _move(frame, y, whole, _cut_dim(y.ndim, rule.out_dim, rule.axes), Layout())
+    if not local:
+        y = layer.activation(y)
+    return frame.probe(rule, y) if frame.probe is not None else y
+
+
+def _row(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Kernel cut by its inputs: the product is partial, P -> I (all_reduce forward, nothing backward)."""
+    layer = rule.layer
+    if frame.probe is not None:
+        inputs = frame.probe(rule, inputs)
+    if not rule.is_paired(frame):
+        cut = _cut_dim(inputs.ndim, rule.in_dim, rule.axes)
+        inputs = _move(frame, inputs, tuple(inputs.shape), Layout(), cut)
+    dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
+    y = _product(layer, inputs, _shard(frame, layer._kernel, dim, rule.axes))
+    y = _move(frame, y, tuple(y.shape), Layout(partial=rule.axes), Layout())
+    if layer.bias is not None:
+        y = ops.add(y, _whole(frame, layer.bias))
+    return y if layer.activation is None else layer.activation(y)
+
+
+def _product(layer: Any, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    if isinstance(layer, keras.layers.EinsumDense):
+        return ops.einsum(layer.equation, x, kernel)  # type: ignore[no-any-return]
+    return ops.matmul(x, kernel)  # type: ignore[no-any-return]
+
+
+def _bias_dim(layer: Any, out_dim: int, ndim: int) -> int:
+    """The bias's dim that lies on the output's cut dim: biases align with the output from the end."""
+    return layer.bias.ndim + (out_dim % ndim - ndim)  # type: ignore[no-any-return]
+
+
+def activation_name(activation: Any) -> str:
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+def _vocabulary(rule: Rule, frame: Frame, inputs: Any) -> Any:
+    """Table cut by its rows: each rank looks up what it holds, zeros elsewhere; P -> I."""
+    layer = rule.layer
+    table = _shard(frame, layer._embeddings, 0, rule.axes)
+    start, length = Sharding(frame.world.mesh, Layout(rule.axes), layer._embeddings._place.sharding.shape).region(
+        frame.rank
+    )[0]
+    index = inputs.long() - start
+    held = (index >= 0) & (index < length)
+    rows = torch.nn.functional.embedding(torch.where(held, index, 0), table)
+    rows = torch.where(held.unsqueeze(-1), rows, 0.0)
+    whole = _move(frame, rows, tuple(rows.shape), Layout(partial=rule.axes), Layout())
+    return ops.cast(whole, dtype=layer.compute_dtype)
+
+
+def _embedding_column(rule: Rule, frame: Frame, inputs: Any) -> Any:
+    """Table cut by its features: a local lookup, then the features are joined."""
+    layer = rule.layer
+    rows = torch.nn.functional.embedding(inputs.long(), _shard(frame, layer._embeddings, 1, rule.axes))
+    whole = _whole_shape(rows, -1, layer._embeddings.shape[1])
+    rows = _move(frame, rows, whole, _cut_dim(rows.ndim, -1, rule.axes), Layout())
+    return ops.cast(rows, dtype=layer.compute_dtype)
+
+
+def _whole(frame: Frame, variable: Any) -> torch.Tensor:
+    return variable._maybe_autocast(variable._place.whole(frame, differentiable=True))  # type: ignore[no-any-return]
+
+
+def _gather(rule: Rule, frame: Frame, *args: Any, **kwargs: Any) -> Any:
+    """The layer's own sharded weights are gathered once for the call; gradients go back as shards."""
+    layer = rule.layer
+    own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
+    values = {id(v): v._place.whole(frame, differentiable=True) for v in own}
+    with frame.reading(values):
+        return rule.call(*args, **kwargs)

@@ -1,0 +1,93 @@
+"""Saving under any strategy: the full values once, written by one process; every process helps to gather them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
+
+_originals: dict[str, Any] = {}
+
+
+class _Discard(saving_lib.H5IOStore):  # type: ignore[misc]
+    """A weights store that reads every value, as the writer's does, and keeps none."""
+
+    def __init__(self) -> None:
+        self.path_or_io, self.mode, self.archive = None, "w", None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> _Discard:
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        np.asarray(value)
+
+    def __len__(self) -> int:
+        return 0
+
+    def keys(self) -> Any:
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def install() -> None:
+    """Patches saving_lib and the legacy HDF5 format (Keras 3.15): models that are not placed are saved as before."""
+    _originals["model"] = saving_lib.save_model
+    _originals["weights"] = saving_lib.save_weights_only
+    _originals["hdf5"] = legacy_h5_format.save_model_to_hdf5
+    saving_lib.save_model = _save_model
+    saving_lib.save_weights_only = _save_weights_only
+    legacy_h5_format.save_model_to_hdf5 = _save_model_to_hdf5
+
+
+def _several_processes(model: Any) -> Any:
+    """The world of a model that is spread over several processes, or None."""
+    from unidist.keras.explicit.engine import world_of_model
+
+    world = world_of_model(model)
+    return None if world is None or world.is_virtual or world.mesh.size == 1 else world
+
+
+def _save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    world = _several_processes(model)
+    if world is None:
+        return _originals["model"](model, filepath, *args, **kwargs)
+    if world.writes:
+        _originals["model"](model, filepath, *args, **kwargs)
+    else:
+        saving_lib._save_state(model, _Discard(), None, "", set())
+    world.backend.barrier()
+    return None
+
+
+def _save_weights_only(model: Any, filepath: Any, max_shard_size: Any = None, objects_to_skip: Any = None) -> Any:
+    world = _several_processes(model)
+    if world is None or world.writes:
+        _originals["weights"](model, filepath, max_shard_size, objects_to_skip)
+    else:
+        saving_lib._save_state(model, _Discard(), None, "", {id(o) for o in objects_to_skip or ()})
+    if world is not None:
+        world.backend.barrier()
+
+
+def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    world = _several_processes(model)
+    if world is None:
+        return _originals["hdf5"](model, filepath, *args, **kwargs)
+    if world.writes:
+        _originals["hdf5"](model, filepath, *args, **kwargs)
+    else:
+        # The legacy format has no store to replace: the others write into a file that is thrown away.
+        with tempfile.TemporaryDirectory() as folder:
+            _originals["hdf5"](model, os.fspath(Path(folder) / "discarded.h5"), *args, **kwargs)
+    world.backend.barrier()
+    return None

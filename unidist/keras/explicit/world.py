@@ -1,0 +1,126 @@
+"""RankWorld: the ranks of this process, how to run something on each, and their local-view backend."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from keras.src.backend.common import global_state
+
+from unidist import session
+from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.backends.local import LocalViewBackend
+from unidist.errors import CapabilityError
+from unidist.keras.explicit import context
+from unidist.keras.explicit.context import Frame
+
+T = TypeVar("T")
+
+
+class RankWorld:
+    """The ranks of one mesh that live in this process.
+
+    A process of torch.distributed holds one rank and runs it where it is called. The simulator holds all ranks and
+    runs each in its own thread; outside of `run` its main thread sees whole values.
+    """
+
+    def __init__(self, mesh: Mesh, backend: LocalViewBackend[torch.Tensor], data_axes: Axes) -> None:
+        self.mesh = mesh
+        self.backend = backend
+        self.data_axes = data_axes
+        self.is_virtual = hasattr(backend, "run")
+        self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes files and talks to the terminal."""
+        return self.is_virtual or self.backend.process_index() == 0
+
+    def data_place(self, rank: int) -> int:
+        """The place of a rank among the data shards."""
+        return self.mesh.group(self.data_axes, rank).index if self.data_axes else 0
+
+    def frame_for(self, rank: int) -> Frame:
+        return Frame(rank, self, seed_place=self.data_place(rank))
+
+    def run(self, work: Callable[[Frame], T]) -> T:
+        """work(frame) on every rank of this process; the first rank's result.
+
+        Inside a frame (a step that calls a step) it runs for that rank alone.
+        """
+        inside = context.frame()
+        if inside is not None:
+            return work(inside)
+        if not self.is_virtual:
+            with context.entered(self.frame_for(self.ranks[0])) as frame:
+                return work(frame)
+        state = _keras_state()
+
+        def on_rank(rank: int) -> T | None:
+            if rank not in self.ranks:
+                return None
+            _restore_keras_state(state)
+            with context.entered(self.frame_for(rank)) as frame:
+                return work(frame)
+
+        results = self.backend.run(on_rank)  # type: ignore[attr-defined]
+        return results[self.ranks[0]]  # type: ignore[no-any-return]
+
+    # what a rank asks of its data group ---------------------------------------------------------------------------
+
+    def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the data axes of a tensor that needs no gradient."""
+        partial = Sharding(self.mesh, Layout(partial=self.data_axes), tuple(x.shape))
+        with torch.no_grad():
+            return self.backend.redistribute(x.detach(), partial, partial.with_layout(Layout()))
+
+    def batch_sharding(self, shape: tuple[int, ...]) -> Sharding:
+        return Sharding(self.mesh, Layout(self.data_axes), shape)
+
+    def gather_rows(self, x: torch.Tensor, total: int, layout: Layout | None = None) -> torch.Tensor:
+        """The rows of all data shards, in order; differentiable. `layout`: I (default) or F over the data axes."""
+        cut = self.batch_sharding((total, *x.shape[1:]))
+        return self.backend.redistribute(x, cut, cut.with_layout(layout or Layout()))
+
+
+def _keras_state() -> dict[str, Any]:
+    """Keras's thread-local state (distribution, dtype policy, device...), to be copied into rank threads."""
+    return dict(global_state.GLOBAL_STATE_TRACKER.__dict__)
+
+
+def _restore_keras_state(state: dict[str, Any]) -> None:
+    own = global_state.GLOBAL_STATE_TRACKER.__dict__
+    own.clear()
+    # Containers are copied: ranks that take turns must not push and pop on one stack.
+    own.update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in state.items()})
+
+
+def rank_world(mesh: Mesh, data_axes: Axes) -> RankWorld:
+    """The RankWorld of a mesh on the backend in use. Cached by the whole mesh.
+
+    Raises:
+        CapabilityError: the backend in use cannot run Keras on torch.
+    """
+    return _world_of(session.backend(), mesh, data_axes)
+
+
+@lru_cache(maxsize=64)
+def _world_of(backend: Any, mesh: Mesh, data_axes: Axes) -> RankWorld:
+    backend.mesh(mesh)
+    if backend.name == "sim":
+        return RankWorld(mesh, virtual_ranks(len(backend.list_devices())), data_axes)
+    if not isinstance(backend, LocalViewBackend):
+        raise CapabilityError(f"backend {backend.name!r} cannot train Keras models on torch: use 'torch' or 'sim'")
+    return RankWorld(mesh, backend, data_axes)
+
+
+@lru_cache(maxsize=8)
+def virtual_ranks(count: int) -> LocalViewBackend[torch.Tensor]:
+    """The simulator's ranks for torch tensors, one set for each number of devices."""
+    from unidist.backends.sim.ranks import VirtualRanks
+    from unidist.backends.sim.world import World
+
+    return VirtualRanks(World(count))

@@ -1,0 +1,106 @@
+"""parallelize, describe and gather_weights: for whichever Keras backend runs."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from unidist.backends.protocol import Array
+from unidist.errors import CapabilityError, LayoutError
+from unidist.keras.rows import Row
+from unidist.keras.strategy import adopt
+
+_ENGINES = {"torch": "unidist.keras.explicit.models", "jax": "unidist.keras.partitioned.models"}
+
+
+def _engine() -> Any:
+    name = keras.config.backend()
+    if name not in _ENGINES:
+        raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch or jax")
+    return importlib.import_module(_ENGINES[name])
+
+
+def parallelize(model: Any, strategy: Any) -> Any:
+    """Distributes a built model in place.
+
+    Args:
+        model: a built Keras model; its optimizer and metrics come along.
+        strategy: DataParallel, ModelParallel or one of keras.distribution.
+
+    Returns:
+        The model.
+
+    Raises:
+        LayoutError: the model is not built, or a rule of the strategy does not fit it.
+    """
+    if not model.built:
+        raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
+    _engine().parallelize(model, adopt(strategy))
+    return model
+
+
+def gather_weights(model: Any) -> dict[str, Array]:
+    """The full value of every weight as NumPy, by path, on every process. A collective.
+
+    Weights whose paths repeat get "#2", "#3"... behind theirs.
+    """
+    out: dict[str, Array] = {}
+    for path, value in _engine().gather_weights(model):
+        name, k = path, 1
+        while name in out:
+            k += 1
+            name = f"{path}#{k}"
+        out[name] = value
+    return out
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` tells: a row for each variable, model's first, then the optimizer's."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def sharded(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.is_sharded)
+
+    def __str__(self) -> str:
+        return self.show()
+
+    def show(self) -> str:
+        """A table of text: path, global shape, layout, local shape, bytes per device."""
+        head = ("variable", "shape", "layout", "local shape", "bytes per device")
+        body = [
+            (
+                r.path,
+                str(r.shape),
+                "-" if r.layout is None else str(r.layout),
+                str(r.local_shape),
+                f"{r.bytes_per_device:,}",
+            )
+            for r in self.rows
+        ]
+        body.append(("total", "", "", "", f"{self.bytes_per_device:,}"))
+        widths = [max(len(row[k]) for row in (head, *body)) for k in range(5)]
+        return "\n".join(
+            "  ".join(
+                c.rjust(w) if k == 4 else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *body)
+        )
+
+
+def describe(model: Any) -> Description:
+    """How a model lies on the devices, measured from the arrays it holds.
+
+    Args:
+        model: a built model. Its optimizer's slots are listed once they exist.
+    """
+    return Description(tuple(_engine().rows(model)))
