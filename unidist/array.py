@@ -10,7 +10,7 @@ import numpy as np
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends import registry
 from unidist.backends.protocol import Array, DistributionBackend, dtype_name
-from unidist.errors import LayoutError
+from unidist.errors import CapabilityError, LayoutError, MeshError
 
 
 class DistributedArray:
@@ -64,9 +64,11 @@ class DistributedArray:
         """The same value in another layout, by the shortest plan; differentiable where the framework is.
 
         Raises:
-            LayoutError: the layout does not fit the mesh or the shape.
+            LayoutError: the layout does not fit the mesh, the shape or the dtype.
+            CapabilityError: the backend has no such reduction.
         """
         target = self.sharding.with_layout(as_layout(layout))
+        _check_reductions(target.layout, self.dtype, self._backend)
         return self._with(self._backend.redistribute(self.data, self.sharding, target), target)
 
     def _with(self, data: Any, sharding: Sharding) -> DistributedArray:
@@ -86,7 +88,7 @@ def as_mesh(mesh: Any) -> Mesh:
     if all(hasattr(mesh, name) for name in ("shape", "axis_names", "devices")):
         devices = np.asarray(mesh.devices).reshape(-1).tolist()
         return Mesh(dict(zip(mesh.axis_names, mesh.shape, strict=True)), devices)
-    raise LayoutError(f"expected a Mesh or a keras.distribution.DeviceMesh, found {type(mesh).__name__}")
+    raise MeshError(f"expected a Mesh or a keras.distribution.DeviceMesh, found {type(mesh).__name__}")
 
 
 def as_layout(layout: Any) -> Layout:
@@ -98,9 +100,7 @@ def as_layout(layout: Any) -> Layout:
     axes = getattr(layout, "axes", layout)
     if isinstance(axes, tuple | list):
         return Layout(*axes)
-    raise LayoutError(
-        f"expected a Layout, a tuple of axes or a keras.distribution.TensorLayout, found {layout!r}"
-    )
+    raise LayoutError(f"expected a Layout, a tuple of axes or a keras.distribution.TensorLayout, found {layout!r}")
 
 
 def distribute(value: Any, mesh: Any, layout: Any = None) -> DistributedArray:
@@ -113,11 +113,13 @@ def distribute(value: Any, mesh: Any, layout: Any = None) -> DistributedArray:
             a partial axis gets the value at place 0 and neutral elements elsewhere.
 
     Raises:
-        LayoutError: the layout does not fit. MeshError: the mesh does not fit the world.
+        LayoutError: the layout does not fit the mesh, the shape or the dtype.
+        MeshError: the mesh does not fit the world.
+        CapabilityError: the backend does not move this dtype or has no such reduction.
     """
     backend = registry.current()
-    shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
-    sharding = Sharding(as_mesh(mesh), as_layout(layout), shape)
+    sharding = Sharding(as_mesh(mesh), as_layout(layout), _shape(value))
+    _check_reductions(sharding.layout, None if not hasattr(value, "dtype") else dtype_name(value), backend)
     return DistributedArray(backend.distribute(value, sharding), sharding, backend)
 
 
@@ -133,16 +135,29 @@ def from_local(
         shape: the global shape, needed where shards are uneven.
 
     Raises:
-        LayoutError: a shard has not the shape that the layout gives its rank.
+        LayoutError: too few or many shards, or one that has not the shape that the layout gives its rank.
+        CapabilityError: the backend does not move this dtype or has no such reduction.
     """
     backend = registry.current()
     grid, lay = as_mesh(mesh), as_layout(layout)
-    if shape is None:
-        local = tuple(shards[0].shape) if hasattr(shards[0], "shape") else np.shape(shards[0])
-        lay.check(grid, len(local))
-        shape = [n * grid.axis_size(lay.dim_axes(d)) if lay.dim_axes(d) else n for d, n in enumerate(local)]
-    sharding = Sharding(grid, lay, tuple(shape))
-    return DistributedArray(backend.from_local(list(shards), sharding), sharding, backend)
+    sharding = Sharding(grid, lay, tuple(shape) if shape is not None else _even_shape(shards, grid, lay))
+    found = DistributedArray(backend.from_local(list(shards), sharding), sharding, backend)
+    _check_reductions(lay, found.dtype, backend)
+    return found
+
+
+def _even_shape(shards: Sequence[Any], mesh: Mesh, layout: Layout) -> tuple[int, ...]:
+    """The global shape of shards that are all of one shape."""
+    shapes = {_shape(shard) for shard in shards}
+    if len(shapes) != 1:
+        raise LayoutError(f"from_local: shards of shapes {sorted(shapes)} do not tell the global shape: give shape=")
+    local = shapes.pop()
+    layout.check(mesh, len(local))
+    return tuple(n * mesh.axis_size(layout.dim_axes(dim)) for dim, n in enumerate(local))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
 
 
 def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> DistributedArray:
@@ -239,9 +254,7 @@ def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> Distri
     return x.broadcast(axes, root)
 
 
-def permute(
-    x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, int]]
-) -> DistributedArray:
+def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, int]]) -> DistributedArray:
     """Shards move along the axis; places that receive none hold zeros.
 
     Args:
@@ -292,6 +305,20 @@ def _axes_in(x: DistributedArray, axis: str | Axes, state: str, what: str) -> Ax
         if x.layout.state(name) != state:
             raise LayoutError(f"{what} over {name!r}: the array must be {words} there, but it is {x.layout}")
     return axes
+
+
+def _check_reductions(layout: Layout, dtype: str | None, backend: DistributionBackend) -> None:
+    """Raises where the backend has not the layout's reductions, or where the dtype has no mean."""
+    for axis, op in layout.partial:
+        if op not in backend.capabilities.reduce_ops:
+            raise CapabilityError(
+                f"backend {backend.name!r} cannot reduce by {op!r} (axis {axis!r}): "
+                f"it has {sorted(backend.capabilities.reduce_ops)}"
+            )
+        if op == "mean" and dtype is not None and "float" not in dtype:
+            raise LayoutError(
+                f"{layout} is a mean over {axis!r}, but a mean of {dtype} values is no {dtype}: cast first"
+            )
 
 
 def _dim(x: DistributedArray, dim: int) -> int:

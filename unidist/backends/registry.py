@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -78,9 +79,7 @@ def register(name: str, target: str, *, hint: str = "", requires: tuple[str, ...
     """
     if ":" not in target:
         raise BackendNotAvailableError(f"backend {name!r}: target {target!r} must be 'package.module:Class'")
-    _entries[name] = Entry(
-        target=target, hint=hint, requires=requires, distribution=requires[0] if requires else ""
-    )
+    _entries[name] = Entry(target=target, hint=hint, requires=requires, distribution=requires[0] if requires else "")
 
 
 def entries() -> dict[str, Entry]:
@@ -156,29 +155,44 @@ def default_name() -> tuple[str, str]:
 
 def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
     """Makes an adapter the current one; the world it joins is that of the launcher, if there is one."""
-    global _current, _joined
     adapter = load(name)(devices=devices, **options)  # type: ignore[call-arg]
     if _current is not None:
         _current.shutdown()
-    _current, _joined = adapter, "no"
-    mesh_module.set_world(adapter.list_devices)
+    _set(adapter, "no")
     if detect() is not None and adapter.capabilities.processes:
         adapter.initialize(Cluster())
-        _joined = "by launcher"
+        _set(adapter, "by launcher")
     return adapter
 
 
 def current() -> DistributionBackend:
     """The backend in use. Raises BackendNotAvailableError where none was chosen."""
     if _current is None:
-        raise BackendNotAvailableError(
-            'no backend is in use: call unidist.use("torch"), "jax", "sim"... first'
-        )
+        raise BackendNotAvailableError('no backend is in use: call unidist.use("torch"), "jax", "sim"... first')
     return _current
 
 
 def has_current() -> bool:
     return _current is not None
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""
+    before = _current, _joined
+    _set(None, "no")
+    try:
+        yield
+    finally:
+        if _current is not None:
+            _current.shutdown()
+        _set(*before)
+
+
+def _set(adapter: DistributionBackend | None, joined: Literal["no", "by launcher", "by initialize"]) -> None:
+    global _current, _joined
+    _current, _joined = adapter, joined
+    mesh_module.set_world(None if adapter is None else adapter.list_devices)
 
 
 def initialize(cluster: Cluster) -> None:

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from unidist.algebra import Axes, Mesh, Sharding, plan
+from unidist import events
+from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.backends.environment import detect
 from unidist.backends.local import check_local_shape
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
 from unidist.backends.sim import reference
 from unidist.backends.sim.reference import Shards
-from unidist.errors import BackendMismatchError, LayoutError, MeshError
+from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
 DEFAULT_DEVICES = 8
 
@@ -36,6 +37,8 @@ class SimBackend:
         self._devices = [f"cpu:{k}" for k in range(names)] if isinstance(names, int) else list(names)
         if not self._devices:
             raise MeshError("sim needs at least one device: use('sim', devices=4)")
+        if len(set(self._devices)) != len(self._devices):
+            raise MeshError(f"sim: a device is named twice in {self._devices}")
 
     def initialize(self, cluster: Cluster) -> None:
         if (cluster.process_count or 1) > 1 or detect() is not None:
@@ -73,7 +76,7 @@ class SimBackend:
 
     def distribute(self, value: Any, sharding: Sharding) -> Shards:
         self.mesh(sharding.mesh)
-        whole = np.asarray(value)
+        whole = self._checked(np.asarray(value))
         if whole.shape != sharding.shape:
             raise LayoutError(f"the value has shape {whole.shape}, the sharding {sharding.shape}")
         return reference.distribute(whole, sharding)
@@ -83,7 +86,7 @@ class SimBackend:
         ranks = sorted(sharding.mesh.devices)
         if len(shards) != len(ranks):
             raise LayoutError(f"the mesh has ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
-        out = {rank: np.asarray(shard) for rank, shard in zip(ranks, shards, strict=True)}
+        out = {rank: self._checked(np.array(shard)) for rank, shard in zip(ranks, shards, strict=True)}
         for rank, shard in out.items():
             check_local_shape(shard.shape, sharding, rank)
         return out
@@ -92,20 +95,44 @@ class SimBackend:
         return dict(sorted(x.items()))
 
     def gather(self, x: Shards, sharding: Sharding) -> Array:
+        self._tell_steps(plan(sharding, sharding.with_layout(Layout())), x)
         return reference.gather(x, sharding)
 
     def redistribute(self, x: Shards, src: Sharding, dst: Sharding) -> Shards:
-        return reference.run(plan(src, dst), x)
+        moves = plan(src, dst)
+        self._tell_steps(moves, x)
+        return reference.run(moves, x)
 
     def broadcast(self, x: Shards, sharding: Sharding, axes: Axes, root: int) -> Shards:
+        self._tell("broadcast", axes, sharding, x)
         return reference.broadcast(x, sharding, axes, root)
 
-    def permute(
-        self, x: Shards, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
-    ) -> Shards:
+    def permute(self, x: Shards, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Shards:
+        self._tell("permute", axes, sharding, x)
         return reference.permute(x, sharding, axes, pairs)
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         """All virtual devices are here already."""
 
+    def _checked(self, value: Array) -> Array:
+        if value.dtype.name not in self.capabilities.dtypes:
+            known = sorted(self.capabilities.dtypes)
+            raise CapabilityError(f"backend 'sim' cannot move {value.dtype.name} arrays: cast to one of {known}")
+        return value
 
+    # the ledger sees what the lowest rank of the mesh sends ----------------------------------------------------
+
+    def _tell_steps(self, moves: Plan, x: Shards) -> None:
+        if events.listening():
+            rank = min(x)
+            for step in moves.collectives:
+                ranks = step.before.mesh.group(step.axes, rank).ranks
+                sent = step.bytes(x[rank].itemsize, rank)
+                events.emit(events.Event(step.op, step.axes, ranks, sent, events.purpose()))
+
+    def _tell(self, op: str, axes: Axes, sharding: Sharding, x: Shards) -> None:
+        if events.listening():
+            rank = min(x)
+            ranks = sharding.mesh.group(axes, rank).ranks
+            sent = ring_bytes(op, len(ranks), x[rank].nbytes)
+            events.emit(events.Event(op, axes, ranks, sent, events.purpose()))
