@@ -1,0 +1,63 @@
+"""Installs the partitioned engine into Keras on JAX. Made for Keras 3.15; tests/keras/jax checks every place."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from keras.src.backend.jax import trainer as keras_trainer
+from keras.src.backend.jax.core import JaxVariable
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers import data_adapters
+
+from unidist.keras.partitioned import data, placing, saving, seeds, trainer
+from unidist.keras.partitioned.devices import prepare_devices
+from unidist.keras.partitioned.interception import around
+
+__all__ = ["align_seeds", "install", "prepare_devices"]
+
+_state = SimpleNamespace(installed=False)
+
+
+def install() -> None:
+    """Adds the hooks, once. They do nothing where no distribution is active or remembered.
+
+    Raises:
+        BackendMismatchError: a Keras that unidist was not made for.
+    """
+    if _state.installed:
+        return
+    _install_variables()
+    _install_trainer()
+    saving.install()
+    _state.installed = True
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    seeds.align()
+
+
+def _install_variables() -> None:
+    around(JaxVariable, "_initialize_layout", placing.initializing_layout)
+    around(JaxVariable, "_direct_assign", placing.assigning)
+    around(JaxVariable, "__array__", placing.reading)
+    around(BaseOptimizer, "add_variable_from_reference", placing.adding_slot)
+
+
+def _install_trainer() -> None:
+    steps: Any = keras_trainer.JAXTrainer
+    around(steps, "__init__", placing.making_model)
+    for name in trainer.ENTRANCES:
+        around(steps, name, trainer.entering)
+    around(steps, "_make_function", trainer.making_function)
+    around(keras_trainer, "jit", trainer.compiling)
+    around(keras_trainer, "_distribute_data", trainer.distributing_data)
+    around(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating)
+    hidden = functools.partial(placing.active, None)
+    around(
+        data_adapters,
+        "get_data_adapter",
+        functools.partial(data.one_for_all, current=placing.current, hidden=hidden),
+    )

@@ -1,0 +1,28 @@
+"""Where unidist steps into Keras: one function that replaces an attribute and refuses a Keras that lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from unidist.errors import BackendMismatchError
+
+MADE_FOR = "3.15"
+
+
+def around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces `owner.name` by make(original).
+
+    Raises:
+        BackendMismatchError: this Keras has no such attribute, so it is not one that unidist was made for.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        where = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
+        raise BackendMismatchError(
+            f"unidist steps into Keras on JAX at {where}.{name}, which Keras {keras.__version__} does not have: "
+            f"install keras {MADE_FOR}, for which this unidist was made"
+        )
+    setattr(owner, name, make(original))

@@ -1,0 +1,83 @@
+"""Layouts between unidist, Keras and JAX: every one that JAX gets is a NamedSharding that fits its shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+from keras.distribution import TensorLayout
+
+from unidist.algebra import Layout, Sharding
+from unidist.errors import LayoutError
+from unidist.keras.strategy import UnidistDistribution, adopt
+from unidist.planner.layout_map import check_variable
+
+
+def named(mesh: Any, *dims: Any) -> NamedSharding:
+    """A NamedSharding on a JAX mesh; without dims the replicated one."""
+    return NamedSharding(mesh, PartitionSpec(*dims))  # type: ignore[no-untyped-call]
+
+
+def replicated(distribution: Any) -> NamedSharding:
+    return named(distribution.device_mesh.backend_mesh)
+
+
+def native(layout: Any, distribution: Any) -> NamedSharding:
+    """The NamedSharding of a layout that a Distribution gave: a TensorLayout, a Sharding, or one already."""
+    if isinstance(layout, Sharding):
+        dims = [axes[0] if len(axes) == 1 else axes or None for axes in layout.layout.dims]
+        return named(distribution.device_mesh.backend_mesh, *dims)
+    found: NamedSharding = layout.backend_layout if isinstance(layout, TensorLayout) else layout
+    return found
+
+
+def of_native(sharding: Any) -> Layout:
+    """The Layout of a NamedSharding; of a sharding on one device, the replicated one."""
+    return Layout(*sharding.spec) if isinstance(sharding, NamedSharding) else Layout()
+
+
+def parts_of_dim(sharding: NamedSharding, dim: int) -> int:
+    """Into how many parts a sharding cuts a dim."""
+    axes = of_native(sharding).dim_axes(dim)
+    count = 1
+    for axis in axes:
+        count *= sharding.mesh.shape[axis]
+    return count
+
+
+def of_variable(variable: Any, distribution: Any) -> Any:
+    """The layout of a new variable, checked, in a form that Keras's variable takes.
+
+    Raises:
+        LayoutError: two rules match its path, or a dim does not divide; for Keras's own strategies too.
+    """
+    path, shape = variable.path, tuple(variable.shape)
+    ours = isinstance(distribution, UnidistDistribution)
+    rules = adopt(distribution).layout_map
+    if not ours and rules is not None:
+        rules.match(path)
+    layout = distribution.get_variable_layout(variable)
+    if layout is None:
+        return None
+    if isinstance(layout, Sharding):
+        layout = native(layout, distribution)
+    if not ours:
+        check_variable(path, shape, of_native(native(layout, distribution)), adopt(distribution).mesh)
+    return layout
+
+
+def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
+    """How an array of a batch lies on the mesh. Its first dim need not divide, the others must.
+
+    Raises:
+        LayoutError: another dim than the first does not divide over its axes.
+    """
+    sharding = native(distribution.get_data_layout(shape), distribution)
+    for dim in range(1, len(shape)):
+        parts = parts_of_dim(sharding, dim)
+        if shape[dim] % parts:
+            raise LayoutError(
+                f"an input of shape {shape}: dim {dim} ({shape[dim]}) does not divide into the {parts} parts of its "
+                f"layout {of_native(sharding)}: pad it, or shard another dim"
+            )
+    return sharding

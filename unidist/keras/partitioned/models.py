@@ -1,0 +1,61 @@
+"""What models.py asks of the partitioned engine: rows, gather_weights, parallelize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from unidist.backends.protocol import Array
+from unidist.keras.partitioned import layouts, placing, processes
+from unidist.keras.rows import Row
+
+
+def parallelize(model: Any, distribution: Any) -> None:
+    """Places a built model, its metrics and its optimizer's slots in place.
+
+    Raises:
+        LayoutError: a rule does not fit a variable, or a strict one matches none.
+    """
+    placing.check_rules(model, distribution)
+    placing.place_model(model, distribution)
+
+
+def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
+    """(path, full value) of every weight in the model's order, on every process. A collective of the world."""
+    for variable in model.weights:
+        yield variable.path, processes.whole(variable.value)
+
+
+def rows(model: Any) -> Iterator[Row]:
+    """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold.
+
+    Raises:
+        LayoutError: a strict rule of the model's distribution matches none of its variables.
+    """
+    distribution = placing.distribution_of(model)
+    if distribution is not None and model.built:
+        placing.check_rules(model, distribution)
+    optimizer = getattr(model, "optimizer", None)
+    slots = optimizer.variables if optimizer is not None else []
+    for variable in [*model.variables, *slots]:
+        yield _row(variable)
+
+
+def _row(variable: Any) -> Row:
+    value: jax.Array = variable.value
+    held: dict[Any, int] = {}
+    for shard in value.addressable_shards:
+        held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    first = min(value.addressable_shards, key=lambda shard: shard.device.id)
+    distributed = isinstance(value.sharding, NamedSharding)
+    return Row(
+        path=variable.path,
+        shape=tuple(value.shape),
+        dtype=str(value.dtype),
+        layout=layouts.of_native(value.sharding) if distributed else None,
+        local_shape=tuple(first.data.shape),
+        bytes_per_device=max(held.values()),
+    )

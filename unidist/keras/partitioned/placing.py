@@ -1,0 +1,193 @@
+"""Variables: which distribution each was created under, and how a model that exists is placed on another."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import jax
+from keras import distribution as keras_distribution
+
+from unidist.keras.partitioned import layouts, processes
+from unidist.keras.strategy import adopt
+
+# Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it.
+_PLACED = "_unidist_distribution"
+_GIVEN = "_unidist_given_layout"
+_REFERENCE = "_unidist_reference"
+# The whole value on the host, while a model is being saved.
+WHOLE = "_unidist_whole"
+
+# The distribution under which a model object was made: all that is known of one that has no variables yet.
+_made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def current() -> Any:
+    """Keras's distribution of this thread, or None."""
+    return keras_distribution.distribution()
+
+
+@contextlib.contextmanager
+def active(distribution: Any) -> Iterator[None]:
+    """Makes a distribution (or None) Keras's of this thread, and puts back what was."""
+    before = current()
+    keras_distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras_distribution.set_distribution(before)
+
+
+def initializing_layout(original: Any) -> Any:
+    """JaxVariable._initialize_layout: checks the layout and remembers the distribution."""
+
+    @functools.wraps(original)
+    def _initialize_layout(variable: Any) -> None:
+        distribution = current()
+        if distribution is None:
+            original(variable)
+            return
+        given = variable._layout
+        if given is None:
+            variable._layout = layouts.of_variable(variable, distribution)
+        setattr(variable, _GIVEN, given)
+        setattr(variable, _PLACED, distribution)
+
+    return _initialize_layout
+
+
+def reading(original: Any) -> Any:
+    """JaxVariable.__array__: the whole value, also of a variable that spans processes."""
+
+    @functools.wraps(original)
+    def __array__(variable: Any, dtype: Any = None) -> Any:  # noqa: N807 (Keras's name)
+        value = variable.value
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            held = getattr(variable, WHOLE, None)
+            host = processes.whole(value) if held is None else held
+            return host if dtype is None else host.astype(dtype)
+        return original(variable, dtype)
+
+    return __array__
+
+
+def assigning(original: Any) -> Any:
+    """JaxVariable._direct_assign: onto a mesh of several processes from the same value on each."""
+
+    @functools.wraps(original)
+    def _direct_assign(variable: Any, value: Any) -> None:
+        distribution = getattr(variable, _PLACED, None)
+        if distribution is None or variable._layout is None or isinstance(value, jax.core.Tracer):
+            original(variable, value)
+            return
+        sharding = layouts.native(variable._layout, distribution)
+        if sharding.is_fully_addressable or getattr(value, "sharding", None) == sharding:
+            original(variable, value)
+            return
+        variable._value = processes.put(value, sharding)
+
+    return _direct_assign
+
+
+def adding_slot(original: Any) -> Any:
+    """Optimizer.add_variable_from_reference: remembers whose slot it is."""
+
+    @functools.wraps(original)
+    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, reference_variable, *args, **kwargs)
+        setattr(slot, _REFERENCE, ref(reference_variable))
+        return slot
+
+    return add_variable_from_reference
+
+
+def making_model(original: Any) -> Any:
+    """JAXTrainer.__init__: remembers the distribution under which a model was made."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
+        original(self, *args, **kwargs)
+        distribution = current()
+        if distribution is not None:
+            _made_under[self] = distribution
+
+    return __init__
+
+
+def distribution_of(model: Any) -> Any:
+    """The distribution that a model's variables lie on, else that under which it was made, else None."""
+    for variable in model.variables:
+        found = getattr(variable, _PLACED, None)
+        if found is not None:
+            return found
+    return _made_under.get(model)
+
+
+def all_variables(model: Any) -> list[Any]:
+    """A model's variables, those of its metrics and those of its optimizer, each once."""
+    found = list(model.variables) + list(getattr(model, "metrics_variables", ()))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        found += optimizer.variables
+    return list({id(variable): variable for variable in found}.values())
+
+
+def place_model(model: Any, distribution: Any) -> None:
+    """Places what does not lie on the distribution yet: variables, metrics, the optimizer's slots.
+
+    Compiled steps are dropped where anything moved: they were made for the old places.
+
+    Raises:
+        LayoutError: a rule does not fit a variable.
+    """
+    strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
+    if not strangers:
+        return
+    with active(distribution):
+        for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
+            _place_variable(variable, distribution)
+    _made_under[model] = distribution
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def _place_variable(variable: Any, distribution: Any) -> None:
+    value, before = variable._value, getattr(variable, _PLACED, None)
+    variable._layout = _kept_layout(variable, distribution)
+    if variable._layout is None:
+        variable._layout = layouts.of_variable(variable, distribution)
+    setattr(variable, _PLACED, distribution)
+    if value is None:
+        return
+    sharding = layouts.native(variable._layout, distribution)
+    if value.sharding == sharding:
+        return
+    if before is None:
+        # Made on its own in each process: the seeds may have differed.
+        value = processes.from_first(processes.whole(value)) if processes.several() else value
+    variable._value = processes.put(processes.whole(value) if processes.several() else value, sharding)
+
+
+def _kept_layout(variable: Any, distribution: Any) -> Any:
+    """A slot lies as the variable that it belongs to; a layout given by hand is kept on its own mesh."""
+    reference = getattr(variable, _REFERENCE, lambda: None)()
+    if reference is not None and tuple(reference.shape) == tuple(variable.shape):
+        return reference._layout
+    given = getattr(variable, _GIVEN, None)
+    if given is None:
+        return None
+    on_mesh = layouts.native(given, distribution).mesh == distribution.device_mesh.backend_mesh
+    return given if on_mesh else None
+
+
+def check_rules(model: Any, distribution: Any) -> None:
+    """Raises LayoutError, once for a built model, where strict rules match none of its variables or outputs."""
+    if _checked.get(model) is distribution:
+        return
+    paths = [variable.path for variable in model.variables]
+    paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
+    adopt(distribution).check_model(paths)
+    _checked[model] = distribution

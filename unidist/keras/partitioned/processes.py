@@ -1,0 +1,56 @@
+"""What the processes of a JAX world tell each other on the host: objects, whole arrays, and that they are there."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from unidist.backends.protocol import Array
+
+
+def several() -> bool:
+    """Whether the world has more than one process."""
+    return int(jax.process_count()) > 1
+
+
+def from_first(value: Any) -> Any:
+    """Process 0's value, pickled, on every process. A collective of the world."""
+    if not several():
+        return value
+    data = np.frombuffer(pickle.dumps(value), np.uint8) if jax.process_index() == 0 else np.zeros(0, np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    padded = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+
+
+def of_all(number: int) -> tuple[int, ...]:
+    """Every process's number, by process. A collective of the world."""
+    if not several():
+        return (number,)
+    return tuple(int(n) for n in np.ravel(multihost_utils.process_allgather(np.int32(number))))
+
+
+def whole(array: Any) -> Array:
+    """The full value of a JAX array on every process. A collective of the world where it spans processes."""
+    spans = isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
+    host: Array = np.asarray(multihost_utils.process_allgather(array, tiled=True) if spans else array)
+    return host
+
+
+def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A JAX array of a sharding, from the same full value on every process."""
+    if sharding.is_fully_addressable:
+        placed: jax.Array = jax.device_put(value, sharding)
+        return placed
+    host = whole(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def barrier(name: str) -> None:
+    """Returns when every process has come."""
+    if several():
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,113 @@
+"""The compiled steps and the entrances of Keras's JAX trainer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from unidist import events
+from unidist.keras.partitioned import data, ledger, placing, processes, seeds
+
+ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+# Keras's steps are told by the state they take: fit's has optimizer variables, evaluate's only metrics.
+_PURPOSES = {4: "train step (compiled)", 3: "test step (compiled)", 2: "predict step (compiled)"}
+
+
+def entering(original: Any) -> Any:
+    """An entrance (fit, predict...) that works under the model's distribution, wherever it is called.
+
+    The model's distribution is the active one, else the one its variables were created under: in another thread,
+    outside of the scope and after keras.utils.clear_session() too. A model from elsewhere is placed first.
+    """
+    aligned = original.__name__ == "fit"
+
+    @functools.wraps(original)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = placing.current()
+        distribution = outer if outer is not None else placing.distribution_of(self)
+        if distribution is None:
+            return original(self, *args, **kwargs)
+        placing.place_model(self, distribution)
+        if aligned:
+            seeds.align()
+        with placing.active(distribution):
+            return original(self, *args, **kwargs)
+
+    return entrance
+
+
+def compiling(original: Any) -> Any:
+    """The trainer's `jit`: a step cuts padded rows first, and gives its results to every process."""
+
+    @functools.wraps(original)
+    def jit(function: Any, **options: Any) -> Any:
+        @functools.wraps(function)
+        def step(*arguments: Any) -> Any:
+            result = function(*data.cut(arguments))
+            distribution = placing.current()
+            if distribution is None or "donate_argnums" not in options:
+                return result
+            if not (processes.several() or data.is_padded(arguments)):
+                return result
+            outputs, state = result
+            return data.replicate(outputs, distribution), state
+
+        return original(step, **options)
+
+    return jit
+
+
+def making_function(original: Any) -> Any:
+    """JAXTrainer._make_function: every step places its batch, and tells the ledger what it communicates."""
+
+    @functools.wraps(original)
+    def _make_function(self: Any, step_function: Any, concatenate_outputs: bool = False) -> Any:
+        distribution = placing.current()
+        if distribution is not None:
+            placing.check_rules(self, distribution)
+        return original(self, _placed(step_function), concatenate_outputs=concatenate_outputs)
+
+    return _make_function
+
+
+def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = hasattr(step_function, "lower")
+    traffic = ledger.Traffic(step_function) if compiled else None
+
+    @functools.wraps(step_function)
+    def step(state: Any, batch: Any) -> Any:
+        distribution = placing.current()
+        if distribution is None:
+            return step_function(state, batch)
+        placed = data.place(batch, distribution)
+        if traffic is None:
+            outputs, state = step_function(state, data.cut(placed))
+            return data.replicate(outputs, distribution), state
+        if events.listening():
+            traffic.record(distribution, _PURPOSES[len(state)], state, placed)
+        return step_function(state, placed)
+
+    return step
+
+
+def distributing_data(original: Any) -> Any:
+    """The trainer's _distribute_data: leaves the batch to the step, which places it."""
+
+    @functools.wraps(original)
+    def _distribute_data(batch: Any, layouts: Any = None) -> Any:
+        return original(batch, layouts) if placing.current() is None else batch
+
+    return _distribute_data
+
+
+def iterating(original: Any) -> Any:
+    """JAXEpochIterator._get_iterator: the batches as they are read; the step places them."""
+
+    @functools.wraps(original)
+    def _get_iterator(self: Any) -> Any:
+        if placing.current() is None:
+            return original(self)
+        return self.data_adapter.get_jax_iterator()
+
+    return _get_iterator
