@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from unidist.backends.protocol import Array, Capabilities, Cluster, dtype_name, 
 from unidist.errors import CapabilityError, LayoutError
 
 A = TypeVar("A")
+MOVES_KEPT = 16384  # plans made ready for a rank; as many as plan() keeps
 
 
 class Handle(Protocol):
@@ -79,9 +81,7 @@ class LocalOps(Protocol[A]):
     def full_like(self, x: A, op: ReduceOp) -> A:
         """The neutral element of the op in the shape of x."""
 
-    def differentiable(
-        self, forward: Callable[[A], A], backward: Callable[[A], A], x: A
-    ) -> A:
+    def differentiable(self, forward: Callable[[A], A], backward: Callable[[A], A], x: A) -> A:
         """forward(x), whose gradient is backward(gradient)."""
 
 
@@ -144,16 +144,16 @@ class LocalViewBackend(ABC, Generic[A]):
 
     def gather(self, x: A, sharding: Sharding) -> Array:
         whole = sharding.with_layout(type(sharding.layout)())
-        return self.ops.to_numpy(self._run(plan(sharding, whole), x))
+        return self.ops.to_numpy(self._move(sharding, whole).forward(x))
 
     def redistribute(self, x: A, src: Sharding, dst: Sharding) -> A:
-        moves = plan(src, dst)
-        if not moves.steps:
+        move = self._move(src, dst)
+        if move.is_identity:
             return x
         self._check_dtype(x)
-        return self.ops.differentiable(
-            lambda value: self._run(moves, value), lambda grad: self._run(moves.adjoint, grad), x
-        )
+        if x.shape != move.local_shape:  # type: ignore[attr-defined]
+            check_local_shape(tuple(x.shape), src, self.rank)  # type: ignore[attr-defined]
+        return self.ops.differentiable(move.forward, move.backward, x)
 
     def broadcast(self, x: A, sharding: Sharding, axes: Axes, root: int) -> A:
         group = sharding.mesh.group(axes, self.rank)
@@ -175,9 +175,7 @@ class LocalViewBackend(ABC, Generic[A]):
             return self.comm.permute(value, group, by)
 
         back = tuple((destination, source) for source, destination in pairs)
-        return self.ops.differentiable(
-            lambda value: moved(value, pairs), lambda grad: moved(grad, back), x
-        )
+        return self.ops.differentiable(lambda value: moved(value, pairs), lambda grad: moved(grad, back), x)
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         if mesh is None:
@@ -188,50 +186,57 @@ class LocalViewBackend(ABC, Generic[A]):
 
     # the fold -------------------------------------------------------------------------------------------------
 
-    def _run(self, moves: Plan, x: A) -> A:
-        for step in moves.steps:
-            x = self._step(step, x)
-        return x
+    @cached_property
+    def _moves(self) -> dict[tuple[Sharding, Sharding, int], Move[A]]:
+        return {}
 
-    def _step(self, step: Step, x: A) -> A:
-        group = step.before.mesh.group(step.axes, self.rank)
-        if group.size == 1 and step.op != "scale":
-            return x
-        if step.is_collective:
-            self._record_step(step, group, x)
+    @cached_property
+    def _known_dtypes(self) -> set[Any]:
+        return set()
+
+    def _move(self, src: Sharding, dst: Sharding) -> Move[A]:
+        """plan(src, dst) made ready for this rank; made once."""
+        key = (src, dst, self.rank)
+        move = self._moves.get(key)
+        if move is None:
+            if len(self._moves) >= MOVES_KEPT:
+                self._moves.clear()
+            move = self._moves[key] = Move(self, plan(src, dst))
+        return move
+
+    def resolve(self, step: Step, group: Group) -> Callable[[A], A]:
+        """The step as a function of this rank's array alone: every size and place is looked up beforehand."""
+        comm = self.comm
         if step.op == "all_reduce":
-            return self.comm.all_reduce(x, group, step.reduce)
+            return lambda x: comm.all_reduce(x, group, step.reduce)
         if step.op == "all_gather":
-            return self.comm.all_gather(x, group, step.dim, self._pieces(step.before, step.dim, step.axes))
+            sizes = self._pieces(step.before, step.dim, step.axes)
+            return lambda x: comm.all_gather(x, group, step.dim, sizes)
         if step.op == "reduce_scatter":
-            return self.comm.reduce_scatter(
-                x, group, step.dim, self._pieces(step.after, step.dim, step.axes), step.reduce
-            )
+            sizes = self._pieces(step.after, step.dim, step.axes)
+            return lambda x: comm.reduce_scatter(x, group, step.dim, sizes, step.reduce)
         if step.op == "all_to_all":
-            return self.comm.all_to_all(
-                x,
-                group,
-                step.to,
-                self._pieces(step.after, step.to, step.axes),
-                step.dim,
-                self._pieces(step.before, step.dim, step.axes),
-            )
-        return self._local_step(step, group, x)
+            split = self._pieces(step.after, step.to, step.axes)
+            joined = self._pieces(step.before, step.dim, step.axes)
+            return lambda x: comm.all_to_all(x, group, step.to, split, step.dim, joined)
+        return self._resolve_local(step, group)
 
-    def _local_step(self, step: Step, group: Group, x: A) -> A:
+    def _resolve_local(self, step: Step, group: Group) -> Callable[[A], A]:
+        ops = self.ops
         if step.op == "slice":
             sizes = self._pieces(step.after, step.dim, step.axes)
-            return self.ops.cut(x, step.dim, sum(sizes[: group.index]), sizes[group.index])
+            start, length = sum(sizes[: group.index]), sizes[group.index]
+            return lambda x: ops.cut(x, step.dim, start, length)
         if step.op == "embed":
             sizes = self._pieces(step.before, step.dim, step.axes)
-            return self.ops.embed(x, step.dim, sum(sizes[: group.index]), sum(sizes))
-        if step.op == "mask":
-            if step.reduce in ("max", "min", "mean") or group.index == 0:
-                return x
-            return self.ops.full_like(x, step.reduce)
+            start, length = sum(sizes[: group.index]), sum(sizes)
+            return lambda x: ops.embed(x, step.dim, start, length)
+        if step.op == "mask" and step.reduce in ("sum", "prod") and group.index:
+            return lambda x: ops.full_like(x, step.reduce)
         if step.op == "scale":
-            return self.ops.scale(x, step.factor)
-        return x  # retype
+            factor = step.factor
+            return lambda x: ops.scale(x, factor)
+        return lambda x: x  # retype, and mask where the value is kept
 
     def _pieces(self, sharding: Sharding, dim: int, axes: Axes) -> tuple[int, ...]:
         return sharding.pieces(self.rank, dim, axes)
@@ -250,17 +255,66 @@ class LocalViewBackend(ABC, Generic[A]):
             sent = Fraction(0) if op == "barrier" else ring_bytes(op, group.size, full)
             events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
 
-    def _record_step(self, step: Step, group: Group, x: A) -> None:
-        if events.listening() and self.reports:
+    def record_step(self, step: Step, group: Group, x: A) -> None:
+        """Tells the ledger of a step of a plan that starts from `x`."""
+        if step.is_collective and self.reports:
             sent = step.bytes(itemsize(dtype_name(x)), self.rank)
             events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
 
     def _check_dtype(self, x: A) -> None:
+        dtype = x.dtype  # type: ignore[attr-defined]
+        if dtype in self._known_dtypes:
+            return
         name = dtype_name(x)
-        if name not in self.capabilities.dtypes:
+        if name in self.capabilities.dtypes:
+            self._known_dtypes.add(dtype)
+        else:
             raise CapabilityError(
                 f"backend {self.name!r} cannot move {name} arrays: cast to one of {sorted(self.capabilities.dtypes)}"
             )
+
+
+class Move(Generic[A]):
+    """A plan made ready for one rank: `forward` carries an array, `backward` a gradient the other way.
+
+    Steps over groups of one rank change nothing and are left out.
+    """
+
+    __slots__ = ("_adjoint", "_backend", "_functions", "is_identity", "local_shape", "plan", "steps")
+
+    def __init__(self, backend: LocalViewBackend[A], moves: Plan) -> None:
+        rank, mesh = backend.rank, moves.src.mesh
+        grouped = [(step, mesh.group(step.axes, rank)) for step in moves.steps]
+        self.plan = moves
+        self.steps = tuple((step, group) for step, group in grouped if group.size > 1)
+        self.is_identity = not self.steps
+        self.local_shape = moves.src.local_shape(rank)
+        self._backend = backend
+        self._functions = tuple(backend.resolve(step, group) for step, group in self.steps)
+        self._adjoint: Move[A] | None = None
+
+    def forward(self, x: A) -> A:
+        if events.listening():
+            return self._recorded(x)
+        for function in self._functions:
+            x = function(x)
+        return x
+
+    def _recorded(self, x: A) -> A:
+        for (step, group), function in zip(self.steps, self._functions, strict=True):
+            self._backend.record_step(step, group, x)
+            x = function(x)
+        return x
+
+    @property
+    def adjoint(self) -> Move[A]:
+        """The move of the gradient. Raises LayoutError where a step reduces by max, min or prod."""
+        if self._adjoint is None:
+            self._adjoint = Move(self._backend, self.plan.adjoint)
+        return self._adjoint
+
+    def backward(self, grad: A) -> A:
+        return self.adjoint.forward(grad)
 
 
 def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> None:
