@@ -52,7 +52,9 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _listeners = tuple(other for other in _listeners if other is not listener)
+            rest = list(_listeners)
+            rest.remove(listener)
+            _listeners = tuple(rest)
 
 
 def purpose() -> str:

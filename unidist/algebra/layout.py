@@ -158,8 +158,8 @@ def _axes(value: str | Axes | None) -> Axes:
         return ()
     if isinstance(value, str):
         return (value,)
-    names = tuple(value)
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
     for name in names:
         if not isinstance(name, str):
-            raise LayoutError(f"an axis must be a name, found {name!r} in {value!r}")
+            raise LayoutError(f"an axis must be a name, found {name!r}")
     return names

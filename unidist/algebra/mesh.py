@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import SupportsIndex
 
 from unidist.errors import MeshError
 
@@ -168,6 +169,8 @@ def _ranks_of(devices: Iterable[int | str]) -> tuple[int, ...]:
                 )
             ranks.append(names.index(device))
         else:
+            if not isinstance(device, SupportsIndex) or int(device) < 0:
+                raise MeshError(f"a device must be a name or a rank from 0, found {device!r}")
             ranks.append(int(device))
     return tuple(ranks)
 
@@ -178,8 +181,8 @@ def _resolved(sizes: dict[str, int], count: int | None) -> dict[str, int]:
     for name, size in sizes.items():
         if not isinstance(name, str) or not name:
             raise MeshError(f"an axis name must be a non-empty string, found {name!r}")
-        if size < 1 and size != -1:
-            raise MeshError(f"axis {name!r} has size {size}: it must be at least 1, or -1 for the rest")
+        if not isinstance(size, SupportsIndex) or (int(size) < 1 and int(size) != -1):
+            raise MeshError(f"axis {name!r} has size {size!r}: it must be a whole number from 1, or -1 for the rest")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise MeshError(f"only one size may be -1, found {open_axes}")

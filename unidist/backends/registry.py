@@ -86,25 +86,36 @@ def entries() -> dict[str, Entry]:
     """Built-in and registered entries, then installed entry points that no name hides."""
     found = dict(_entries)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        found.setdefault(point.name, Entry(target=point.value, hint=f"pip install {point.name}"))
+        home = point.dist.name if point.dist is not None else ""
+        entry = Entry(target=f"{point.module}:{point.attr}", hint=f"pip install {home}", distribution=home)
+        found.setdefault(point.name, entry)
     return found
 
 
-def _is_installed(entry: Entry) -> bool:
-    return all(name in sys.modules or importlib.util.find_spec(name) is not None for name in entry.requires)
+def _missing(entry: Entry) -> list[str]:
+    return [name for name in entry.requires if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 
-def load(name: str) -> type[DistributionBackend]:
-    """The adapter's class. Raises BackendNotAvailableError: unknown name, or not installed (with the hint)."""
+def find(name: str) -> Entry:
+    """The entry of a backend, without importing it.
+
+    Raises:
+        BackendNotAvailableError: an unknown name, or what it requires is not installed (with the hint).
+    """
     known = entries()
     if name not in known:
         raise BackendNotAvailableError(
             f"unknown backend {name!r}: one of {sorted(known)}, or add yours with unidist.register(...)"
         )
     entry = known[name]
-    if not _is_installed(entry):
-        missing = [m for m in entry.requires if importlib.util.find_spec(m) is None]
+    if missing := _missing(entry):
         raise BackendNotAvailableError(f"backend {name!r} needs {', '.join(missing)}: {entry.hint}")
+    return entry
+
+
+def load(name: str) -> type[DistributionBackend]:
+    """The adapter's class. Raises BackendNotAvailableError: unknown name, or not installed (with the hint)."""
+    entry = find(name)
     module, _, attribute = entry.target.partition(":")
     try:
         return cast(type[DistributionBackend], getattr(importlib.import_module(module), attribute))
@@ -125,17 +136,25 @@ def backends() -> dict[str, BackendInfo]:
                 name=name, installed=False, version=None, view=None, capabilities=None, hint=str(error)
             )
             continue
-        version = importlib.metadata.version(entry.distribution) if entry.distribution else None
         capabilities = adapter.capabilities
         infos[name] = BackendInfo(
             name=name,
             installed=True,
-            version=version,
+            version=_version(entry.distribution),
             view=capabilities.view,
             capabilities=capabilities,
             hint=entry.hint,
         )
     return infos
+
+
+def _version(distribution: str) -> str | None:
+    """The version of a distribution, or of the one that installs a module of that name."""
+    homes = [distribution, *importlib.metadata.packages_distributions().get(distribution, ())]
+    for home in filter(None, homes):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(home)
+    return None
 
 
 def default_name() -> tuple[str, str]:
@@ -154,14 +173,20 @@ def default_name() -> tuple[str, str]:
 
 
 def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
-    """Makes an adapter the current one; the world it joins is that of the launcher, if there is one."""
+    """Makes an adapter the current one; the world it joins is that of the launcher, if there is one.
+
+    Raises:
+        BackendNotAvailableError: unknown or not installed.
+        BackendMismatchError: a launcher started several processes, and the adapter works in one.
+    """
     adapter = load(name)(devices=devices, **options)  # type: ignore[call-arg]
     if _current is not None:
         _current.shutdown()
-    _set(adapter, "no")
-    if detect() is not None and adapter.capabilities.processes:
+    _set(None, "no")
+    launched = detect() is not None
+    if launched:
         adapter.initialize(Cluster())
-        _set(adapter, "by launcher")
+    _set(adapter, "by launcher" if launched else "no")
     return adapter
 
 

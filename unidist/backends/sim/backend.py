@@ -41,9 +41,11 @@ class SimBackend:
             raise MeshError(f"sim: a device is named twice in {self._devices}")
 
     def initialize(self, cluster: Cluster) -> None:
-        if (cluster.process_count or 1) > 1 or detect() is not None:
+        launch = detect()
+        count = cluster.process_count or (launch.process_count if launch is not None else 1)
+        if count > 1:
             raise BackendMismatchError(
-                "sim runs all its devices in one process, but a launcher or initialize() asked for several: "
+                f"sim runs all its devices in one process, but a launcher or initialize() asked for {count}: "
                 "start the script with plain python, or use('torch') or use('jax')"
             )
 
