@@ -1,0 +1,160 @@
+"""Mistakes that users make with Keras and unidist; each returns what they are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Told = tuple[str, str]
+
+
+def told_by(action: Callable[[], Any]) -> Told:
+    """(type, text) of the UnidistError that an action raises. Another error goes through."""
+    import unidist
+
+    try:
+        action()
+    except unidist.UnidistError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def _model(units: int = 8) -> Any:
+    import keras
+
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, name="wide")], name="net")
+    model.compile("sgd", "mse")
+    return model
+
+
+def _train(mesh: dict[str, int], rules: dict[str, Any], units: int = 8) -> None:
+    import unidist
+
+    grid = unidist.Mesh(mesh)
+    strategy = unidist.ModelParallel(grid, unidist.LayoutMap(grid, rules))
+    with strategy.scope():
+        model = _model(units)
+        model.fit(np.ones((8, 4), "float32"), np.ones((8, units), "float32"), batch_size=4, verbose=0)
+
+
+def rule_that_matches_nothing() -> Told:
+    return told_by(lambda: _train({"model": 4}, {"wide.*kernell": (None, "model")}))
+
+
+def rule_that_matches_part_of_a_path() -> Told:
+    return told_by(lambda: _train({"model": 4}, {"wide": (None, "model")}))
+
+
+def two_rules_for_one_variable() -> Told:
+    return told_by(lambda: _train({"model": 4}, {".*kernel": (None, "model"), ".*wide/.*": ("model",)}))
+
+
+def unknown_axis() -> Told:
+    return told_by(lambda: _train({"data": 2, "model": 2}, {".*kernel": (None, "modle")}))
+
+
+def one_axis_on_two_dims() -> Told:
+    return told_by(lambda: _train({"model": 4}, {".*kernel": ("model", "model")}))
+
+
+def dim_that_does_not_divide() -> Told:
+    return told_by(lambda: _train({"model": 4}, {".*kernel": (None, "model")}, units=6))
+
+
+def more_dims_than_the_variable() -> Told:
+    return told_by(lambda: _train({"model": 4}, {".*bias": (None, "model")}))
+
+
+def mesh_larger_than_the_world() -> Told:
+    import unidist
+
+    return told_by(lambda: unidist.DataParallel(unidist.Mesh({"data": 64})))
+
+
+def another_backend(name: str) -> Told:
+    import keras
+
+    import unidist
+
+    assert keras.backend.backend()
+    return told_by(lambda: unidist.use(name))
+
+
+def second_initialize() -> Told:
+    import unidist
+
+    unidist.initialize()
+    return told_by(unidist.initialize)
+
+
+def initialize_against_the_launcher() -> Told:
+    import unidist
+
+    return told_by(lambda: unidist.initialize(process_count=7))
+
+
+def distributed_in_two_ways() -> Told:
+    import unidist
+
+    def twice() -> None:
+        model = _model()
+        unidist.parallelize(model, unidist.DataParallel(unidist.Mesh({"data": 4})))
+        mesh = unidist.Mesh({"model": 4})
+        unidist.parallelize(
+            model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {".*kernel": (None, "model")}))
+        )
+
+    return told_by(twice)
+
+
+def not_built() -> Told:
+    import keras
+
+    import unidist
+
+    return told_by(
+        lambda: unidist.parallelize(
+            keras.Sequential([keras.layers.Dense(4)]), unidist.DataParallel(unidist.Mesh({"data": 4}))
+        )
+    )
+
+
+# a process that is lost -----------------------------------------------------------------------------------------------
+
+
+def lose_a_process(lost: int, folder: str) -> tuple[str, str, float]:
+    """Kills process `lost` in the middle of fit; the others: (type, text, seconds from the kill to the error)."""
+    import keras
+
+    import unidist
+
+    stamp = os.path.join(folder, "killed")
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 3 and unidist.process_index() == lost:
+                with open(stamp, "w") as file:
+                    file.write(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with unidist.DataParallel().scope():
+        model = _model()
+    try:
+        model.fit(
+            np.ones((64, 4), "float32"),
+            np.ones((64, 8), "float32"),
+            batch_size=4,
+            epochs=50,
+            verbose=0,
+            callbacks=[Kill()],
+        )
+    except unidist.ProcessLostError as error:
+        with open(stamp) as file:
+            return type(error).__name__, str(error), time.time() - float(file.read())
+    return "nothing", "", 0.0

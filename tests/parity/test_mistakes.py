@@ -1,0 +1,90 @@
+"""What users do wrong is told by a typed error that says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.parity.worlds import SETTINGS, Setting, Worlds
+
+pytestmark = pytest.mark.processes
+
+LAYOUTS = {
+    "rule_that_matches_nothing": r"rules that match no variable: \['wide.*kernell'\].*whole path.*'net/wide/kernel'",
+    "rule_that_matches_part_of_a_path": r"rules that match no variable: \['wide'\].*re.fullmatch",
+    "two_rules_for_one_variable": r"'net/wide/kernel' matches several rules: .*make each path match one",
+    "unknown_axis": r"unknown axis 'modle'.*'data': 2, 'model': 2",
+    "one_axis_on_two_dims": r"'model'.*(twice|two)",
+    "dim_that_does_not_divide": r"'net/wide/kernel' of shape \(4, 6\): dim 1 \(6\) does not divide over model \(4\): ",
+    "more_dims_than_the_variable": r"'net/wide/bias' of shape \(8,\)",
+}
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "torch-4"])
+@pytest.mark.parametrize(("mistake", "text"), LAYOUTS.items(), ids=list(LAYOUTS))
+def test_a_wrong_layout_is_refused_before_the_first_step(
+    setting: str, mistake: str, text: str, worlds: Worlds
+) -> None:
+    for kind, message in worlds.get(setting).call(f"tests.parity.mistakes:{mistake}"):
+        assert kind == "LayoutError", message
+        assert re.search(text, message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "torch-4"])
+def test_a_mesh_larger_than_the_world(setting: str, worlds: Worlds) -> None:
+    for kind, message in worlds.get(setting).call("tests.parity.mistakes:mesh_larger_than_the_world"):
+        assert kind == "MeshError", message
+        assert re.search(r"64", message), message
+        assert re.search(r"4 devices|devices=|4 processes|unidist run", message), message
+
+
+def test_torch_without_a_launcher_says_how_to_start() -> None:
+    with Setting("torch-1", "torch", "torch").world() as world:
+        kind, message = world.call("tests.parity.mistakes:mesh_larger_than_the_world")[0]
+    assert kind == "MeshError", message
+    assert re.search(r"unidist run -n 64|torchrun", message), message
+
+
+@pytest.mark.parametrize(("keras", "name"), [("jax", "torch"), ("torch", "jax")])
+def test_a_backend_that_keras_does_not_run_on(keras: str, name: str) -> None:
+    with Setting("other", keras).world() as world:
+        kind, message = world.call("tests.parity.mistakes:another_backend", name)[0]
+    assert kind == "BackendMismatchError", message
+    assert f"use({name!r}) needs Keras on {name}" in message
+    assert f"KERAS_BACKEND={name}" in message
+
+
+@pytest.mark.parametrize("setting", ["torch-2", "jax-2x2"])
+def test_initialize_twice_or_against_the_launcher(setting: str) -> None:
+    with SETTINGS[setting].world() as world:
+        for kind, message in world.call("tests.parity.mistakes:initialize_against_the_launcher"):
+            assert kind == "BackendMismatchError", message
+            assert re.search(r"7.*of 2", message), message
+        for kind, message in world.call("tests.parity.mistakes:second_initialize"):
+            assert kind == "BackendMismatchError", message
+            assert "a second time" in message
+            assert "unidist.shutdown()" in message
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4"])
+def test_a_model_that_is_not_built_or_distributed_already(setting: str, worlds: Worlds) -> None:
+    kind, message = worlds.get(setting).call("tests.parity.mistakes:not_built")[0]
+    assert (kind, "not built" in message) == ("LayoutError", True), message
+    kind, message = worlds.get(setting).call("tests.parity.mistakes:distributed_in_two_ways")[0]
+    assert (kind, "already" in message) == ("LayoutError", True), message
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_others_with_an_error_in_time(lost: int, tmp_path: Path) -> None:
+    with SETTINGS["torch-4"].world() as world:
+        outcomes = world.outcomes("tests.parity.mistakes:lose_a_process", lost, str(tmp_path))
+    failure = outcomes[lost].failure
+    assert failure is not None
+    assert failure.kind == "ended"
+    for index in sorted(set(range(4)) - {lost}):
+        assert outcomes[index].failure is None, outcomes[index].failure
+        kind, message, seconds = outcomes[index].value
+        assert kind == "ProcessLostError", message
+        assert seconds < 30

@@ -1,0 +1,86 @@
+"""Saving under a strategy writes one device's file, once; it loads under any other strategy and on one device."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.parity.compare import assert_same_logs, assert_same_values
+from tests.parity.models import CASES
+from tests.parity.train import Saved, Spec
+from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Alone, Worlds
+
+pytestmark = pytest.mark.processes
+
+CASE = "mlp_ragged_adam"
+FILES = [*(f"epoch{k + 1}.keras" for k in range(CASES[CASE].epochs)), "model.keras", "model.weights.h5"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A training that was saved into a folder."""
+
+    setting: str
+    folder: Path
+    saved: list[Saved]
+
+    @property
+    def keras(self) -> str:
+        return SETTINGS[self.setting].keras
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("torch-2", MODEL_2), ("torch-4", GRID), ("sim-torch", MODEL_4), ("jax-4", GRID)],
+    ids=lambda p: f"{p[0]}-{p[1].name}",
+)
+def written(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    setting, spec = request.param
+    folder = tmp_path_factory.mktemp("saved")
+    return Written(setting, folder, worlds.get(setting).call("tests.parity.train:save", CASE, spec, str(folder)))
+
+
+def test_every_process_sees_whole_files_once_saving_returns(written: Written) -> None:
+    for saved in written.saved:
+        assert saved.files == FILES
+    for name in FILES:
+        if name.endswith(".keras"):
+            assert zipfile.ZipFile(written.folder / name).testzip() is None
+
+
+def test_one_device_loads_it_and_trains_on(written: Written, alone: Alone) -> None:
+    result = alone.world(written.keras).call("tests.parity.train:load_and_go_on", CASE, None, str(written.folder))[0]
+    assert_same_values(result.start, written.saved[0].weights, 0.0)
+    assert_same_values(result.predict, written.saved[0].predict)
+    assert_same_values(result.start, alone.train(written.keras, CASE).weights)
+
+
+@pytest.mark.parametrize(
+    ("setting", "spec"),
+    [("torch-4", MODEL_4), ("torch-2", DATA_2), ("sim-torch", DATA_4), ("jax-4", MODEL_4)],
+    ids=lambda p: p if isinstance(p, str) else p.name,
+)
+def test_another_strategy_loads_it_and_trains_on_as_one_device(
+    written: Written, setting: str, spec: Spec, alone: Alone, worlds: Worlds
+) -> None:
+    folder = str(written.folder)
+    one_device = alone.world(SETTINGS[setting].keras)
+    wanted = one_device.call("tests.parity.train:load_and_go_on", CASE, None, folder)[0]
+    for result in worlds.get(setting).call("tests.parity.train:load_and_go_on", CASE, spec, folder):
+        assert_same_values(result.start, written.saved[0].weights, 0.0)
+        assert_same_values(result.predict, wanted.predict)
+        assert_same_logs(result.logs, wanted.logs)
+        assert_same_values(result.weights, wanted.weights)
+        assert any(row.is_sharded for row in result.variables) == (spec.kind == "model")
+        assert sum(count for count, _ in result.traffic.values()) > 0
+
+
+def test_weights_alone_are_whole_and_load_everywhere(written: Written, alone: Alone, worlds: Worlds) -> None:
+    folder = str(written.folder)
+    found = alone.world(written.keras).call("tests.parity.train:load_weights", CASE, None, folder)[0]
+    assert_same_values(found, written.saved[0].weights, 0.0)
+    for found in worlds.get("torch-2").call("tests.parity.train:load_weights", CASE, MODEL_2, folder):
+        assert_same_values(found, written.saved[0].weights, 0.0)

@@ -1,0 +1,153 @@
+"""Training on many devices equals training on one, on every backend and under every strategy.
+
+The reference is plain Keras in a process of its own, on the same Keras backend. 1e-5 is the bound everywhere here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+
+from tests.parity.compare import assert_same_logs, assert_same_values, moved
+from tests.parity.models import CASES, Case
+from tests.parity.train import Result, Spec
+from tests.parity.worlds import DATA_4, GRID, MODEL_4, SETTINGS, Alone, Worlds
+
+pytestmark = pytest.mark.processes
+
+# JAX compiles every training anew, for seconds: there each strategy meets those cases that can break it.
+_ON_JAX = {
+    "sim-jax": {DATA_4: ("mlp_ragged_adam",), MODEL_4: ("mlp",), GRID: ("mlp_sample_weight", "conv_norm")},
+    "jax-4": {
+        DATA_4: ("mlp_ragged_adam", "mlp_class_weight", "conv_norm", "tagger"),
+        MODEL_4: ("mlp", "tagger", "residual"),
+        GRID: tuple(CASES),
+    },
+    "jax-2x2": {
+        DATA_4: ("mlp_ragged_adam", "mlp_class_weight", "conv_norm"),
+        MODEL_4: ("mlp",),
+        GRID: ("mlp_ragged_adam", "mlp_sample_weight", "functional", "contrast"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training on many devices: each process's result, and one device's."""
+
+    setting: str
+    spec: Spec
+    case: Case
+    results: list[Result]
+    wanted: Result
+
+
+def _trainings() -> list[tuple[str, Spec, str]]:
+    return [
+        (setting.name, spec, case)
+        for setting in SETTINGS.values()
+        for spec in setting.specs
+        for case in _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras == "torch" else ())
+    ]
+
+
+@pytest.fixture(scope="session", params=_trainings(), ids=lambda p: f"{p[0]}-{p[1].name}-{p[2]}")
+def training(request: pytest.FixtureRequest, alone: Alone, worlds: Worlds) -> Training:
+    setting, spec, case = request.param
+    wanted = alone.train(SETTINGS[setting].keras, case)
+    return Training(setting, spec, CASES[case], worlds.train(setting, case, spec), wanted)
+
+
+def test_first_weights_are_one_devices(training: Training) -> None:
+    for result in training.results:
+        assert_same_values(result.start, training.wanted.start, 0.0)
+
+
+def test_losses_and_metrics_of_each_step_are_one_devices(training: Training) -> None:
+    assert len(training.wanted.logs) == training.case.steps >= 5
+    for result in training.results:
+        assert_same_logs(result.logs, training.wanted.logs)
+
+
+def test_weights_and_moving_statistics_are_one_devices(training: Training) -> None:
+    assert moved(training.wanted.start, training.wanted.weights) > 0.01
+    for result in training.results:
+        assert_same_values(result.weights, training.wanted.weights)
+
+
+def test_evaluate_and_predict_are_whole_on_every_process(training: Training) -> None:
+    for result in training.results:
+        assert_same_logs([result.evaluate], [training.wanted.evaluate])
+        assert_same_values(result.predict, training.wanted.predict)
+
+
+def test_what_the_rules_name_is_sharded_and_nothing_else(training: Training) -> None:
+    shards = training.spec.size("model")
+    for result in training.results:
+        model_rows = {row.path: row for row in result.variables if row.path in result.weights}
+        assert set(model_rows) == set(result.weights)
+        ruled = {path for path in model_rows if training.spec.kind == "model" and training.case.is_ruled(path)}
+        assert {path for path, row in model_rows.items() if row.is_sharded} == ruled
+        assert len(ruled) >= (training.spec.kind == "model")
+        for path in ruled:
+            row = model_rows[path]
+            whole, held = (_size(shape) for shape in (row.shape, row.local_shape))
+            assert whole == held * shards
+            assert row.bytes_per_device == 4 * held
+        slots = [row for row in result.variables if row.path not in result.weights and row.is_sharded]
+        assert len(slots) == _slots(training.case) * len(ruled)
+
+
+def test_something_was_sent(training: Training) -> None:
+    case, spec = training.case, training.spec
+    for result in training.results:
+        sent = {op: bytes_ for op, (count, bytes_) in result.traffic.items() if count and op != "barrier"}
+        assert sum(sent.values()) > 0
+        if spec.kind == "data":
+            # Every gradient is reduced over all devices in every step: at least the ring bound of an all-reduce.
+            n = spec.size("data")
+            bound = Fraction(2 * (n - 1), n) * result.trainable_bytes * case.steps
+            assert sent["all_reduce"] >= bound
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def _slots(case: Case) -> int:
+    """Optimizer variables for each trainable variable."""
+    return {"momentum": 1, "adam": 2, "clipped": 2}[case.optimizer]
+
+
+@pytest.mark.parametrize(
+    ("setting", "spec"),
+    [("sim-torch", GRID), ("torch-4", GRID), ("jax-4", GRID), ("sim-jax", GRID)],
+    ids=lambda p: p if isinstance(p, str) else p.name,
+)
+@pytest.mark.parametrize("case", ["mlp_ragged_adam", "conv_norm"])
+def test_every_backend_gives_the_numbers_of_one_device_on_the_other_keras_backend(
+    setting: str, spec: Spec, case: str, alone: Alone, worlds: Worlds
+) -> None:
+    """From the same first weights: Keras on torch and on JAX agree, so all backends agree with each other."""
+    other = "jax" if SETTINGS[setting].keras == "torch" else "torch"
+    wanted = alone.train(other, case, numpy_weights=True)
+    for result in worlds.train(setting, case, spec, numpy_weights=True):
+        assert_same_values(result.start, wanted.start, 0.0)
+        assert_same_logs(result.logs, wanted.logs)
+        assert_same_values(result.weights, wanted.weights)
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "torch-4", "jax-4"])
+def test_devices_in_another_order_change_nothing(setting: str, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.train(SETTINGS[setting].keras, "mlp_ragged_adam")
+    turned = Spec("model", GRID.axes, devices=(3, 1, 0, 2))
+    for result in worlds.train(setting, "mlp_ragged_adam", turned):
+        assert_same_logs(result.logs, wanted.logs)
+        assert_same_values(result.weights, wanted.weights)
+        assert any(row.is_sharded for row in result.variables)
+        assert sum(count for count, _ in result.traffic.values()) > 0

@@ -1,0 +1,271 @@
+"""What the processes of the parity suite run: plain Keras training, with or without a strategy around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.parity import models
+from tests.parity.models import CASES, Case
+
+Weights = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A strategy that another process can make.
+
+    Attributes:
+        kind: "data" for DataParallel, "model" for ModelParallel with the case's rules.
+        axes: the mesh.
+        devices: the ranks at its places; None: in order.
+    """
+
+    kind: str
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.kind + "-" + "x".join(f"{axis}{size}" for axis, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        return dict(self.axes).get(axis, 1)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A row of `describe`, as plain data."""
+
+    path: str
+    shape: tuple[int, ...]
+    layout: str
+    local_shape: tuple[int, ...]
+    bytes_per_device: int
+    is_sharded: bool
+
+
+@dataclass
+class Result:
+    """What a training came to, seen by one process."""
+
+    start: Weights
+    logs: list[dict[str, float]]
+    weights: Weights
+    evaluate: dict[str, float]
+    predict: dict[str, Any]
+    variables: list[Variable] = field(default_factory=list)
+    traffic: dict[str, tuple[int, float]] = field(default_factory=dict)
+    trainable_bytes: int = 0
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.logs]
+
+
+def start(backend: str | None, devices: int | None) -> None:
+    """Makes the process ready. None: Keras alone, as a user has it without unidist."""
+    if backend is not None:
+        import unidist
+
+        unidist.use(backend, devices=devices)
+    import keras
+
+    keras.utils.disable_interactive_logging()
+
+
+def strategy_of(spec: Spec, case: Case) -> Any:
+    import unidist
+
+    mesh = unidist.Mesh(dict(spec.axes), spec.devices)
+    if spec.kind == "data":
+        return unidist.DataParallel(mesh)
+    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, case.rules))
+
+
+@contextlib.contextmanager
+def distributed(spec: Spec | None, case: Case) -> Iterator[None]:
+    """Inside, models are built and trained by the strategy; None: on one device."""
+    if spec is None:
+        yield
+        return
+    with strategy_of(spec, case).scope():
+        yield
+
+
+def compiled(case: Case) -> Any:
+    model = case.build()
+    model.compile(optimizer=models.optimizer(case.optimizer), loss=models.losses(case), **case.compile)
+    return model
+
+
+def build(model: Any, data: dict[str, Any]) -> None:
+    """Builds what is built by its first call."""
+    if not model.built:
+        model.build(data["x"].shape)
+
+
+def train(name: str, spec: Spec | None, *, numpy_weights: bool = False) -> Result:
+    """Trains a case, then evaluates and predicts.
+
+    Args:
+        numpy_weights: the first weights come from NumPy instead of Keras's initializers, which draw other numbers on
+            each Keras backend.
+    """
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    case = CASES[name]
+    data = case.data()
+    with distributed(spec, case):
+        model = compiled(case)
+        build(model, data)
+        if numpy_weights:
+            model.set_weights(weights_from_numpy(model))
+        first = weights_of(model, spec)
+        logs, traffic = fitted(model, case, data)
+        return Result(
+            start=first,
+            logs=logs,
+            weights=weights_of(model, spec),
+            evaluate=evaluated(model, case, data),
+            predict=predicted(model, case, data),
+            variables=variables_of(model, spec),
+            traffic=traffic,
+            trainable_bytes=sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables),
+        )
+
+
+def fitted(
+    model: Any, case: Case, data: dict[str, Any], **options: Any
+) -> tuple[list[dict[str, float]], dict[str, tuple[int, float]]]:
+    """(logs of each step, op -> (count, bytes per rank) of what was sent)."""
+    import keras
+
+    import unidist
+
+    seen: list[dict[str, float]] = []
+
+    class Recorder(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append({key: float(value) for key, value in logs.items()})
+
+    settings = {"batch_size": case.batch, "epochs": case.epochs, "shuffle": case.shuffle, "verbose": 0, **options}
+    callbacks = [Recorder(), *settings.pop("callbacks", ())]
+    with unidist.ledger() as book:
+        model.fit(**data, **settings, callbacks=callbacks)
+    ops = dict.fromkeys(event.op for event in book.events)
+    return seen, {op: (book.count(op), float(book.bytes(op))) for op in ops}
+
+
+def evaluated(model: Any, case: Case, data: dict[str, Any]) -> dict[str, float]:
+    known = {key: data[key] for key in ("x", "y", "sample_weight") if key in data}
+    found = model.evaluate(**known, batch_size=case.batch, verbose=0, return_dict=True)
+    return {key: float(value) for key, value in found.items()}
+
+
+def predicted(model: Any, case: Case, data: dict[str, Any]) -> dict[str, Any]:
+    found = model.predict(data["x"], batch_size=case.batch, verbose=0)
+    return dict(found) if isinstance(found, dict) else {"y": found}
+
+
+def weights_from_numpy(model: Any) -> list[Any]:
+    rng = np.random.default_rng(11)
+    return [
+        np.asarray(v).astype(v.dtype)
+        if not v.trainable
+        else rng.normal(scale=0.3, size=tuple(v.shape)).astype("float32")
+        for v in model.weights
+    ]
+
+
+def weights_of(model: Any, spec: Spec | None) -> Weights:
+    """The full values by path."""
+    if spec is None:
+        return {v.path: np.array(v) for v in model.weights}
+    import unidist
+
+    return unidist.gather_weights(model)
+
+
+def variables_of(model: Any, spec: Spec | None) -> list[Variable]:
+    if spec is None:
+        return []
+    import unidist
+
+    return [
+        Variable(row.path, row.shape, str(row.layout), row.local_shape, row.bytes_per_device, row.is_sharded)
+        for row in unidist.describe(model).rows
+    ]
+
+
+# saving and loading ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A training that was saved: what was gathered, and which files each process found afterwards."""
+
+    weights: Weights
+    files: list[str]
+    predict: dict[str, Any]
+
+
+def save(name: str, spec: Spec | None, folder: str) -> Saved:
+    """Trains and saves the model, its weights alone, and a checkpoint at each epoch."""
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    case, data = CASES[name], CASES[name].data()
+    place = Path(folder)
+    with distributed(spec, case):
+        model = compiled(case)
+        build(model, data)
+        at_epochs = keras.callbacks.ModelCheckpoint(str(place / "epoch{epoch}.keras"))
+        fitted(model, case, data, callbacks=[at_epochs])
+        model.save(place / "model.keras")
+        model.save_weights(place / "model.weights.h5")
+        files = sorted(path.name for path in place.iterdir())
+        return Saved(weights_of(model, spec), files, predicted(model, case, data))
+
+
+def load_and_go_on(name: str, spec: Spec | None, folder: str) -> Result:
+    """Loads the saved model, optimizer included, predicts, and trains it on."""
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(8)
+    case, data = CASES[name], CASES[name].data()
+    with distributed(spec, case):
+        model = keras.models.load_model(Path(folder) / "model.keras")
+        first, before = weights_of(model, spec), predicted(model, case, data)
+        logs, traffic = fitted(model, case, data)
+        return Result(
+            start=first,
+            logs=logs,
+            weights=weights_of(model, spec),
+            evaluate=evaluated(model, case, data),
+            predict=before,
+            variables=variables_of(model, spec),
+            traffic=traffic,
+        )
+
+
+def load_weights(name: str, spec: Spec | None, folder: str) -> Weights:
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(8)
+    case, data = CASES[name], CASES[name].data()
+    with distributed(spec, case):
+        model = compiled(case)
+        build(model, data)
+        model.load_weights(Path(folder) / "model.weights.h5")
+        return weights_of(model, spec)

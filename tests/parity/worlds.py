@@ -1,0 +1,111 @@
+"""The worlds that the parity suite trains in: processes that start once and train case after case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.parity.train import Result, Spec, start
+from unidist.testing.processes import Launcher, ProcessWorld
+
+DATA_4 = Spec("data", (("data", 4),))
+MODEL_4 = Spec("model", (("model", 4),))
+GRID = Spec("model", (("data", 2), ("model", 2)))
+DATA_2 = Spec("data", (("data", 2),))
+MODEL_2 = Spec("model", (("model", 2),))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A backend on a number of processes and devices.
+
+    Attributes:
+        keras: the Keras backend; its one-device training is what the results are compared with.
+        backend: unidist's name; None: Keras alone on one device.
+        devices: virtual devices in each process, where the backend has them.
+        specs: the strategies that fit.
+    """
+
+    name: str
+    keras: str
+    backend: str | None = None
+    processes: int = 1
+    devices: int | None = None
+    launcher: Launcher | None = None
+    specs: tuple[Spec, ...] = ()
+
+    def world(self) -> ProcessWorld:
+        env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+        return ProcessWorld(
+            self.processes,
+            launcher=self.launcher,
+            env=env,
+            setup=start,
+            setup_args=(self.backend, self.devices),
+            timeout=120.0,
+        )
+
+
+ALONE = {keras: Setting(f"{keras}-alone", keras) for keras in ("torch", "jax")}
+FOUR = (DATA_4, MODEL_4, GRID)
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("sim-torch", "torch", "sim", devices=4, specs=FOUR),
+        Setting("sim-jax", "jax", "sim", devices=4, specs=FOUR),
+        Setting("torch-2", "torch", "torch", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
+        Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),
+        Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
+        Setting("jax-2x2", "jax", "jax", 2, devices=2, launcher="jax", specs=FOUR),
+    )
+}
+
+
+class Alone:
+    """Trainings on one device, by plain Keras; each is done once."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[str, ProcessWorld] = {}
+        self._results: dict[Any, Result] = {}
+
+    def world(self, keras: str) -> ProcessWorld:
+        if keras not in self._worlds:
+            self._worlds[keras] = ALONE[keras].world()
+        return self._worlds[keras]
+
+    def train(self, keras: str, case: str, **options: Any) -> Result:
+        key = (keras, case, *sorted(options.items()))
+        if key not in self._results:
+            self._results[key] = self.world(keras).call("tests.parity.train:train", case, None, **options)[0]
+        return self._results[key]
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+
+class Worlds:
+    """The settings' worlds. Those not used for longest are ended where more than `limit` processes would run."""
+
+    def __init__(self, limit: int = 6) -> None:
+        self._limit = limit
+        self._open: dict[str, ProcessWorld] = {}
+        self._results: dict[Any, list[Result]] = {}
+
+    def get(self, name: str) -> ProcessWorld:
+        world = self._open.pop(name, None) or SETTINGS[name].world()
+        while self._open and world.count + sum(other.count for other in self._open.values()) > self._limit:
+            self._open.pop(next(iter(self._open))).close()
+        self._open[name] = world
+        return world
+
+    def train(self, name: str, case: str, spec: Spec, **options: Any) -> list[Result]:
+        """Each process's result. Done once for the same arguments."""
+        key = (name, case, spec, *sorted(options.items()))
+        if key not in self._results:
+            self._results[key] = self.get(name).call("tests.parity.train:train", case, spec, **options)
+        return self._results[key]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
