@@ -1,1 +1,6 @@
+"""Starting one program in many processes, watching over them, and ending them all."""
 
+from unidist.launch.request import LaunchError, Request
+from unidist.launch.run import run
+
+__all__ = ["LaunchError", "Request", "run"]

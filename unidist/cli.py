@@ -1,0 +1,151 @@
+"""The `unidist` command: arguments and printing only. A command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unidist import __version__
+from unidist.errors import UnidistError
+
+if TYPE_CHECKING:
+    from unidist.backends.registry import BackendInfo
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand. `add` declares its arguments, `handle` does the work and gives the exit code."""
+
+    name: str
+    summary: str
+    add: Callable[[argparse.ArgumentParser], None]
+    handle: Handler
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command's entry point. Exit code 2: a typed error, told in one paragraph."""
+    parser = argparse.ArgumentParser(prog="unidist", description="Any Keras 3 model on many devices.")
+    parser.add_argument("--version", action="version", version=f"unidist {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in commands():
+        sub = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
+        command.add(sub)
+        sub.set_defaults(handle=command.handle)
+    parsed = parser.parse_args(arguments)
+    handle: Handler = parsed.handle
+    try:
+        return handle(parsed)
+    except UnidistError as error:
+        print(f"unidist: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def commands() -> list[Command]:
+    """All subcommands, in the order in which help shows them."""
+    found = [
+        Command(
+            "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
+        ),
+        Command("run", "Start a script in several processes", _add_run, _run),
+    ]
+    if importlib.util.find_spec("unidist.demo") is not None:
+        found.insert(0, Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo))
+    return found
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    return
+
+
+def _add_rest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    return int(importlib.import_module("unidist.demo").main(parsed.arguments) or 0)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "unidist run [options] (SCRIPT | -m MODULE) [arguments of the script]"
+    parser.add_argument("-n", "--processes", type=int, default=1, help="processes on this node (default: 1)")
+    parser.add_argument(
+        "--backend",
+        default=os.environ.get("UNIDIST_BACKEND", "torch"),
+        help="torch or jax (default: UNIDIST_BACKEND, else torch)",
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many processes (default: 1)")
+    parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0 (default: 0)")
+    parser.add_argument("--address", metavar="HOST:PORT", help="node 0's address; one node finds a free port by itself")
+    parser.add_argument("--devices-per-process", type=int, metavar="N", help="JAX: (virtual) devices of each process")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds from asking to end to killing (default: 5)")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    launch = importlib.import_module("unidist.launch")
+    program = ("-m", parsed.program) if parsed.module else (parsed.program,)
+    request = launch.Request(
+        backend=parsed.backend,
+        command=(*program, *parsed.arguments),
+        processes=parsed.processes,
+        nodes=parsed.nodes,
+        node_rank=parsed.node_rank,
+        address=parsed.address,
+        devices_per_process=parsed.devices_per_process,
+        grace=parsed.grace,
+    )
+    return int(launch.run(request))
+
+
+def _backends(parsed: argparse.Namespace) -> int:
+    infos = importlib.import_module("unidist.backends.registry").backends().values()
+    rows = [("backend", "installed", "version", "view", "can do"), *(_row(info) for info in infos)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    missing = [info for info in infos if not info.installed]
+    if missing:
+        print()
+    for info in missing:
+        print(f"{info.name}: {info.hint}")
+    return 0
+
+
+def _row(info: BackendInfo) -> tuple[str, str, str, str, str]:
+    return (
+        info.name,
+        "yes" if info.installed else "no",
+        info.version or "-",
+        info.view or "-",
+        _abilities(info),
+    )
+
+
+def _abilities(info: BackendInfo) -> str:
+    """What an adapter declares, gaps by name."""
+    can = info.capabilities
+    if can is None:
+        return "-"
+    protocol = importlib.import_module("unidist.backends.protocol")
+    reduce_ops = importlib.import_module("unidist.algebra.layout").REDUCE_OPS
+    said = ["several processes" if can.processes else "one process", f"uneven shards {can.uneven}"]
+    said.append("differentiable" if can.differentiable else "not differentiable")
+    if gaps := sorted(protocol.ALL_DTYPES - can.dtypes):
+        said.append(f"no {', '.join(gaps)}")
+    if gaps := sorted(set(reduce_ops) - can.reduce_ops):
+        said.append(f"no {', '.join(gaps)} reduction")
+    return ", ".join(said)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What the processes print: each line with its rank before it, and the end of it kept for the last word."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from typing import TextIO
+
+_KEPT = 400
+_SHOWN_WITHOUT_TRACEBACK = 20
+# Both may have torch's "[rank3]: " before them.
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+
+
+class Console:
+    """Passes the lines of many processes on to two streams, each as "[rank] line", whole lines only.
+
+    Attributes:
+        closed: nobody reads what we write any more (as in `unidist run ... | head`).
+    """
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self.closed = threading.Event()
+        self._out, self._err = out, err
+        self._lock = threading.Lock()
+        self._errors: dict[int, deque[tuple[float, str]]] = {}
+        self._readers: list[threading.Thread] = []
+
+    def attach(self, rank: int) -> tuple[int, int]:
+        """File descriptors for a rank's standard output and error; the caller closes them once they are passed on."""
+        self._errors[rank] = deque(maxlen=_KEPT)
+        return self._pipe(rank, self._out, keep=False), self._pipe(rank, self._err, keep=True)
+
+    def finish(self, timeout: float = 5.0) -> None:
+        """Waits until everything that the processes wrote has been passed on."""
+        deadline = time.monotonic() + timeout
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+
+    def say(self, text: str) -> None:
+        """Writes a line of our own to the error stream."""
+        self._write(self._err, f"{text}\n")
+
+    def traceback(self, rank: int) -> tuple[float, list[str]] | None:
+        """(when it began, its lines) of the last traceback on a rank's error stream, with those it is chained to."""
+        lines = list(self._errors[rank])
+        starts = [i for i, (_, line) in enumerate(lines) if line.endswith(_TRACEBACK)]
+        if not starts:
+            return None
+        start = starts.pop()
+        while starts and any(line.endswith(_CHAINED) for _, line in lines[starts[-1] : start]):
+            start = starts.pop()
+        return lines[start][0], [line for _, line in lines[start:]]
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The end of a rank's error stream."""
+        return [line for _, line in self._errors[rank]][-_SHOWN_WITHOUT_TRACEBACK:]
+
+    def _pipe(self, rank: int, target: TextIO, *, keep: bool) -> int:
+        reading, writing = os.pipe()
+        reader = threading.Thread(target=self._pass_on, args=(reading, rank, target, keep), daemon=True)
+        self._readers.append(reader)
+        reader.start()
+        return writing
+
+    def _pass_on(self, descriptor: int, rank: int, target: TextIO, keep: bool) -> None:
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace", newline="\n") as stream:
+            for raw in stream:
+                line = raw.rstrip("\r\n")
+                if keep:
+                    self._errors[rank].append((time.monotonic(), line))
+                self._write(target, f"[{rank}] {line}\n")
+
+    def _write(self, target: TextIO, text: str) -> None:
+        with self._lock:
+            if self.closed.is_set():
+                return
+            try:
+                target.write(text)
+                target.flush()
+            except BrokenPipeError:
+                self.closed.set()

@@ -1,0 +1,72 @@
+"""Ending processes: all of them, with their children, politely and then not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+MARK = "UNIDIST_RUN"
+_PROC = Path("/proc")
+_AFTER_KILL = 10.0
+
+
+def mark(environ: dict[str, str], run_id: str) -> None:
+    """Marks an environment, which every descendant inherits, as belonging to a run (and to those around it)."""
+    outer = environ.get(MARK)
+    environ[MARK] = f"{outer},{run_id}" if outer else run_id
+
+
+def marked(run_id: str) -> list[int]:
+    """The living processes of a run, descendants in other sessions too. Empty where the system has no /proc."""
+    if not _PROC.is_dir():
+        return []
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal() and _carries(entry, run_id)]
+
+
+def _carries(entry: Path, run_id: str) -> bool:
+    try:
+        variables = (entry / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile, or is another user's
+        return False
+    prefix = f"{MARK}=".encode()
+    return any(v.startswith(prefix) and run_id.encode() in v[len(prefix) :].split(b",") for v in variables)
+
+
+def end(
+    run_id: str, groups: Iterable[int], running: Callable[[], bool], grace: float, hurry: Callable[[], bool]
+) -> None:
+    """Ends every process of a run: SIGTERM, after `grace` seconds SIGKILL. Returns when none is left.
+
+    Args:
+        run_id: what their environments are marked with.
+        groups: process groups that the launcher made; where the system has no /proc only these are reached.
+        running: whether a process that the launcher started itself still runs; reaps those that ended.
+        grace: seconds between the two signals.
+        hurry: whether to kill now.
+    """
+    groups = tuple(groups)
+    _send(run_id, groups, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    killed = False
+    while running() or marked(run_id):
+        late = time.monotonic() > deadline
+        if killed and late:
+            return
+        if not killed and (late or hurry()):
+            killed, deadline = True, time.monotonic() + _AFTER_KILL
+        if killed:
+            _send(run_id, groups, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _send(run_id: str, groups: Iterable[int], number: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+    for pid in marked(run_id):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

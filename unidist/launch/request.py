@@ -1,0 +1,99 @@
+"""What is to be launched."""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from unidist.errors import UnidistError
+
+LOOPBACK = "127.0.0.1"
+# Below the range that kernels hand to outgoing connections, so nobody takes the port between its choice and its use.
+_PORTS = range(20000, 32000)
+
+
+class LaunchError(UnidistError, ValueError):
+    """A launch that cannot be: counts, node ranks, address or program do not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One node's part of a launch.
+
+    Attributes:
+        backend: the name given to `unidist.use`.
+        command: what follows `python`: ("train.py", "--epochs", "3") or ("-m", "package.module").
+        processes: processes on this node.
+        nodes: nodes in the world; each has as many processes.
+        node_rank: this node's number, 0 to nodes - 1.
+        address: "host:port" of node 0. None: one node, and a free port of the loopback.
+        devices_per_process: virtual CPU devices (or accelerators) of each process; JAX only. None: the runtime's own.
+        grace: seconds between asking processes to end and killing them.
+
+    Raises:
+        LaunchError: values that do not fit each other, or a script that does not exist.
+    """
+
+    backend: str
+    command: tuple[str, ...]
+    processes: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    address: str | None = None
+    devices_per_process: int | None = None
+    grace: float = 5.0
+
+    def __post_init__(self) -> None:
+        for what, count in (
+            ("processes", self.processes),
+            ("nodes", self.nodes),
+            ("devices per process", 1 if self.devices_per_process is None else self.devices_per_process),
+        ):
+            if count < 1:
+                raise LaunchError(f"{what} must be 1 or more, got {count}")
+        if not 0 <= self.node_rank < self.nodes:
+            raise LaunchError(f"node rank {self.node_rank} is not one of 0..{self.nodes - 1} ({self.nodes} nodes)")
+        if self.nodes > 1 and self.address is None:
+            raise LaunchError(f"{self.nodes} nodes need the address of node 0: --address host:port, the same on each")
+        if self.address is not None:
+            split_address(self.address)
+        if self.grace < 0:
+            raise LaunchError(f"grace must be 0 seconds or more, got {self.grace}")
+        self._check_command()
+
+    def _check_command(self) -> None:
+        if not self.command or self.command == ("-m",):
+            raise LaunchError("no program to run: give a script, or -m and a module")
+        script = self.command[0]
+        if script != "-m" and not Path(script).exists():
+            raise LaunchError(f"no such script: {script!r} (looked from {Path.cwd()}); for a module write -m {script}")
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes
+
+    def rank(self, local_index: int) -> int:
+        """The rank of this node's process number `local_index`."""
+        return self.node_rank * self.processes + local_index
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6 address]:port". Raises LaunchError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"address {address!r} must be host:port with a port of 1..65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that was free a moment ago. Raises LaunchError where none of many was."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    raise LaunchError(f"no free port on {LOOPBACK} among 100 tried in {_PORTS.start}..{_PORTS.stop - 1}")

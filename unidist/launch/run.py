@@ -1,0 +1,135 @@
+"""run: starts, watches, reports, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TextIO
+
+from unidist.backends import registry
+from unidist.backends.environment import without_launcher
+from unidist.errors import CapabilityError
+from unidist.launch.console import Console
+from unidist.launch.ending import end, mark
+from unidist.launch.jobs import JOBS, Failure, Job
+from unidist.launch.request import Request
+
+_POLL = 0.05
+_ELSEWHERE = {
+    "sim": "its ranks live in one process: start the script with python",
+    "horovod": "start the script with horovodrun -np N python train.py; unidist reads what horovodrun tells it",
+    "tensorflow": "start one process a host yourself, and tell each with unidist.initialize(address, count, index)",
+}
+
+
+def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Runs a program in `request.processes` processes and waits for them.
+
+    Each line that a process prints appears with its rank before it. When one fails, the others are ended, and the
+    traceback of the one that failed first is shown last. SIGINT (Ctrl-C), SIGTERM and SIGHUP end all: they get
+    SIGTERM, and SIGKILL after `request.grace` seconds, or at once on a second signal. No process that the program
+    started outlives the run.
+
+    Args:
+        request: what to run.
+        out, err: where lines go; None: sys.stdout and sys.stderr.
+
+    Returns:
+        0, or the exit code of the process that failed first, or 128 + the number of the signal that ended it or us.
+
+    Raises:
+        BackendNotAvailableError: the backend is unknown or not installed.
+        CapabilityError: its processes are started in another way; the text says how.
+        LaunchError: an option that does not fit the backend.
+    """
+    name = request.backend
+    if name not in JOBS:
+        if name not in _ELSEWHERE:
+            registry.find(name)
+        how = _ELSEWHERE.get(name, "start its processes with its own launcher")
+        raise CapabilityError(f"`unidist run` starts {' and '.join(JOBS)}, not {name!r}: {how}")
+    registry.find(name)
+    job = JOBS[name](request)
+    console = Console(out or sys.stdout, err or sys.stderr)
+    return _supervise(job, console)
+
+
+def _supervise(job: Job, console: Console) -> int:
+    run_id = uuid.uuid4().hex
+    failures: list[Failure] | None = None
+    with _signals() as received:
+        try:
+            job.start(_environ(job.request.backend, run_id), console)
+            while not received and not console.closed.is_set() and (failures := job.poll()) is None:
+                time.sleep(_POLL)
+        finally:
+            asked = len(received)
+            end(run_id, job.groups(), job.running, job.request.grace, hurry=lambda: len(received) > asked)
+            console.finish()
+            job.close()
+    if received:
+        console.say(f"unidist: {signal.Signals(received[0]).name}: all processes were ended")
+        return 128 + received[0]
+    if failures is None:
+        return 128 + signal.SIGPIPE
+    return _report(failures, job.request, console) if failures else 0
+
+
+def _environ(backend: str, run_id: str) -> dict[str, str]:
+    """Ours without another launcher's words, with the backend chosen and output unbuffered."""
+    environ = {"KERAS_BACKEND": backend, **without_launcher(os.environ)}
+    environ |= {"UNIDIST_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
+    mark(environ, run_id)
+    return environ
+
+
+def _report(failures: list[Failure], request: Request, console: Console) -> int:
+    """Says which rank failed first, with its traceback last. The exit code of the run."""
+    # Those that fail within one poll are told apart by when their tracebacks began.
+    first = min(failures, key=lambda failure: _began(failure, console))
+    code = first.exit_code
+    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    if first.rank is None:
+        console.say(f"unidist: the agent that starts the processes ended with {how}; what it said is above")
+    else:
+        found = console.traceback(first.rank)
+        lines = found[1] if found else console.last_lines(first.rank)
+        what = "its traceback:" if found else "the last it said on standard error:" if lines else "it said nothing"
+        others = "; the others were ended" if request.processes > 1 else ""
+        console.say(f"unidist: rank {first.rank} of {request.world_size} failed first, with {how}{others}; {what}")
+        for line in lines:
+            console.say(f"[{first.rank}] {line}")
+    return code if code > 0 else 128 - code
+
+
+def _began(failure: Failure, console: Console) -> float:
+    found = console.traceback(failure.rank) if failure.rank is not None else None
+    return found[0] if found else float("inf")
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects the signals that ask for an end. Only Python's main thread may; elsewhere they stay the caller's."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # One that is ignored stays so: nohup's SIGHUP, a shell's background SIGINT.
+    before = {n: signal.signal(n, note) for n in wanted if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
