@@ -106,9 +106,7 @@ def distributed_in_two_ways() -> Told:
         model = _model()
         unidist.parallelize(model, unidist.DataParallel(unidist.Mesh({"data": 4})))
         mesh = unidist.Mesh({"model": 4})
-        unidist.parallelize(
-            model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {".*kernel": (None, "model")}))
-        )
+        unidist.parallelize(model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {".*kernel": (None, "model")})))
 
     return told_by(twice)
 

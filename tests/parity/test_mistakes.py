@@ -24,9 +24,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "torch-4"])
 @pytest.mark.parametrize(("mistake", "text"), LAYOUTS.items(), ids=list(LAYOUTS))
-def test_a_wrong_layout_is_refused_before_the_first_step(
-    setting: str, mistake: str, text: str, worlds: Worlds
-) -> None:
+def test_a_wrong_layout_is_refused_before_the_first_step(setting: str, mistake: str, text: str, worlds: Worlds) -> None:
     for kind, message in worlds.get(setting).call(f"tests.parity.mistakes:{mistake}"):
         assert kind == "LayoutError", message
         assert re.search(text, message, re.DOTALL), message
