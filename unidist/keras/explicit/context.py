@@ -44,6 +44,7 @@ class Frame:
         overrides: id of a variable -> what it reads as at the moment.
         local: variables read as this rank's shard (in optimizers, and after backward).
         backward_done: gradients are there: read outside of a layer, a variable is the shard that has the gradient.
+        exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
@@ -56,6 +57,7 @@ class Frame:
     overrides: dict[int, torch.Tensor] = field(default_factory=dict)
     local: bool = False
     backward_done: bool = False
+    exact_loss: bool = False
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None

@@ -13,9 +13,10 @@ from keras.src import tree
 from keras.src.backend.common.masking import set_keras_mask
 from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 from keras.src.trainers.trainer import Trainer
+from keras.src.utils.torch_utils import TorchModuleWrapper
 
 from unidist.algebra import Layout
-from unidist.errors import LayoutError
+from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
 from unidist.keras.explicit import context, data, metrics, pairs, placing, rules
 from unidist.keras.explicit.context import Frame, Rows
@@ -59,18 +60,8 @@ class Engine:
     def prepare(self) -> None:
         """Places what is not placed yet, gives rules to layers and watches gradients. Cheap when nothing changed."""
         model = self.model
-        weights = model.variables
-        state = (
-            id(model.optimizer),
-            len(weights),
-            len(model.metrics_variables),
-            len(model.optimizer.variables) if model.optimizer is not None else 0,
-            tuple(v.trainable for v in weights),
-        )
-        if state == self._prepared:
+        if self._state() == self._prepared:
             return
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         fresh = not self._prepared
         placing.place_model(model, self.distribution)
         if fresh:
@@ -79,17 +70,24 @@ class Engine:
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
         self._watch_gradients()
-        self._prepared = (
-            id(model.optimizer),
-            len(model.variables),
-            len(model.metrics_variables),
-            len(model.optimizer.variables) if model.optimizer is not None else 0,
-            tuple(v.trainable for v in model.variables),
-        )
+        self._prepared = self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        """What prepare() depends on: a new optimizer, new variables, another choice of trainable ones."""
+        model = self.model
+        optimizer = getattr(model, "optimizer", None)
+        slots = len(optimizer.variables) if optimizer is not None else 0
+        weights = model.variables
+        return (id(optimizer), slots, len(weights), len(model.metrics_variables), tuple(v.trainable for v in weights))
 
     def _set_rules(self) -> None:
         for layer in self.model._flatten_layers():
             if self.world.is_virtual:
+                if isinstance(layer, TorchModuleWrapper):
+                    raise CapabilityError(
+                        f"layer {layer.name!r} wraps a torch module, of which the simulator's ranks would share the "
+                        "one copy: use('torch') with real processes instead"
+                    )
                 object.__setattr__(layer, "_losses", PerRankList())
                 object.__setattr__(layer, "_loss_ids", PerRankSet())
             rule = rules.make_rule(layer)
@@ -205,7 +203,7 @@ class Engine:
             name: value if name == "training" else whole(value, fan if name == "y_pred" else Layout())
             for name, value in given.items()
         }
-        frame.gathered_loss = True
+        frame.gathered_loss = frame.exact_loss = True
         try:
             return compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes)
         finally:

@@ -58,6 +58,7 @@ def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None 
     if not _needs_denominators(here) or reduction in (None, "none") or values.is_meta:
         return _originals["reduce_values"](values, sample_weight, reduction)
     known, rows = _known(here)
+    known.exact_loss = True
     if tuple(values.shape) == ():
         # A loss function that gave a scalar: a mean over its rows, so it counts by them.
         return torch.where(torch.tensor(rows.local > 0, device=values.device), values * rows.share, 0.0)

@@ -38,9 +38,10 @@ def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
     """id -> value summed over the data axes, for the partial variables among these: one collective a dtype."""
     todo: dict[torch.dtype, list[DistributedVariable]] = {}
     for variable in variables:
-        if isinstance(variable, DistributedVariable) and variable._place.layout.partial:
-            if id(variable) not in here.overrides:
-                todo.setdefault(variable._place.local(here).dtype, []).append(variable)
+        if not isinstance(variable, DistributedVariable) or id(variable) in here.overrides:
+            continue
+        if variable._place.layout.partial:
+            todo.setdefault(variable._place.local(here).dtype, []).append(variable)
     values: dict[int, torch.Tensor] = {}
     for members in todo.values():
         locals_ = [v._place.local(here).detach() for v in members]
@@ -79,15 +80,18 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss contribution L_r counts as L_r * total rows, over local rows: summed up, the global mean."""
+    """A loss contribution L_r counts as L_r * total rows, over local rows: summed up, the global mean. Without
+    weights every batch counts once."""
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         here = frame()
         if here is None or here.rows is None or not here.world.data_axes or values.is_meta:
             return original(values, sample_weight=sample_weight)
+        shards = here.world.mesh.axis_size(here.world.data_axes)
+        weight, count = (1.0, 1 / shards) if sample_weight is None else (here.rows.total, here.rows.local)
         with torch.no_grad():
-            tracker.total.assign_add(values.detach() * here.rows.total)
-            tracker.count.assign_add(torch.as_tensor(float(here.rows.local), dtype=torch.float32))
+            tracker.total.assign_add(values.detach() * weight)
+            tracker.count.assign_add(torch.as_tensor(float(count), dtype=torch.float32))
         return None
 
     return update_state

@@ -1,8 +1,9 @@
 """Pairs: which column outputs may stay sharded until a row layer takes them. Proven, never guessed.
 
 Three checks on a few rows of the first batch, all ranks together:
-1. Poison: one slice of a column layer's output is made NaN. It must reach one row layer as exactly that slice, and
-   nothing else: no other layer with a rule, no output of the model.
+1. Disturbance: one slice of a column layer's output is changed. The change must reach one row layer as exactly that
+   slice, and nothing else: no other layer with a rule, no output of the model. (A change, not a NaN: fused attention
+   kernels swallow NaNs in queries and keys.)
 2. Closure: a row layer is a candidate only if every column layer that reaches it reaches it so.
 3. Equality: the model with the pair and the model without it give the same outputs and the same gradients.
 What fails any check is gathered.
@@ -11,7 +12,7 @@ What fails any check is gathered.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +45,21 @@ class Pair:
 
 
 @dataclass
-class _Reach:
-    """Where one column's poison arrived."""
+class _Clean:
+    """An undisturbed run: what each row layer took, how often each column layer was called, what came out, and what
+    each layer with random numbers took."""
 
-    rows: dict[int, bool] = field(default_factory=dict)  # id(row rule) -> only in the right slice
+    taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    seeded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    called: dict[int, int] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Reach:
+    """Where a change of one column's output arrived."""
+
+    rows: dict[int, bool] = field(default_factory=dict)  # id(row rule) -> in the right slice and nowhere else
     leaked: bool = False
     random: list[Any] = field(default_factory=list)
 
@@ -68,7 +80,8 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
     with events.for_purpose("proof of pairs"):
         frame.trial = frozenset()
         try:
-            reaches = {id(c): _poisoned(model, c, columns, rows, frame, x) for c in columns}
+            clean = _clean_run(model, frame, x)
+            reaches = {id(c): _disturbed(model, c, clean, frame, x) for c in columns}
             closed = [_closed(row, columns, reaches) for row in rows]
             agreed = _all_agree(frame, [pair is not None for pair in closed])
             pairs = [pair for pair, all_say_so in zip(closed, agreed, strict=True) if pair is not None and all_say_so]
@@ -82,41 +95,79 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
 
 
 def _can_be_paired(rule: Rule) -> bool:
-    activation = getattr(rule.layer, "activation", None)
-    return hasattr(rule.layer, "_kernel") and (activation is None or activation_name(activation) in ELEMENTWISE)
+    layer = rule.layer
+    if not hasattr(layer, "_kernel") or layer.activity_regularizer is not None:
+        return False
+    return layer.activation is None or activation_name(layer.activation) in ELEMENTWISE
 
 
-# 1. poison ------------------------------------------------------------------------------------------------------------
+# 1. disturbance -------------------------------------------------------------------------------------------------------
 
 
-def _poisoned(model: Any, column: Rule, columns: list[Rule], rows: list[Rule], frame: Frame, x: Any) -> _Reach:
-    reach, calls = _Reach(), [0]
-
-    def poison(rule: Rule, y: torch.Tensor) -> torch.Tensor:
-        if rule is not column:
-            return y
-        calls[0] += 1
-        y = y.clone()
-        start, length = _slice_of(rule, y.shape[rule.out_dim], frame)
-        y.narrow(rule.out_dim, start, length).fill_(float("nan"))
-        return y
-
-    def inspect(rule: Rule, value: torch.Tensor) -> torch.Tensor:
-        nan = torch.isnan(value)
-        if bool(nan.any()):
-            size = value.shape[rule.in_dim]
-            exact = rule.axes == column.axes and _is_exactly(nan, rule.in_dim, _slice_of(rule, size, frame))
-            reach.rows[id(rule)] = exact and id(rule) not in reach.rows
-        return torch.nan_to_num(value)
-
-    frame.probe = lambda rule, value: (poison if rule.kind == "column" else inspect)(rule, value)
+@contextlib.contextmanager
+def _probing(frame: Frame, probe: Callable[[Rule, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    frame.probe = probe
     try:
-        with _watched_seeds(model, reach, frame):
-            outputs = _forward(model, x)
+        yield
     finally:
         frame.probe = None
-    reach.leaked = calls[0] != 1 or any(bool(torch.isnan(t).any()) for t in _floats(outputs))
+
+
+def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
+    clean = _Clean()
+
+    def record(rule: Rule, value: torch.Tensor) -> torch.Tensor:
+        if rule.kind == "row":
+            clean.taken.setdefault(id(rule), []).append(value.detach())
+        else:
+            clean.called[id(rule)] = clean.called.get(id(rule), 0) + 1
+        return value
+
+    def note(layer: Any, taken: list[torch.Tensor]) -> None:
+        clean.seeded.setdefault(id(layer), []).extend(taken)
+
+    with _probing(frame, record), _seeded_layers(model, frame, note), torch.no_grad():
+        clean.outputs = _floats(_forward(model, x))
+    return clean
+
+
+def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) -> _Reach:
+    reach = _Reach(leaked=clean.called.get(id(column), 0) != 1)
+
+    def probe(rule: Rule, value: torch.Tensor) -> torch.Tensor:
+        if rule is column:
+            return _changed(value, rule.out_dim, _slice_of(rule, value.shape[rule.out_dim], frame))
+        before = clean.taken.get(id(rule))
+        if rule.kind != "row" or before is None:
+            return value
+        where = (value != before[0]) if len(before) == 1 and value.shape == before[0].shape else None
+        if where is None:
+            reach.leaked = True
+            return value
+        if bool(where.any()):
+            slice_ = _slice_of(rule, value.shape[rule.in_dim], frame)
+            reach.rows[id(rule)] = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
+        # What goes on is clean: a change that arrives anywhere else came by another way.
+        return before[0]
+
+    def note(layer: Any, taken: list[torch.Tensor]) -> None:
+        if not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in clean.seeded[id(layer)]):
+            reach.random.append(layer)
+
+    with _probing(frame, probe), _seeded_layers(model, frame, note), torch.no_grad():
+        outputs = _floats(_forward(model, x))
+    reach.leaked = reach.leaked or not _close(outputs, clean.outputs)
     return reach
+
+
+def _changed(y: torch.Tensor, dim: int, where: tuple[int, int]) -> torch.Tensor:
+    """y with one slice replaced by values of its own scale in an order that no symmetry hides."""
+    y = y.clone()
+    part = y.narrow(dim, *where)
+    scale = 1.0 + float(y.abs().max()) if y.numel() else 1.0
+    ramp = torch.linspace(0.3, 1.7, max(part.numel(), 1), dtype=y.dtype, device=y.device)[: part.numel()]
+    part.copy_(scale * torch.where(torch.arange(part.numel(), device=y.device) % 3 == 0, -ramp, ramp).view(part.shape))
+    return y
 
 
 def _slice_of(rule: Rule, size: int, frame: Frame) -> tuple[int, int]:
@@ -126,27 +177,24 @@ def _slice_of(rule: Rule, size: int, frame: Frame) -> tuple[int, int]:
     return min(step, size), max(min(2 * step, size) - step, 0)
 
 
-def _is_exactly(nan: torch.Tensor, dim: int, where: tuple[int, int]) -> bool:
-    rest = [d for d in range(nan.ndim) if d != dim % nan.ndim]
-    some = nan.any(dim=rest) if rest else nan
-    wanted = torch.zeros_like(some)
-    wanted[where[0] : where[0] + where[1]] = True
-    return bool((some == wanted).all())
+def _is_within(where: torch.Tensor, dim: int, part: tuple[int, int]) -> bool:
+    outside = where.clone()
+    outside.narrow(dim, *part).fill_(False)
+    return not bool(outside.any())
 
 
 @contextlib.contextmanager
-def _watched_seeds(model: Any, reach: _Reach, frame: Frame) -> Iterator[None]:
-    """Notes the layers with random numbers that see poison: between a pair they work on shards."""
-    hooks = []
-    for layer in model._flatten_layers(include_self=False):
-        if getattr(layer, "seed_generator", None) is not None:
+def _seeded_layers(model: Any, frame: Frame, note: Callable[[Any, list[torch.Tensor]], None]) -> Iterator[None]:
+    """Calls note(layer, what it takes) at each call of a layer with random numbers: those that a change reaches will
+    work on shards, and must draw apart."""
 
-            def note(module: Any, args: Any) -> None:
-                # Virtual ranks share the layer: each notes its own calls.
-                if context.frame() is frame and any(bool(torch.isnan(t).any()) for t in _floats(args)):
-                    reach.random.append(module)
+    def before(layer: Any, args: Any) -> None:
+        # Virtual ranks share the layer: each notes its own calls.
+        if context.frame() is frame:
+            note(layer, [t.detach() for t in _floats(args)])
 
-            hooks.append(layer.register_forward_pre_hook(note))
+    seeded = [m for m in model._flatten_layers(include_self=False) if getattr(m, "seed_generator", None) is not None]
+    hooks = [layer.register_forward_pre_hook(before) for layer in seeded]
     try:
         yield
     finally:
@@ -232,6 +280,7 @@ def _all_agree(frame: Frame, flags: list[bool]) -> list[bool]:
 
 
 def _forward(model: Any, x: Any) -> Any:
-    """The model in inference on a few rows; whatever it writes into its variables is dropped."""
-    with StatelessScope(), torch.no_grad() if not torch.is_grad_enabled() else contextlib.nullcontext():
-        return model(x, training=False) if model._call_has_training_arg else model(x)
+    """Outputs and added losses of the model in inference; whatever it writes into its variables is dropped."""
+    with StatelessScope(collect_losses=True) as scope:
+        outputs = model(x, training=False) if model._call_has_training_arg else model(x)
+    return outputs, list(scope.losses)

@@ -82,12 +82,19 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     _worlds[distribution.mesh] = world
     weights = list(model.variables)
     distribution.check_model([v.path for v in weights])
-    fresh = _unplaced([*weights, *_optimizer_variables(model), *model.metrics_variables])
-    for variable in fresh:
-        reference = _reference_of(variable, model)
-        if reference is not None:
-            variable._layout = reference._place.sharding
-        place(variable, world, sharding_of(variable, distribution), prepare=lambda x: _from_first(x, world))
+
+    def place_all(variables: Iterable[Any]) -> None:
+        for variable in _unplaced(variables):
+            reference = _reference_of(variable, model)
+            if reference is not None:
+                variable._layout = reference._place.sharding
+            place(variable, world, sharding_of(variable, distribution), prepare=lambda x: _from_first(x, world))
+
+    place_all(weights)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    place_all([*_optimizer_variables(model), *model.metrics_variables])
     check_optimizer(model)
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
@@ -163,8 +170,8 @@ def check_optimizer(model: Any) -> None:
         kind = type(variable.constraint).__name__
         if variable.constraint is not None and kind != "NonNeg" and is_placed(variable) and variable._place.is_sharded:
             raise CapabilityError(
-                f"constraint {kind} looks at the whole of {variable.path!r}, which is sharded: remove the constraint or "
-                "do not shard the variable"
+                f"constraint {kind} looks at the whole of {variable.path!r}, which is sharded: remove the constraint "
+                "or do not shard the variable"
             )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes, Group
+from unidist.errors import CapabilityError
 from unidist.keras.explicit import context
 from unidist.keras.explicit.world import RankWorld
 
@@ -167,3 +168,9 @@ class Reducer:
         frame = context.frame()
         if frame is not None:
             frame.backward_done = True
+            if self.buckets and frame.rows is not None and not frame.exact_loss:
+                raise CapabilityError(
+                    "train_step computed its loss by itself, from this rank's rows alone, so its gradient is not that "
+                    "of the global mean: compute it with self.compute_loss(x=x, y=y, y_pred=y_pred) or a "
+                    "keras.losses.Loss that reduces (not reduction='none')"
+                )

@@ -89,7 +89,7 @@ def install_rule(rule: Rule) -> None:
         frame = context.frame()
         if frame is None or str(get_device()) == "meta":
             return rule.call(*args, **kwargs)
-        with events.for_purpose(rule.name):
+        with events.for_purpose(rule.name if frame.trial is None else events.purpose()):
             if rule.kind != "gather" and _is_special(rule.layer):
                 return _gather(rule, frame, *args, **kwargs)
             return apply(rule, frame, *args, **kwargs)

@@ -46,6 +46,10 @@ class Place:
             shard = self._shard_of(value, rank).clone(memory_format=torch.contiguous_format)
             self.shards[rank] = torch.nn.Parameter(shard, requires_grad=trainable and shard.is_floating_point())
 
+    def keep(self, parameter: torch.nn.Parameter) -> None:
+        """Takes a parameter as it is: torch modules that share it keep it."""
+        self.shards[self.world.ranks[0]] = parameter
+
     def assign(self, value: torch.Tensor) -> None:
         """Writes a whole value into each rank's shard (of the rank at work alone, in a frame)."""
         frame = context.frame()
@@ -79,7 +83,9 @@ class Place:
     def _redistributed(self, shard: torch.Tensor, differentiable: bool) -> torch.Tensor:
         fanned = tuple(a for a in self.layout.sharded_axes if a in self.world.data_axes)
         target = self.sharding.with_layout(Layout(fanout=fanned) if differentiable else Layout())
-        with events.for_purpose(self.path):
+        frame = context.frame()
+        proving = frame is not None and frame.trial is not None
+        with events.for_purpose(events.purpose() if proving else self.path):
             if differentiable:
                 return self.world.backend.redistribute(shard, self.sharding, target)
             with torch.no_grad():
@@ -225,11 +231,17 @@ def place(
         sharding: how it lies; its shape is the variable's.
         prepare: makes the value equal on all processes before it is cut.
     """
-    value = variable._value.detach()
+    parameter = variable._value
+    value = parameter.detach()
     if prepare is not None:
         value = prepare(value)
     held = Place(world, sharding, variable.path)
-    held.fill(value, trainable=variable._trainable)
+    if held.is_whole and not world.is_virtual:
+        with torch.no_grad():
+            parameter.copy_(value)
+        held.keep(parameter)
+    else:
+        held.fill(value, trainable=variable._trainable)
     variable._layout = sharding
     del variable.__dict__["_value"]
     variable.__class__ = DistributedVariable

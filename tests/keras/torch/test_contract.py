@@ -1,0 +1,292 @@
+"""The contract: training equals one device on the global batch, whatever the loop looks like."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import unidist
+from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, train, two_by_two
+
+STRATEGIES = {
+    "dp": lambda: unidist.DataParallel(),
+    "mp": lambda: model_parallel(),
+    "2x2": lambda: model_parallel(mesh=two_by_two()),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+OPTIMIZERS = {
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "global clipnorm": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1),
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.01),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
+    "schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-3),
+    "nadam": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
+    "lion": lambda: keras.optimizers.Lion(0.001),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name, strategy):
+    x, y = features()
+    assert_equal(train(mlp, x, y, strategy, optimizer=OPTIMIZERS[name]), train(mlp, x, y, optimizer=OPTIMIZERS[name]))
+
+
+def regularized():
+    return keras.Sequential(
+        [
+            layers.Input((12,)),
+            layers.Dense(16, name="a", activation="relu", kernel_regularizer="l2", activity_regularizer="l1"),
+            layers.Dense(8, name="b", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02)),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+        ]
+    )
+
+
+def test_regularizers_count_once(strategy):
+    x, y = features(rows=8)
+    assert_equal(train(regularized, x, y, strategy), train(regularized, x, y))
+
+
+LOSSES = {
+    "scalar function": {"loss": lambda t, p: ops.mean(ops.square(t - p))},
+    "sum": {"loss": keras.losses.MeanSquaredError(reduction="sum")},
+    "mean with sample weight": {"loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")},
+    "metrics": {"loss": "mae", "metrics": ["mse", keras.metrics.R2Score()], "weighted_metrics": ["mae"]},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_metrics(name, strategy):
+    x, y = features()
+    weights = np.linspace(0.5, 2, 10).astype("float32")
+    given = {"sample_weight": weights} if name != "scalar function" else {}
+    wanted = train(mlp, x, y, compiled=dict(LOSSES[name]), **given)
+    if name == "metrics":
+        LOSSES[name]["metrics"] = ["mse", keras.metrics.R2Score()]
+    assert_equal(train(mlp, x, y, strategy, compiled=dict(LOSSES[name]), **given), wanted)
+
+
+def test_fewer_rows_than_devices(strategy):
+    x, y = features(rows=5)
+    found = train(mlp, x, y, strategy, batch_size=2)
+    wanted = train(mlp, x, y, batch_size=2)
+    assert_equal(found, wanted)
+    np.testing.assert_allclose(found.model.predict(x, verbose=0), wanted.model.predict(x, verbose=0), atol=1e-5)
+    np.testing.assert_allclose(
+        found.model.evaluate(x, y, batch_size=3, verbose=0),
+        wanted.model.evaluate(x, y, batch_size=3, verbose=0),
+        atol=1e-5,
+    )
+
+
+class Covariance(keras.Sequential):
+    """A loss that mixes rows: no denominator makes a local one right."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        centered = y_pred - ops.mean(y_pred, axis=0, keepdims=True)
+        covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float32")
+        return ops.mean(ops.square(y - y_pred)) + 0.01 * ops.sum(ops.square(covariance)) + sum(self.losses)
+
+
+def covariance():
+    return Covariance(
+        [layers.Input((12,)), layers.Dense(16, name="a", kernel_regularizer="l2"), layers.Dense(3, name="b")]
+    )
+
+
+def test_a_loss_of_the_models_own_sees_all_rows(strategy):
+    x, y = features()
+    assert_equal(train(covariance, x, y, strategy), train(covariance, x, y))
+
+
+class OwnStep(keras.Sequential):
+    """The documented custom train_step of the torch backend."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        gradients = [v.value.grad for v in trainable]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, trainable)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class OwnLoss(OwnStep):
+    def compute_step_loss(self, y, y_pred):
+        return ((y - y_pred) ** 2).mean()
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_step_loss(y, self(x, training=True))
+        loss.backward()
+        return {"loss": loss}
+
+
+def own(kind):
+    return lambda: kind([layers.Input((12,)), layers.Dense(16, name="a"), layers.Dense(3, name="b")])
+
+
+def test_a_custom_train_step_works(strategy):
+    x, y = features()
+    compiled = {"loss": "mse", "metrics": ["mae"]}
+    assert_equal(train(own(OwnStep), x, y, strategy, compiled=compiled), train(own(OwnStep), x, y, compiled=compiled))
+
+
+def test_a_step_with_a_loss_of_its_own_is_refused_with_the_remedy():
+    x, y = features()
+    with pytest.raises(unidist.CapabilityError, match=r"self\.compute_loss\(x=x, y=y, y_pred=y_pred\)"):
+        train(own(OwnLoss), x, y, unidist.DataParallel())
+
+
+def test_fit_outside_the_scope_is_distributed_all_the_same():
+    x, y = features()
+    wanted = train(mlp, x, y)
+    keras.utils.set_random_seed(11)
+    with model_parallel(mesh=two_by_two()).scope():
+        model = mlp()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
+    with unidist.ledger() as traffic:
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    assert traffic.count("all_reduce", purpose="gradient") == 6
+    for a, b in zip(model.weights, wanted.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, atol=1e-5)
+
+
+def test_parallelize_takes_a_trained_model_with_its_slots():
+    x, y = features()
+    wanted = train(mlp, x, y)
+    model = train(mlp, x, y).model
+    unidist.parallelize(model, model_parallel())
+    slots = [row for row in unidist.describe(model).rows if "momentum" in row.path]
+    assert sorted(row.local_shape for row in slots if row.is_sharded) == [(4,), (4, 8), (12, 4)]
+    for m in (model, wanted.model):
+        keras.utils.set_random_seed(5)
+        m.fit(x, y, batch_size=4, verbose=0)
+    for path, value in unidist.gather_weights(model).items():
+        assert path
+        assert value.dtype == "float32"
+    for a, b in zip(model.weights, wanted.model.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+def test_toggling_trainable_between_fits(strategy):
+    x, y = features()
+
+    def run(model):
+        for trainable in (False, True):
+            model.get_layer("a").trainable = trainable
+            model.compile(keras.optimizers.SGD(0.1), loss="mse")
+            model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        return [np.asarray(v) for v in model.weights]
+
+    keras.utils.set_random_seed(1)
+    wanted = run(mlp())
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = mlp()
+    for a, b in zip(run(model), wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_dropout_draws_alike_on_replicas_and_apart_on_shards():
+    def build():
+        return keras.Sequential([layers.Input((12,)), layers.Dropout(0.5, seed=1), layers.Dense(16, name="a")])
+
+    grid = two_by_two()
+    with unidist.ModelParallel(grid, unidist.LayoutMap(grid, {".*a/kernel": (None, "model")})).scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    seen = {}
+    original = layers.Dropout.call
+
+    def watched(self, inputs, training=False):
+        from unidist.keras.explicit.context import frame
+
+        out = original(self, inputs, training=training)
+        if frame() is not None and training:
+            seen[frame().rank] = out.detach().numpy() != 0
+        return out
+
+    layers.Dropout.call = watched
+    try:
+        model.fit(np.ones((8, 12), "float32"), np.ones((8, 16), "float32"), batch_size=8, verbose=0)
+    finally:
+        layers.Dropout.call = original
+    assert sorted(seen) == [0, 1, 2, 3]
+    np.testing.assert_array_equal(seen[0], seen[1])
+    np.testing.assert_array_equal(seen[2], seen[3])
+    assert (seen[0] != seen[2]).any()
+
+
+def test_data_parallel_gradient_bytes_are_the_closed_form():
+    x, y = features(rows=8)
+    with unidist.ledger() as traffic:
+        model = train(mlp, x, y, unidist.DataParallel(), batch_size=8, epochs=3).model
+    gradient = sum(int(np.prod(v.shape)) * 4 for v in model.trainable_variables)
+    assert traffic.bytes("all_reduce", purpose="gradient") == 3 * 2 * 3 / 4 * gradient
+    assert traffic.count("all_reduce", purpose="gradient") == 3
+
+
+def test_describe_tells_the_bytes_that_are_held():
+    model = train(mlp, *features(), model_parallel(), optimizer=lambda: keras.optimizers.Adam()).model
+    table = unidist.describe(model)
+    held = {}
+    for variable in [*model.variables, *model.optimizer.variables]:
+        held[variable.path] = max(p.numel() * p.element_size() for p in variable._place.shards.values())
+    assert {row.path: row.bytes_per_device for row in table.rows} == held
+    kernels = {row.path.split("/", 1)[1]: row for row in table.rows if row.path.endswith("kernel")}
+    assert kernels["a/kernel"].bytes_per_device == 12 * 16 * 4 // 4
+    assert sum("_velocity" in row.path and row.is_sharded for row in table.rows) == 3
+    assert "a/kernel" in table.show()
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Muon"])
+def test_optimizers_of_whole_variables_are_refused_on_shards(name):
+    with pytest.raises(unidist.CapabilityError, match=rf"{name} looks at whole variables.*a/kernel.*elementwise"):
+        train(mlp, *features(), model_parallel(), optimizer=lambda: getattr(keras.optimizers, name)(0.01))
+
+
+def test_saving_writes_the_full_values_and_loads_into_another_mesh(tmp_path, strategy):
+    x, y = features()
+    trained = train(mlp, x, y, strategy)
+    trained.model.save(tmp_path / "model.keras")
+    trained.model.save_weights(tmp_path / "model.weights.h5")
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    for a, b in zip(plain.weights, trained.weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    with model_parallel(PAIR, unidist.Mesh({"model": 2, "data": 2})).scope():
+        other = mlp()
+        other.load_weights(tmp_path / "model.weights.h5")
+    for a, b in zip(other.weights, trained.weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    assert unidist.describe(other).sharded
+
+
+def test_a_model_is_distributed_once():
+    model = train(mlp, *features(), model_parallel()).model
+    with pytest.raises(unidist.LayoutError, match="distributed over .* already"):
+        unidist.parallelize(model, unidist.DataParallel())

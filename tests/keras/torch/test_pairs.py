@@ -1,0 +1,166 @@
+"""Column and row layers pair up where it is proven safe, and nowhere else; the numbers are right either way."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import unidist
+from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, pairs_of, train, two_by_two
+
+
+@pytest.mark.parametrize("mesh", [None, two_by_two], ids=["4", "2x2"])
+@pytest.mark.parametrize("middle", [None, lambda: layers.Activation("gelu"), lambda: layers.LeakyReLU(0.1)])
+def test_a_safe_pair_is_found(middle, mesh):
+    x, y = features()
+    strategy = model_parallel(mesh=mesh() if mesh else None)
+    found = train(lambda: mlp(middle), x, y, strategy)
+    assert_equal(found, train(lambda: mlp(middle), x, y))
+    assert [len(pair.columns) for pair in pairs_of(found.model)] == [1]
+    assert {row.path.split("/", 1)[1] for row in unidist.describe(found.model).sharded} >= {"a/kernel", "b/kernel"}
+
+
+class Cumsum(layers.Layer):
+    def call(self, x):
+        return ops.cumsum(x, axis=-1)
+
+
+class Halves(layers.Layer):
+    """A fused projection that is split and multiplied."""
+
+    def call(self, x):
+        left, right = ops.split(x, 2, axis=-1)
+        return ops.concatenate([left * ops.sigmoid(right), right], axis=-1)
+
+
+class Hidden(layers.Layer):
+    """A comparison hides poison: only the shapes or the numbers tell."""
+
+    def call(self, x):
+        return ops.where(ops.max(x, axis=-1, keepdims=True) > 0.5, x, 2 * x)
+
+
+TRAPS = {
+    "softmax": layers.Softmax,
+    "layer norm": layers.LayerNormalization,
+    "cumsum": Cumsum,
+    "fused split": Halves,
+    "hidden": Hidden,
+    "fixed width": lambda: layers.Reshape((16,)),
+    "flip": lambda: layers.Lambda(lambda t: ops.flip(t, axis=-1)),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_trap_is_gathered(trap):
+    x, y = features()
+    found = train(lambda: mlp(TRAPS[trap]), x, y, model_parallel())
+    assert_equal(found, train(lambda: mlp(TRAPS[trap]), x, y))
+    assert pairs_of(found.model) == []
+    assert unidist.describe(found.model).sharded
+
+
+def residual():
+    """The column output is also used elsewhere."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a", activation="relu")(inputs)
+    out = layers.Dense(16, name="b")(h)
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Add()([h, out])))
+
+
+def gated_by_replicated():
+    """A replicated gate multiplies the shards: outputs agree, the gate's gradient would not."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a")(inputs)
+    gate = layers.Dense(1, name="gate", activation="sigmoid")(inputs)
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(layers.Multiply()([h, gate]))))
+
+
+@pytest.mark.parametrize("build", [residual, gated_by_replicated])
+def test_a_column_that_is_used_otherwise_is_gathered(build):
+    x, y = features()
+    found = train(build, x, y, model_parallel())
+    assert_equal(found, train(build, x, y))
+    assert pairs_of(found.model) == []
+
+
+def gated_ffn():
+    inputs = layers.Input((12,))
+    gate = layers.Dense(16, name="gate", activation="silu", use_bias=False)(inputs)
+    up = layers.Dense(16, name="up", use_bias=False)(inputs)
+    return keras.Model(inputs, layers.Dense(3, name="down")(layers.Multiply()([gate, up])))
+
+
+def test_a_gated_pair_has_two_columns():
+    rules = {"gate/kernel|up/kernel": (None, "model"), "down/kernel": ("model", None)}
+    x, y = features()
+    found = train(gated_ffn, x, y, model_parallel(rules))
+    assert_equal(found, train(gated_ffn, x, y))
+    assert [len(pair.columns) for pair in pairs_of(found.model)] == [2]
+
+
+def test_half_a_gated_pair_is_gathered():
+    rules = {"gate/kernel": (None, "model"), "down/kernel": ("model", None)}
+    x, y = features()
+    found = train(gated_ffn, x, y, model_parallel(rules))
+    assert_equal(found, train(gated_ffn, x, y))
+    assert pairs_of(found.model) == []
+
+
+def attention():
+    inputs = layers.Input((5, 12))
+    h = layers.MultiHeadAttention(4, 3, name="mha")(inputs, inputs)
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.GlobalAveragePooling1D()(h)))
+
+
+def test_attention_pairs_by_heads():
+    rules = {
+        "mha/(query|key|value)/kernel": (None, "model", None),
+        "mha/(query|key|value)/bias": ("model", None),
+        "mha/attention_output/kernel": ("model", None, None),
+    }
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 5, 12)).astype("float32")
+    y = rng.normal(size=(6, 3)).astype("float32")
+    found = train(attention, x, y, model_parallel(rules))
+    # Attention's softmax sums in another order on fewer heads.
+    assert_equal(found, train(attention, x, y))
+    assert [len(pair.columns) for pair in pairs_of(found.model)] == [3]
+
+
+def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
+    x, y = features(rows=8)
+    with unidist.ledger() as traffic:
+        found = train(mlp, x, y, model_parallel(), batch_size=8, epochs=3)
+    assert len(pairs_of(found.model)) == 1
+    forward = 2 * 3 / 4 * 8 * 8 * 4  # output of b: 8 rows of 8 floats
+    backward = 2 * 3 / 4 * 8 * 12 * 4  # gradient of the input of a: 8 rows of 12 floats
+    steps = [e for e in traffic.events if e.purpose.endswith(("/a", "/b"))]
+    # The input of the first layer needs no gradient, so only the forward half is sent here.
+    assert [e.op for e in steps] == ["all_reduce"] * 3
+    assert sum(e.bytes for e in steps) == 3 * forward
+
+    def deeper():
+        inputs = layers.Input((12,))
+        h = layers.Dense(12, name="first")(inputs)
+        return keras.Model(inputs, mlp()(h))
+
+    with unidist.ledger() as traffic:
+        train(deeper, x, y, model_parallel(), batch_size=8, epochs=3)
+    steps = [e for e in traffic.events if e.purpose.endswith(("/a", "/b"))]
+    assert [e.op for e in steps] == ["all_reduce"] * 6
+    assert sum(e.bytes for e in steps) == 3 * (forward + backward)
+
+
+def test_dropout_between_a_pair_differs_by_shard():
+    x, y = features()
+    found = train(lambda: mlp(lambda: layers.Dropout(0.5, seed=3)), x, y, model_parallel())
+    (pair,) = pairs_of(found.model)
+    assert [type(layer).__name__ for layer in pair.random] == ["Dropout"]
+
+
+def test_unmatched_rules_are_told():
+    with pytest.raises(unidist.LayoutError, match=r"rules that match no variable.*re\.fullmatch"):
+        train(mlp, *features(), model_parallel({**PAIR, "dense.*kernel": ("model", None)}))
