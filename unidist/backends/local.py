@@ -153,7 +153,7 @@ class LocalViewBackend(ABC, Generic[A]):
         self._check_dtype(x)
         if x.shape != move.local_shape:  # type: ignore[attr-defined]
             check_local_shape(tuple(x.shape), src, self.rank)  # type: ignore[attr-defined]
-        return self.ops.differentiable(move.forward, move.backward, x)
+        return self.ops.differentiable(move.forward, _for_the_same_purpose(move.backward), x)
 
     def broadcast(self, x: A, sharding: Sharding, axes: Axes, root: int) -> A:
         group = sharding.mesh.group(axes, self.rank)
@@ -315,6 +315,19 @@ class Move(Generic[A]):
 
     def backward(self, grad: A) -> A:
         return self.adjoint.forward(grad)
+
+
+def _for_the_same_purpose(backward: Callable[[A], A]) -> Callable[[A], A]:
+    """Backward runs where no purpose is set: its collectives are for what the forward ones were for."""
+    why = events.purpose()
+    if not why:
+        return backward
+
+    def named(grad: A) -> A:
+        with events.for_purpose(why):
+            return backward(grad)
+
+    return named
 
 
 def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> None:

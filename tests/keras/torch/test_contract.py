@@ -288,5 +288,5 @@ def test_saving_writes_the_full_values_and_loads_into_another_mesh(tmp_path, str
 
 def test_a_model_is_distributed_once():
     model = train(mlp, *features(), model_parallel()).model
-    with pytest.raises(unidist.LayoutError, match="distributed over .* already"):
+    with pytest.raises(unidist.LayoutError, match=r"distributed over .* already"):
         unidist.parallelize(model, unidist.DataParallel())
