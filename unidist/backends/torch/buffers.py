@@ -1,0 +1,105 @@
+"""Collectives on any shards, made of primitives on equal buffers: NCCL's way, and the way of compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.torch.primitives import Primitives
+from unidist.backends.torch.reducing import MOVED_AS, REDUCED_AS, op_for
+from unidist.backends.torch.shapes import cuts, resized
+from unidist.backends.torch.wires import Wire
+
+
+class BufferedCollectives:
+    """Uneven shards are padded to the largest one; nothing is sent where all shards are empty."""
+
+    def __init__(self, primitives: Primitives) -> None:
+        self._primitives = primitives
+
+    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        if x.numel() == 0:
+            return x
+        values = x.to(REDUCED_AS.get(x.dtype, x.dtype)).contiguous()
+        out = self._primitives.all_reduce(values, wire, op_for(op, x.dtype)).to(x.dtype)
+        return out / wire.size if op == "mean" else out
+
+    def all_gather(self, x: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        shape = resized(x, {dim: sum(sizes)})
+        if prod(shape) == 0:
+            return x.new_empty(shape)
+        largest = max(sizes)
+        values = _padded(_carried(x), dim, largest)
+        joined = self._primitives.all_gather(values, wire)
+        if dim == 0 and min(sizes) == largest:
+            return joined.view(x.dtype)
+        parts = joined.chunk(wire.size)
+        return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim).view(x.dtype)
+
+    def reduce_scatter(self, x: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> torch.Tensor:
+        own = sizes[wire.index]
+        if x.numel() == 0:
+            return x.new_empty(resized(x, {dim: own}))
+        largest = max(sizes)
+        values = x.to(REDUCED_AS.get(x.dtype, x.dtype))
+        if dim != 0 or min(sizes) != largest:
+            values = torch.cat([_padded(part, dim, largest) for part in cuts(values, sizes, dim)])
+        out = self._primitives.reduce_scatter(values.contiguous(), wire, op_for(op, x.dtype)).to(x.dtype)
+        if own != largest:
+            out = out.narrow(dim, 0, own).contiguous()
+        return out / wire.size if op == "mean" else out
+
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        wire: Wire,
+        split: int,
+        split_sizes: Sequence[int],
+        concat: int,
+        concat_sizes: Sequence[int],
+    ) -> torch.Tensor:
+        own = split_sizes[wire.index]
+        # What the group holds together tells whether anyone sends anything: all members must decide alike.
+        if prod(resized(x, {concat: sum(concat_sizes)})) == 0:
+            return x.new_empty(resized(x, {split: own, concat: sum(concat_sizes)}))
+        shapes = [resized(x, {split: own, concat: n}) for n in concat_sizes]
+        parts = cuts(_carried(x), split_sizes, split)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        counts = [prod(shape) for shape in shapes]
+        came = cuts(self._primitives.all_to_all(flat, wire, counts, [part.numel() for part in parts]), counts)
+        return torch.cat([p.view(shape) for p, shape in zip(came, shapes, strict=True)], concat).view(x.dtype)
+
+    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+        if x.numel() == 0:
+            return x
+        return self._primitives.broadcast(_carried(x).contiguous(), wire, root).view(x.dtype)
+
+    def permute(self, x: torch.Tensor, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        if x.numel() == 0 or not pairs:
+            return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        sent, received = [0] * wire.size, [0] * wire.size
+        for source, destination in pairs:
+            if source == wire.index:
+                sent[destination] = x.numel()
+            if destination == wire.index:
+                received[source] = x.numel()
+        flat = _carried(x).reshape(-1)[: sum(sent)]
+        came = self._primitives.all_to_all(flat.contiguous(), wire, received, sent)
+        if not any(received):
+            return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return came.view(x.shape).view(x.dtype)
+
+
+def _carried(x: torch.Tensor) -> torch.Tensor:
+    """The same bits in a dtype that every transport moves."""
+    return x.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else x
+
+
+def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    if x.shape[dim] == size:
+        return x.contiguous()
+    padding = x.new_zeros(resized(x, {dim: size - x.shape[dim]}))
+    return torch.cat([x, padding], dim)

@@ -1,0 +1,70 @@
+"""What torch.distributed raises when a peer is gone, told as ProcessLostError."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import NoReturn, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from unidist.errors import ProcessLostError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# gloo raises plain RuntimeErrors: only their words tell a lost peer from a mistake in the arguments.
+_WORDS = re.compile(
+    r"connection (closed|reset|refused|aborted)|broken pipe|(read|write) error|timed out|timeout|not connected"
+    r"|pair closure|socket|remote (process|worker)|peer|unhandled system error|communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed means that another process ended or did not come in time."""
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or bool(
+        _WORDS.search(str(error))
+    )
+
+
+@contextlib.contextmanager
+def told(what: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Turns the loss of a peer during a collective over `ranks` into ProcessLostError; other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        reraise(error, what, ranks)
+
+
+def tells(method: Callable[P, T]) -> Callable[P, T]:
+    """`told` around a collective method(self, x, group, ...), without a context manager's cost."""
+    what = method.__name__
+
+    @functools.wraps(method)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            group = kwargs.get("group", args[2] if len(args) > 2 else None)
+            reraise(error, what, getattr(group, "ranks", ()))
+
+    return telling
+
+
+def reraise(error: RuntimeError, what: str, ranks: tuple[int, ...]) -> NoReturn:
+    """Raises the ProcessLostError that an error means, or the error itself."""
+    if isinstance(error, ProcessLostError) or not is_loss(error):
+        raise error
+    raise ProcessLostError(
+        f"{what} over ranks {list(ranks)}: another process of the group ended or did not come in time "
+        f"({_first_line(error)}). Look at the output of the other processes for the first error; where they were only "
+        "slow, give unidist.initialize a longer timeout; then start all processes again"
+    ) from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return re.sub(r"^\[[^\]]*\]\s*", "", line)

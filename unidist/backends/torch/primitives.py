@@ -1,0 +1,92 @@
+"""The few operations of torch.distributed that collectives are built from: at once, or traced by torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.torch.reducing import NATIVE
+from unidist.backends.torch.wires import Wire
+
+
+class Primitives(Protocol):
+    """On contiguous tensors of dtypes that every transport has; inputs are left alone, results are new.
+
+    Tensors have at least one dim; every member of the wire comes with the same shape (all_to_all: with splits that fit
+    each other), of more than no elements.
+    """
+
+    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        """The sum, max, min or prod; the sum for a mean."""
+
+    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Joined along dim 0."""
+
+    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        """This place's part of equal parts along dim 0; the sum for a mean."""
+
+    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        """Parts of those lengths along dim 0 to and from each place."""
+
+    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor: ...
+
+
+class Eager:
+    """Primitives that run at once. On CUDA "at once" is on the current stream, as torch's Work.wait() has it."""
+
+    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        out = x.clone()
+        wire.pg.allreduce([out], NATIVE[op]).wait()
+        return out
+
+    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+        out = x.new_empty((wire.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x, group=wire.pg)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        out = x.new_empty((x.shape[0] // wire.size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(out, x, NATIVE[op], group=wire.pg)
+        return out
+
+    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x, list(received), list(sent), group=wire.pg)
+        return out
+
+    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+        out = x.clone()
+        dist.broadcast(out, group=wire.pg, group_src=root)
+        return out
+
+
+class Traced:
+    """Primitives that torch.compile puts into its graph: torch's functional collectives."""
+
+    _NAMES = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "product"}  # noqa: RUF012
+
+    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        return _arrived(torch.ops._c10d_functional.all_reduce(x, self._NAMES[op], wire.name))
+
+    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+        return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x, wire.size, wire.name))
+
+    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        name = self._NAMES[op]
+        return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(x, name, wire.size, wire.name))
+
+    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        moved = torch.ops._c10d_functional.all_to_all_single(x, list(received), list(sent), wire.name)
+        return _arrived(moved)
+
+    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+        return _arrived(torch.ops._c10d_functional.broadcast(x, root, wire.name))
+
+
+def _arrived(x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return out

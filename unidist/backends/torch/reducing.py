@@ -1,0 +1,50 @@
+"""How values are reduced and moved in each dtype: torch's names of the ops, and detours where a transport has a gap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from unidist.algebra.layout import ReduceOp
+
+NATIVE = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+# Reduced as another dtype: bits of bools as 0 and 1; gloo and NCCL have no int16.
+REDUCED_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
+# Moved as another dtype of the same size, bit by bit.
+MOVED_AS = {torch.bool: torch.uint8, torch.int16: torch.bfloat16}
+_OF_BOOLS: dict[ReduceOp, ReduceOp] = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+
+_Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_FOLD: dict[ReduceOp, _Fold] = {
+    "sum": torch.Tensor.add_,
+    "mean": torch.Tensor.add_,
+    "prod": torch.Tensor.mul_,
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+}
+
+
+def op_for(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
+    """The op that reduces values of a dtype in the dtype REDUCED_AS: bools are "or"ed and "and"ed."""
+    return _OF_BOOLS.get(op, op) if dtype == torch.bool else op
+
+
+def fold(parts: Sequence[torch.Tensor], own: int, op: ReduceOp) -> torch.Tensor:
+    """Reduces two or more arrays of one shape in the order of the sequence, in their own dtype.
+
+    All but parts[own] may be overwritten; the result is one of them.
+    """
+    combine = _FOLD[op_for(op, parts[0].dtype)]
+    first, second = (1, 0) if own == 0 else (0, 1)  # the same bits: a + b is b + a
+    total = combine(parts[first], parts[second])
+    for part in parts[2:]:
+        total = combine(total, part)
+    return total.div_(len(parts)) if op == "mean" else total

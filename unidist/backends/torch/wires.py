@@ -1,0 +1,109 @@
+"""Wires: the process groups of torch.distributed behind the groups of a mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from unidist.algebra import Group
+from unidist.backends.torch.lost import told
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wire:
+    """One process group, seen from this process. Its members are numbered by their places in the mesh's group.
+
+    Attributes:
+        pg: the process group.
+        name: its name, by which functional collectives know it.
+        ranks: the ranks of the places, in order.
+        index: this process's place.
+        is_gloo: whether CPU tensors go over gloo.
+        tags: numbers for the exchanges on this wire; every member draws the same ones.
+    """
+
+    pg: dist.ProcessGroup
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    is_gloo: bool
+    tags: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(1 << 10, 1 << 20)))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Wires:
+    """The process groups made so far, by their ranks in order. They live as long as the default group.
+
+    A group is made when a collective first needs it, by its members alone: all of them come there at the same point
+    of the program, as they do for the collective itself. So a mesh of some of the ranks is no special case.
+
+    torch.distributed.new_group does not serve here. It sorts the ranks (before torch 2.13 always), and the name under
+    which members meet without the others holds the number of groups that a process has made, which differs between
+    the ranks where meshes cover different ones. Here the name tells the ranks in their order and nothing else.
+
+    A default group that was made by someone else with `device_id=` splits NCCL communicators, which torch does on all
+    ranks at once: there meshes must cover the world.
+
+    Args:
+        timeout: seconds that a collective waits for its members.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, group: Group) -> Wire:
+        wire = self._wires.get(group.ranks)
+        if wire is None:
+            with self._lock:  # a gradient's thread may come here too
+                wire = self._wires.get(group.ranks)
+                if wire is None:
+                    wire = self._wires[group.ranks] = self._make(group)
+        return wire
+
+    def _make(self, group: Group) -> Wire:
+        if group.ranks == tuple(range(dist.get_world_size())):
+            pg = c10d._get_default_group()
+        else:
+            pg = self._found(group.ranks) or self._new(group)
+        kind = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
+        return Wire(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo")
+
+    def _found(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group that an earlier adapter left in a world that is not ours to end."""
+        name = _name(ranks)
+        return next((pg for pg, other in c10d._world.pg_names.items() if other == name), None)
+
+    def _new(self, group: Group) -> dist.ProcessGroup:
+        default = c10d._get_default_group()
+        backend, store = dist.get_backend_config(default), c10d._world.pg_map[default][1]
+        pg: dist.ProcessGroup
+        with told("making the process group", group.ranks):
+            pg, _ = c10d._new_process_group_helper(
+                group.size,
+                group.index,
+                list(group.ranks),
+                c10d.Backend(backend),
+                store,
+                _name(group.ranks),  # type: ignore[arg-type]  # a NewType of str
+                timeout=self._timeout,
+                group_desc="unidist",
+            )
+        c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(group.ranks)}
+        return pg
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    text = ",".join(map(str, ranks))
+    return f"unidist-{hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()}"
