@@ -114,7 +114,6 @@ def what_keras_tells() -> Told:
         "devices": keras.distribution.list_devices(),
         "cpus": keras.distribution.list_devices("cpu"),
         "count": keras.distribution.get_device_count(),
-        "processes": keras.distribution.num_processes(),
         "active": keras.distribution.distribution() is None,
     }
     mesh = _mesh()
@@ -135,7 +134,7 @@ def initialize_first() -> int:
     import keras
 
     keras.distribution.initialize()
-    return int(keras.distribution.num_processes())
+    return len(keras.distribution.list_devices())
 
 
 def distributed_tensor() -> Told:

@@ -72,7 +72,7 @@ def test_losses_and_metrics_of_each_step_are_one_devices(training: Training) -> 
 
 
 def test_weights_and_moving_statistics_are_one_devices(training: Training) -> None:
-    assert moved(training.wanted.start, training.wanted.weights) > 0.01
+    assert training.case.late or moved(training.wanted.start, training.wanted.weights) > 0.01
     for result in training.results:
         assert_same_values(result.weights, training.wanted.weights)
 
