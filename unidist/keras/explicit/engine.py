@@ -44,11 +44,13 @@ class Engine:
         self.pairs: list[pairs.Pair] | None = None
         self._reducers: dict[int, Reducer] = {}
         self._prepared: tuple[Any, ...] = ()
+        self._ready = False
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """Keras's trainer is at work on this engine's model."""
         token = _current.set(self)
+        self._ready = False
         try:
             with self.distribution.scope():
                 yield
@@ -119,7 +121,9 @@ class Engine:
 
     def step(self, function: Callable[[Any], Any], batches: Any, *, gathers: bool = False) -> Any:
         """Keras's step function on each rank's rows; `gathers`: its outputs are rows, to be joined (predict)."""
-        self.prepare()
+        if not self._ready:
+            self.prepare()
+            self._ready = True
         batch = batches[0]
         if isinstance(batches, data.LocalBatches):
             rows, local = batches.rows, batch
