@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import ModuleType
 
 from unidist import events
 from unidist.events import Event
@@ -46,9 +48,7 @@ class Ledger:
             key = (event.op, ",".join(event.axes), event.purpose)
             counts[key] += 1
             sums[key] = sums.get(key, Fraction(0)) + event.bytes
-        return [
-            (*key, counts[key], s.numerator if s.denominator == 1 else float(s)) for key, s in sums.items()
-        ]
+        return [(*key, counts[key], s.numerator if s.denominator == 1 else float(s)) for key, s in sums.items()]
 
     def show(self) -> str:
         """A table of text: op, axes, purpose, count, bytes per rank."""
@@ -75,3 +75,13 @@ def ledger() -> Iterator[Ledger]:
     book = Ledger()
     with events.listen(book.add):
         yield book
+
+
+class _CallableModule(ModuleType):
+    """Once this module is imported, `unidist.ledger` names it, and must still be the function."""
+
+    def __call__(self) -> contextlib.AbstractContextManager[Ledger]:
+        return ledger()
+
+
+sys.modules[__name__].__class__ = _CallableModule
