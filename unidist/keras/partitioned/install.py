@@ -11,6 +11,7 @@ from keras.src.backend.jax.core import JaxVariable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 
+from unidist.backends import registry
 from unidist.keras.partitioned import data, placing, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
 from unidist.keras.partitioned.interception import around
@@ -23,9 +24,13 @@ _state = SimpleNamespace(installed=False)
 def install() -> None:
     """Adds the hooks, once. They do nothing where no distribution is active or remembered.
 
+    With the simulator, JAX's virtual CPU devices are its ranks; they are counted here, each time it is chosen.
+
     Raises:
-        BackendMismatchError: a Keras that unidist was not made for.
+        BackendMismatchError: a Keras that unidist was not made for, or JAX runs with fewer devices already.
     """
+    if registry.has_current() and registry.current().name == "sim":
+        prepare_devices(len(registry.current().list_devices()))
     if _state.installed:
         return
     _install_variables()

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import jax
+import numpy as np
 from keras import distribution as keras_distribution
 
 from unidist.keras.partitioned import layouts, processes
@@ -64,12 +65,12 @@ def reading(original: Any) -> Any:
     """JaxVariable.__array__: the whole value, also of a variable that spans processes."""
 
     @functools.wraps(original)
-    def __array__(variable: Any, dtype: Any = None) -> Any:  # noqa: N807 (Keras's name)
+    def __array__(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: N807 (Keras's name)
         value = variable.value
         if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
             held = getattr(variable, WHOLE, None)
             host = processes.whole(value) if held is None else held
-            return host if dtype is None else host.astype(dtype)
+            return np.array(host, dtype, copy=copy)
         return original(variable, dtype)
 
     return __array__

@@ -1,0 +1,322 @@
+"""What the processes of the tests run: places, rules, data sources, saving, the ledger."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+import unidist
+from tests.keras.jax.models import BATCH, CASES, PAIR, ROWS, compile_case
+from tests.keras.jax.programs import Result, fresh, made, scope, strategy, told
+from tests.keras.jax.worlds import is_first
+
+
+def entrance(kind: str | None, how: str) -> Result:
+    """A model made in the scope and used outside of it: in this thread, another, or after clear_session."""
+    fresh()
+    data = CASES["mlp"].data()
+    with scope(strategy(kind)):
+        model = CASES["mlp"].build()
+        if how != "compiled outside":
+            compile_case(model, CASES["mlp"], "adam")
+    if how == "compiled outside":
+        compile_case(model, CASES["mlp"], "adam")
+    if how == "after clear_session":
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(7)
+    found: Result = {}
+
+    def use() -> None:
+        found["history"] = model.fit(**data, batch_size=BATCH, epochs=1, verbose=0).history
+        found["predict"] = model.predict(data["x"], batch_size=9, verbose=0)
+
+    if how == "in another thread":
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    else:
+        use()
+    assert keras.distribution.distribution() is None
+    return {**found, **told(model)}
+
+
+def built_before(kind: str | None, trained_before: bool) -> Result:
+    """A model built, and perhaps trained, before the scope in which it is trained."""
+    fresh()
+    data = CASES["mlp"].data()
+    model = made("mlp", "adam")
+    if trained_before:
+        model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    with scope(strategy(kind)):
+        history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    return {"history": history, **told(model)}
+
+
+def parallelized(kinds: tuple[str | None, ...]) -> Result:
+    """A trained model placed on one strategy after another and trained on each."""
+    fresh()
+    data = CASES["mlp"].data()
+    model = made("mlp", "adam")
+    losses = []
+    for kind in kinds:
+        if kind is not None:
+            assert unidist.parallelize(model, strategy(kind)) is model
+        losses += model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history["loss"]
+    return {"history": losses, **told(model)}
+
+
+class CustomStep(keras.Model):
+    """A train_step written by hand, which sees the true rows of every batch."""
+
+    rows_seen: list[int]
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        self.rows_seen.append(data[0].shape[0])
+        return super().train_step(state, data)
+
+
+def stepped(kind: str | None, how: str) -> Result:
+    """Other ways to run the steps: eagerly, several an execution, by hand, one batch at a time."""
+    fresh()
+    case = CASES["conv"]
+    data = {key: case.data()[key] for key in ("x", "y")}
+    with scope(strategy(kind, case.rules)):
+        model = case.build()
+        if how == "custom step":
+            model = CustomStep(model.inputs, model.outputs, name="conv")
+            model.rows_seen = []
+        options = {"eagerly": {"run_eagerly": True}, "several": {"steps_per_execution": 2}}.get(how, {})
+        compile_case(model, case, "momentum", **options)
+    if how == "by batch":
+        outputs = []
+        for start in range(0, ROWS, BATCH):
+            batch = {key: value[start : start + BATCH] for key, value in data.items()}
+            outputs.append(model.train_on_batch(**batch))
+            outputs.append(model.test_on_batch(**batch))
+            outputs.append(model.predict_on_batch(batch["x"]))
+        return {"outputs": outputs, **told(model)}
+    history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    outputs = [history, model.evaluate(**data, batch_size=5, verbose=0), model.predict(data["x"], 9, verbose=0)]
+    seen = sorted(set(getattr(model, "rows_seen", ())))
+    return {"outputs": outputs, "rows": seen, **told(model)}
+
+
+# data sources ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(keras.utils.PyDataset):
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // BATCH)
+
+    def __getitem__(self, k: int) -> Any:
+        return self.x[k * BATCH : (k + 1) * BATCH], self.y[k * BATCH : (k + 1) * BATCH]
+
+
+def _generator(x: Any, y: Any) -> Iterator[Any]:
+    dataset = Rows(x, y)
+    yield from (dataset[k] for k in range(len(dataset)))
+
+
+def _torch_loader(x: Any, y: Any) -> Any:
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return torch.utils.data.DataLoader(rows, batch_size=BATCH)
+
+
+def _tf_dataset(x: Any, y: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+SOURCES: dict[str, Callable[[Any, Any], Any]] = {
+    "PyDataset": Rows,
+    "generator": _generator,
+    "DataLoader": _torch_loader,
+    "tf.data": _tf_dataset,
+}
+
+
+def fed(kind: str | None, source: str) -> Result:
+    fresh()
+    data = CASES["mlp"].data()
+    x, y = data["x"], data["y"]
+    with scope(strategy(kind)):
+        model = made("mlp")
+        if source == "arrays":
+            history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+        else:
+            steps = -(-ROWS // BATCH) if source == "generator" else None
+            history = model.fit(SOURCES[source](x, y), steps_per_epoch=steps, shuffle=False, verbose=0).history
+    return {"history": history, **told(model)}
+
+
+def own_parts(parts: list[tuple[int, int]] | None) -> Result:
+    """Each process is given its own rows of every batch: auto_shard_dataset=False.
+
+    parts: for each process, how many rows it has of all; None: one device is given all of them, batch by batch
+    in the order in which the processes hold them.
+    """
+    fresh()
+    x, y = (CASES["conv"].data()[key] for key in ("x", "y"))
+    if parts is None:
+        raise ValueError("give the parts")
+    mine = [parts[jax.process_index()]] if jax.process_count() > 1 else parts
+    distribution = strategy("dp", auto_shard_dataset=False) if jax.process_count() > 1 else None
+    with scope(distribution):
+        model = made("conv")
+        if distribution is not None:
+            ((start, stop),) = mine
+            history = model.fit(x[start:stop], y[start:stop], batch_size=3, shuffle=False, verbose=0).history
+        else:
+            batches = list(_interleaved(x, y, mine, 3))
+            history = model.fit(
+                (batch for batch in batches), steps_per_epoch=len(batches), shuffle=False, verbose=0
+            ).history
+    return {"history": history, **told(model)}
+
+
+def _interleaved(x: Any, y: Any, parts: list[tuple[int, int]], size: int) -> Iterator[Any]:
+    for k in range(max(-(-(stop - start) // size) for start, stop in parts)):
+        rows = np.concatenate([np.arange(start + k * size, min(start + (k + 1) * size, stop)) for start, stop in parts])
+        yield x[rows], y[rows]
+
+
+# saving ---------------------------------------------------------------------------------------------------------------
+
+
+def saved(kind: str | None, folder: str) -> Result:
+    """A trained model, saved whole and by weights; every process finds the file when save returns."""
+    fresh()
+    data = CASES["mlp"].data()
+    path = Path(folder)
+    with scope(strategy(kind)):
+        model = made("mlp", "adam")
+        model.fit(**data, batch_size=BATCH, verbose=0)
+        model.save(path / "model.keras")
+        assert (path / "model.keras").stat().st_size > 1000
+        keras.saving.save_weights(model, path / "model.weights.h5")
+        assert (path / "model.weights.h5").stat().st_size > 1000
+    return {"get_weights": model.get_weights(), **told(model)}
+
+
+def loaded(kind: str | None, folder: str) -> Result:
+    """The saved model and weights on another mesh, trained on."""
+    fresh()
+    data = CASES["mlp"].data()
+    path = Path(folder)
+    with scope(strategy(kind)):
+        model = keras.saving.load_model(path / "model.keras")
+        before = told(model)
+        other = CASES["mlp"].build()
+        other.load_weights(path / "model.weights.h5")
+        by_weights = other.get_weights()
+        history = model.fit(**data, batch_size=BATCH, shuffle=False, verbose=0).history
+    return {"before": before, "by_weights": by_weights, "history": history, **told(model)}
+
+
+def saved_where_it_cannot(folder: str) -> str:
+    """Process 0 cannot write: all processes must hear of it."""
+    fresh()
+    with scope(strategy("2x2 across")):
+        model = made("mlp")
+    target = Path(folder) / "no such folder" / "model.keras"
+    try:
+        model.save(target if is_first() else Path(folder) / "mine.keras")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def checkpointed(kind: str | None, folder: str) -> Result:
+    """Keras's own callback, on every process."""
+    fresh()
+    data = CASES["mlp"].data()
+    callback = keras.callbacks.ModelCheckpoint(str(Path(folder) / "best.keras"), save_best_only=True, monitor="loss")
+    stopper = keras.callbacks.EarlyStopping(monitor="loss", patience=0, restore_best_weights=True)
+    with scope(strategy(kind)):
+        model = made("mlp")
+        history = model.fit(**data, batch_size=BATCH, epochs=2, callbacks=[callback, stopper], verbose=0).history
+    return {"history": history, **told(model)}
+
+
+# rules and reports ----------------------------------------------------------------------------------------------------
+
+
+def refused(how: str) -> str:
+    """The error of a layout map that does not fit, ours or Keras's own."""
+    fresh()
+    owner, fault = how.split(": ")
+    rules = {
+        "idle": {**PAIR, "nothing.*": ("model",)} if owner == "unidist" else {"nothing.*": ("model",)},
+        "double": {".*column/kernel": (None, "model"), ".*/kernel": (None, "model")},
+        "indivisible": {".*head/bias": ("model",)},
+    }[fault]
+    if owner == "unidist":
+        mesh = unidist.Mesh({"data": 1, "model": 3} if fault == "indivisible" else {"model": 4}, None)
+        distribution = unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules))
+    else:
+        devices = keras.distribution.list_devices()
+        shape = (1, 3) if fault == "indivisible" else (1, 4)
+        mesh = keras.distribution.DeviceMesh(shape, ["data", "model"], devices[: shape[1]])
+        layout_map = keras.distribution.LayoutMap(mesh)
+        for pattern, axes in rules.items():
+            layout_map[pattern] = axes
+        distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    data = CASES["mlp"].data()
+    try:
+        with distribution.scope():
+            model = made("mlp")
+        if fault == "idle":
+            model.predict(data["x"], verbose=0)
+    except unidist.LayoutError as error:
+        return str(error)
+    return "accepted"
+
+
+def described(kind: str) -> list[tuple[Any, ...]]:
+    """For every variable: what describe tells, and what the devices hold."""
+    fresh()
+    with scope(strategy(kind)):
+        model = made("mlp", "adam")
+        model.optimizer.build(model.trainable_variables)
+    found = []
+    for row, variable in zip(unidist.describe(model).rows, [*model.variables, *model.optimizer.variables], strict=True):
+        held = [shard.data for shard in variable.value.addressable_shards]
+        told_ = (row.path, row.shape, row.dtype, row.local_shape, row.bytes_per_device)
+        true = (variable.path, tuple(variable.shape), str(variable.value.dtype), held[0].shape, held[0].nbytes)
+        found.append((told_, true, str(row.layout)))
+    return found
+
+
+def keras_strategies(kind: str | None) -> Result:
+    """A script written for keras.distribution, with batches that Keras itself would refuse."""
+    fresh()
+    data = CASES["mlp"].data()
+    distribution = None
+    if kind == "DataParallel":
+        distribution = keras.distribution.DataParallel()
+    elif kind == "ModelParallel":
+        mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"])
+        layout_map = keras.distribution.LayoutMap(mesh)
+        for pattern, axes in PAIR.items():
+            layout_map[pattern] = axes
+        distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+    keras.distribution.set_distribution(distribution)
+    try:
+        model = made("mlp", "adam")
+        history = model.fit(**data, batch_size=BATCH, verbose=0).history
+        return {"history": history, "predict": model.predict(data["x"], 9, verbose=0), **told(model)}
+    finally:
+        keras.distribution.set_distribution(None)

@@ -1,0 +1,180 @@
+"""Where a model is made and used, how its steps run, what its data is, what is refused. Made for Keras 3.15."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.keras.jax.comparing import close, same
+from unidist.testing.processes import ProcessWorld
+
+RUN = "tests.keras.jax.behaviours:{}".format
+
+
+@pytest.fixture(scope="module")
+def expected(one: ProcessWorld) -> Any:
+    """What one device computes, asked once."""
+    return cache(lambda name, *args: one.call(RUN(name), *args)[0])
+
+
+HOW = ("outside", "compiled outside", "in another thread", "after clear_session")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_model_made_in_a_scope_is_distributed_wherever_it_is_used(
+    four: ProcessWorld, expected: Any, how: str
+) -> None:
+    found = four.call(RUN("entrance"), "2x2", how)[0]
+    same(found, expected("entrance", None, how))
+    assert found["spread"] == 4
+    assert found["sharded"]
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("kind", ["dp", "2x2"])
+def test_a_model_built_before_the_scope_is_placed(
+    four: ProcessWorld, expected: Any, kind: str, trained_before: bool
+) -> None:
+    found = four.call(RUN("built_before"), kind, trained_before)[0]
+    same(found, expected("built_before", None, trained_before))
+    assert found["spread"] == 4
+    assert bool(found["sharded"]) == (kind == "2x2")
+
+
+def test_parallelize_moves_a_trained_model_with_its_slots(four: ProcessWorld, expected: Any) -> None:
+    found = four.call(RUN("parallelized"), (None, "dp", "mp", "2x2"))[0]
+    same(found, expected("parallelized", (None,) * 4))
+    moved = {path for path in found["sharded"] if "momentum" in path}
+    assert {path for path in moved if "column_kernel" in path}
+
+
+@pytest.mark.parametrize("kind", ["dp", "2x2"])
+@pytest.mark.parametrize("how", ["eagerly", "several", "custom step", "by batch"])
+def test_every_way_to_run_the_steps(four: ProcessWorld, expected: Any, how: str, kind: str) -> None:
+    found = four.call(RUN("stepped"), kind, how)[0]
+    same(found, expected("stepped", None, how))
+    assert found["spread"] == 4
+    if how == "custom step":
+        assert found["rows"] == [2, 6]
+
+
+@pytest.mark.parametrize("kind", ["DataParallel", "ModelParallel"])
+def test_keras_own_strategies(four: ProcessWorld, expected: Any, kind: str) -> None:
+    found = four.call(RUN("keras_strategies"), kind)[0]
+    same(found, expected("keras_strategies", None))
+    assert found["spread"] == 4
+    assert bool(found["sharded"]) == (kind == "ModelParallel")
+
+
+@pytest.mark.parametrize("source", ["PyDataset", "generator", "DataLoader"])
+def test_data_sources_on_four_devices(four: ProcessWorld, expected: Any, source: str) -> None:
+    same(four.call(RUN("fed"), "dp", source)[0], expected("fed", None, "arrays"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["dp", "2x2 across"])
+@pytest.mark.parametrize("source", ["arrays", "PyDataset", "generator", "DataLoader"])
+def test_every_process_reads_the_same_data(pair: ProcessWorld, expected: Any, source: str, kind: str) -> None:
+    for found in pair.call(RUN("fed"), kind, source):
+        same(found, expected("fed", None, "arrays"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("parts", [[(0, 12), (12, 24)], [(0, 7), (7, 26)], [(0, 16), (16, 18)]])
+def test_every_process_is_given_its_own_rows(pair: ProcessWorld, expected: Any, parts: Any) -> None:
+    for found in pair.call(RUN("own_parts"), parts):
+        same(found, expected("own_parts", tuple(parts)))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", HOW)
+def test_entrances_in_two_processes(pair: ProcessWorld, expected: Any, how: str) -> None:
+    for found in pair.call(RUN("entrance"), "2x2 across", how):
+        same(found, expected("entrance", None, how))
+
+
+@pytest.mark.processes
+def test_a_model_built_differently_in_each_process_becomes_process_0s(pair: ProcessWorld, expected: Any) -> None:
+    for found in pair.call(RUN("built_before"), "2x2", False):
+        close(found["history"], expected("built_before", None, False)["history"])
+
+
+@pytest.mark.parametrize("owner", ["unidist", "keras"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("idle", r"match no variable.*nothing"), ("double", "matches several rules"), ("indivisible", "does not divide")],
+)
+def test_a_layout_map_that_does_not_fit_is_refused(four: ProcessWorld, owner: str, fault: str, words: str) -> None:
+    text = four.call(RUN("refused"), f"{owner}: {fault}")[0]
+    assert re.search(words, text), text
+
+
+@pytest.mark.parametrize("kind", ["dp", "mp", "2x2"])
+def test_describe_tells_what_the_devices_hold(four: ProcessWorld, kind: str) -> None:
+    rows = four.call(RUN("described"), kind)[0]
+    for told, true, _ in rows:
+        assert told == true
+    kernel = next(told for told, _, _ in rows if told[0].endswith("column/kernel"))
+    assert kernel[3] == {"dp": (12, 32), "mp": (12, 8), "2x2": (12, 16)}[kind]
+    assert {layout for _, _, layout in rows} == (
+        {"Layout()"} if kind == "dp" else {"Layout()", "Layout(None, 'model')", "Layout('model')"}
+    )
+
+
+def test_a_file_saved_on_one_mesh_is_loaded_on_another(four: ProcessWorld, one: ProcessWorld, tmp_path: Path) -> None:
+    for k, (writer, kind, reader, other) in enumerate(
+        [(four, "2x2", one, None), (one, None, four, "mp"), (four, "mp", four, "dp")]
+    ):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        _round_trip(writer, kind, reader, other, folder, one)
+
+
+@pytest.mark.processes
+def test_processes_save_one_file_and_load_it(
+    pair: ProcessWorld, one: ProcessWorld, four: ProcessWorld, tmp_path: Path
+) -> None:
+    for k, (writer, kind, reader, other) in enumerate(
+        [(pair, "2x2 across", one, None), (four, "2x2", pair, "2x2 across"), (pair, "dp", pair, "mp")]
+    ):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        _round_trip(writer, kind, reader, other, folder, one)
+
+
+def _round_trip(
+    writer: ProcessWorld, kind: str | None, reader: ProcessWorld, other: str | None, folder: Path, one: ProcessWorld
+) -> None:
+    written = writer.call(RUN("saved"), kind, str(folder))
+    read = reader.call(RUN("loaded"), other, str(folder))
+    alone = one.call(RUN("loaded"), None, str(folder))[0]
+    for result in written:
+        close(result["get_weights"], written[0]["get_weights"])
+    for result in read:
+        close(list(result["before"]["weights"].values()), written[0]["get_weights"])  # Keras renames on loading
+        close(result["before"]["slots"], written[0]["slots"])
+        close(result["by_weights"], written[0]["get_weights"])
+        same(result, {key: alone[key] for key in ("history", "weights", "slots")})
+
+
+@pytest.mark.processes
+def test_all_processes_hear_that_process_0_could_not_save(pair: ProcessWorld, tmp_path: Path) -> None:
+    first, second = pair.call(RUN("saved_where_it_cannot"), str(tmp_path))
+    assert "FileNotFoundError" in first
+    assert "SavingFailedError" in second
+    assert "FileNotFoundError" in second
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.processes
+def test_callbacks_in_two_processes(pair: ProcessWorld, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    alone = expected("checkpointed", None, str(tmp_path / "one"))
+    for found in pair.call(RUN("checkpointed"), "2x2 across", str(tmp_path / "two")):
+        same(found, alone)
+    assert [p.name for p in (tmp_path / "two").iterdir()] == ["best.keras"]

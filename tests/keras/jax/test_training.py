@@ -1,0 +1,43 @@
+"""Training on several devices and processes gives the numbers of one device. Made for Keras 3.15."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.keras.jax.comparing import same
+from unidist.testing.processes import ProcessWorld
+
+PROGRAMS = "tests.keras.jax.programs"
+MODELS = ("mlp", "conv", "lstm", "two_outputs", "subclassed")
+OPTIMIZERS = ("momentum", "adam")
+PAIRS = [(name, OPTIMIZERS[k % 2]) for k, name in enumerate(MODELS)]
+
+
+@pytest.fixture(scope="module")
+def expected(one: ProcessWorld) -> Any:
+    return cache(lambda name, optimizer: one.call(f"{PROGRAMS}:train", name, optimizer, None)[0])
+
+
+@pytest.mark.parametrize("kind", ["dp", "mp", "2x2"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_four_devices_train_as_one(four: ProcessWorld, expected: Any, name: str, optimizer: str, kind: str) -> None:
+    found = four.call(f"{PROGRAMS}:train", name, optimizer, kind)[0]
+    same(found, expected(name, optimizer))
+    assert found["spread"] == 4
+    assert bool(found["sharded"]) == (kind != "dp")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["dp", "2x2", "2x2 across"])
+@pytest.mark.parametrize(("name", "optimizer"), PAIRS)
+def test_two_processes_of_two_devices_train_as_one(
+    pair: ProcessWorld, expected: Any, name: str, optimizer: str, kind: str
+) -> None:
+    for found in pair.call(f"{PROGRAMS}:train", name, optimizer, kind):
+        same(found, expected(name, optimizer))
+        assert found["spread"] == 4
+        assert bool(found["sharded"]) == (kind != "dp")

@@ -1,0 +1,45 @@
+"""The processes in which the tests run: JAX counts its devices once in a process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+_ENV = {"KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+
+
+def strict() -> None:
+    import keras
+
+    warnings.simplefilter("error")
+    # Keras's own variables warn so when NumPy 2 reads them.
+    warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword", DeprecationWarning)
+    keras.utils.disable_interactive_logging()
+
+
+def one_device() -> None:
+    """Plain Keras: what everything is compared with."""
+    strict()
+
+
+def virtual(count: int) -> None:
+    import unidist
+
+    unidist.use("sim", devices=count)
+    strict()
+
+
+def joined(count: int) -> None:
+    """A process of several, each with `count` devices."""
+    import unidist
+
+    unidist.use("jax", devices=count)
+    strict()
+
+
+def is_first() -> bool:
+    return os.environ.get("JAX_PROCESS_ID", "0") == "0"
+
+
+def environment() -> dict[str, str]:
+    return dict(_ENV)
