@@ -23,18 +23,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from unidist.backends.environment import without_launcher
+
 Launcher: TypeAlias = Literal["torchrun", "jax"]
 Target: TypeAlias = str | Callable[..., Any]
 
-# A launcher above us, or one thread pool for each of many processes on few cores, would spoil the world.
-_CLEARED = frozenset(
-    (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_PROCESS_ID"),
-        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
-        *("SLURM_NTASKS", "SLURM_PROCID", "UNIDIST_BACKEND"),
-    )
-)
+# One thread pool for each of many processes on few cores would spoil the world.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _STDERR_KEPT = 4000
 
@@ -185,8 +179,9 @@ class ProcessWorld:
 
     def outcomes(self, target: Target, *args: Any, **kwargs: Any) -> dict[int, Outcome]:
         """As `call`, but what happened in each process, in the order in which it became known."""
+        name = target_name(target)
         self.start()
-        return self._outcomes(target_name(target), args, kwargs, self.timeout)
+        return self._outcomes(name, args, kwargs, self.timeout)
 
     def close(self, *, patience: float = 5.0) -> None:
         """Ends every process: asks, then after `patience` seconds kills. Leaves none behind."""
@@ -198,7 +193,8 @@ class ProcessWorld:
             child.end(max(0.0, deadline - time.monotonic()))
 
     def _environment(self, index: int, port: int) -> dict[str, str]:
-        env = _DEFAULTS | {name: value for name, value in os.environ.items() if name not in _CLEARED}
+        env = _DEFAULTS | without_launcher(os.environ)
+        env.pop("UNIDIST_BACKEND", None)
         env |= launcher_environment(self._launcher, self.count, index, port)
         for name, value in self._env.items():
             env.pop(name, None)
