@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""All checks, on a machine with nothing but Python: `python3 ci/test.py`.
+
+Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
+Then ruff, import-linter and mypy, then every test in one pytest run, the fast folders first. Ends at the first failure.
+
+    python3 ci/test.py                      all of it
+    python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
+    python3 ci/test.py --checks             only ruff, import-linter and mypy
+    python3 ci/test.py --python             only the environment; prints its Python
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+EXTRAS = ("dev", "torch", "jax", "demo")
+# Fast first: a failure shows early.
+FOLDERS = ("unit", "sim", "torch", "jax", "launch", "keras", "parity", "docs")
+CHECKS = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("lint-imports",),
+    ("mypy",),
+)
+KEPT_DAYS = 30
+
+
+def main(arguments: list[str]) -> int:
+    python = environment()
+    if arguments == ["--python"]:
+        print(python)
+        return 0
+    tests = arguments or [f"tests/{folder}" for folder in FOLDERS if (ROOT / "tests" / folder).is_dir()]
+    if not arguments or arguments == ["--checks"]:
+        for check in CHECKS:
+            if code := run(python.parent / check[0], *check[1:]):
+                return code
+        if arguments:
+            return 0
+    return run(python, "-m", "pytest", "-x", "--durations=10", *tests)
+
+
+def environment() -> Path:
+    """The Python of the virtual environment, made where it is missing or was left half made."""
+    wanted = requirements()
+    content = "\n".join([sys.version, *wanted, CONSTRAINTS.read_text()])
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unidist-ci"
+    base.mkdir(parents=True, exist_ok=True)
+    home = base / hashlib.sha256(content.encode()).hexdigest()[:16]
+    done = home / "complete"
+    with (base / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            say(f"making {home}")
+            venv.create(home, clear=True, with_pip=True)
+            pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+            if code := run(*pip, "--constraint", CONSTRAINTS, *wanted):
+                sys.exit(code)
+        done.touch()
+        forget_unused(base)
+    return home / "bin" / "python"
+
+
+def requirements() -> list[str]:
+    """What the package and the extras under test depend on."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra])]
+
+
+def forget_unused(base: Path) -> None:
+    """Removes environments that no run has used for a while: each is some gigabytes."""
+    for done in base.glob("*/complete"):
+        if time.time() - done.stat().st_mtime > KEPT_DAYS * 86400:
+            shutil.rmtree(done.parent)
+
+
+def run(*command: str | Path) -> int:
+    """Runs a command in the checkout, with this checkout's package and without the caller's Python settings."""
+    say(" ".join(str(part) for part in command))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    path = os.pathsep.join((str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)))
+    return subprocess.run(command, cwd=ROOT, env={**kept, "PATH": path, "PYTHONPATH": str(ROOT)}).returncode
+
+
+def say(text: str) -> None:
+    print(f"ci: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""For all tests: no launcher above us, few threads for each of many processes, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unidist.backends.environment import without_launcher
+
+
+def pytest_configure() -> None:
+    for name in set(os.environ) - set(without_launcher(os.environ)):
+        del os.environ[name]
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "UNIDIST_"))]:
+        del os.environ[name]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_stays() -> Iterator[None]:
+    """Set up before all other fixtures, so torn down after them: whatever they started must have ended by then."""
+    yield
+    assert _children() == {}, "processes that a test started are still running"
+
+
+def _children() -> dict[int, str]:
+    """The running children of this process, but for the helper that multiprocessing keeps."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            command = (status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        ours = int(fields["PPid"]) == os.getpid() and not fields["State"].startswith("Z")
+        if ours and "multiprocessing.resource_tracker" not in command:
+            found[int(fields["Pid"])] = command
+    return found

@@ -1,0 +1,137 @@
+"""The small programs that the tests start: text, written into the test's folder."""
+
+from __future__ import annotations
+
+LEAVE_PIDS = """
+import os, pathlib, subprocess, sys, time
+
+def leave_pids(rank):
+    # A child in our group and one that has left it: both must end with us.
+    child = subprocess.Popen(["sleep", "600"])
+    stray = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    for name, pid in (("rank", os.getpid()), ("child", child.pid), ("stray", stray.pid)):
+        path = pathlib.Path(f"{name}{rank}.pid")
+        path.with_suffix(".part").write_text(str(pid))
+        path.with_suffix(".part").rename(path)
+"""
+
+TORCH = """
+import os, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+print("sum", value.item(), "of", dist.get_world_size(), "arguments", sys.argv[1:])
+print("name", __name__, os.path.basename(sys.argv[0]), os.environ["UNIDIST_BACKEND"], os.environ["KERAS_BACKEND"])
+print("said on standard error", file=sys.stderr)
+dist.destroy_process_group()
+"""
+
+JAX = """
+import os, sys
+import jax
+from unidist.backends.environment import detect
+
+launch = detect()
+jax.distributed.initialize(launch.address, launch.process_count, launch.process_index)
+from jax.experimental import multihost_utils
+values = multihost_utils.process_allgather(jax.numpy.ones(()) * (jax.process_index() + 1.0))
+print("sum", float(values.sum()), "of", jax.process_count(), "arguments", sys.argv[1:])
+print("devices", jax.local_device_count(), jax.device_count())
+print("name", __name__, os.path.basename(sys.argv[0]), os.environ["UNIDIST_BACKEND"], os.environ["KERAS_BACKEND"])
+print("said on standard error", file=sys.stderr)
+"""
+
+# Rank 1 fails while the others wait for it in a collective.
+TORCH_FAILS = (
+    LEAVE_PIDS
+    + """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+leave_pids(rank)
+dist.barrier()
+
+def inner():
+    if "exit" in sys.argv:
+        sys.exit(41)
+    if "kill" in sys.argv:
+        os.kill(os.getpid(), 9)
+    raise ValueError("the cause")
+
+if rank == 1:
+    try:
+        inner()
+    except ValueError as error:
+        raise RuntimeError("on rank 1") from error
+if "sleep" in sys.argv:
+    time.sleep(600)
+dist.all_reduce(torch.ones(1))
+"""
+)
+
+JAX_FAILS = (
+    LEAVE_PIDS
+    + """
+import jax
+from unidist.backends.environment import detect
+
+launch = detect()
+jax.distributed.initialize(launch.address, launch.process_count, launch.process_index)
+from jax.experimental import multihost_utils
+rank = launch.process_index
+leave_pids(rank)
+multihost_utils.sync_global_devices("all have come")
+
+def inner():
+    if "exit" in sys.argv:
+        sys.exit(41)
+    if "kill" in sys.argv:
+        os.kill(os.getpid(), 9)
+    raise ValueError("the cause")
+
+if rank == 1:
+    try:
+        inner()
+    except ValueError as error:
+        raise RuntimeError("on rank 1") from error
+if "sleep" in sys.argv:
+    time.sleep(600)
+multihost_utils.process_allgather(jax.numpy.ones(()))
+"""
+)
+
+# No framework: only the launcher is tested. It hangs, with children, and may refuse to be asked.
+HANGS = (
+    LEAVE_PIDS
+    + """
+import signal
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"]
+leave_pids(rank)
+print("ready")
+time.sleep(600)
+"""
+)
+
+# Ends well and leaves a child behind.
+LEAVES_A_CHILD = (
+    LEAVE_PIDS
+    + """
+leave_pids(os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"])
+"""
+)
+
+PRINTS = """
+import os, sys, time
+rank = os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"]
+for k in range(200):
+    sys.stdout.write(f"{rank} says ")
+    sys.stdout.flush()
+    sys.stdout.write(f"{k} grüße\\n")
+os.write(1, b"not text: \\xff\\n")
+sys.stdout.write("a last line without an end")
+"""

@@ -1,0 +1,186 @@
+"""`unidist run` with real processes: worlds that work, ranks that fail, people who stop it. Nothing stays behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import programs
+from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wait_until
+from unidist.launch.request import free_port
+
+pytestmark = pytest.mark.processes
+BACKENDS = ("torch", "jax")
+WORKS = {"torch": programs.TORCH, "jax": programs.JAX}
+FAILS = {"torch": programs.TORCH_FAILS, "jax": programs.JAX_FAILS}
+
+
+def program(folder: Path, text: str) -> str:
+    (folder / "train.py").write_text(text)
+    return "train.py"
+
+
+def all_ended(folder: Path, count: int) -> bool:
+    found = pids(folder)
+    assert len(found) == count
+    return not any(alive(pid) for pid in found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_world_that_works(backend: str, tmp_path: Path) -> None:
+    script = program(tmp_path, WORKS[backend])
+    done = run(["-n", "2", "--backend", backend, script, "--epochs", "3", "-n", "7"], tmp_path)
+    assert done.code == 0, done.err
+    assert only_prefixed(done.out)
+    for rank in (0, 1):
+        said = done.of_rank(rank)
+        assert "sum 3.0 of 2 arguments ['--epochs', '3', '-n', '7']" in said
+        assert f"name __main__ train.py {backend} {backend}" in said
+        assert f"[{rank}] said on standard error" in done.err.splitlines()
+        assert "said on standard error" not in done.out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_module(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(WORKS[backend])
+    done = run(["-n", "2", "--backend", backend, "-m", "package.train", "x"], tmp_path)
+    assert done.code == 0, done.err
+    assert "sum 3.0 of 2 arguments ['x']" in done.of_rank(1)
+
+
+def test_virtual_devices(tmp_path: Path) -> None:
+    done = run(["-n", "2", "--backend", "jax", "--devices-per-process", "3", program(tmp_path, WORKS["jax"])], tmp_path)
+    assert done.code == 0, done.err
+    assert "devices 3 6" in done.of_rank(0)
+    assert "devices 3 6" in done.of_rank(1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_nodes_meet_at_the_address(backend: str, tmp_path: Path) -> None:
+    script = program(tmp_path, WORKS[backend])
+    address = f"127.0.0.1:{free_port()}"
+    nodes = [
+        start(
+            ["-n", "2", "--backend", backend, "--nodes", "2", "--node-rank", k, "--address", address, script], tmp_path
+        )
+        for k in ("1", "0")
+    ]
+    second, first = (finish(node) for node in nodes)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    for done, ranks in ((first, (0, 1)), (second, (2, 3))):
+        for rank in ranks:
+            assert "sum 10.0 of 4 arguments []" in done.of_rank(rank)
+
+
+@pytest.mark.parametrize("waiting", ["in a collective", "sleep"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_raises_ends_all_and_its_traceback_is_last(backend: str, waiting: str, tmp_path: Path) -> None:
+    done = run(["-n", "3", "--backend", backend, program(tmp_path, FAILS[backend]), waiting], tmp_path)
+    assert done.code == 1
+    lines = [line.replace("[1] [rank1]: ", "[1] ") for line in done.err.splitlines()]
+    assert lines[-1] == "[1] RuntimeError: on rank 1"
+    summary = next(k for k, line in enumerate(lines) if line.startswith("unidist: "))
+    assert lines[summary].startswith("unidist: rank 1 of 3 failed first, with exit code 1")
+    shown = lines[summary + 1 :]
+    assert shown[0] == "[1] Traceback (most recent call last):"
+    assert "[1] ValueError: the cause" in shown
+    assert all(line.startswith("[1] ") for line in shown)
+    assert not any("runpy" in line or "program.py" in line for line in shown)
+    assert all_ended(tmp_path, 9)
+    assert done.seconds < 60
+
+
+@pytest.mark.parametrize(("how", "code", "said"), [("exit", 41, "exit code 41"), ("kill", 137, "signal SIGKILL")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_exit_code_is_kept(backend: str, how: str, code: int, said: str, tmp_path: Path) -> None:
+    done = run(["-n", "2", "--backend", backend, program(tmp_path, FAILS[backend]), how, "sleep"], tmp_path)
+    assert done.code == code
+    assert f"rank 1 of 2 failed first, with {said}" in done.err
+    assert all_ended(tmp_path, 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_all(backend: str, number: int, code: int, tmp_path: Path) -> None:
+    process = start(["-n", "2", "--backend", backend, program(tmp_path, programs.HANGS)], tmp_path)
+    wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
+    assert all(alive(pid) for pid in pids(tmp_path))
+    process.send_signal(number)
+    done = finish(process, 30)
+    assert done.code == code
+    assert done.err.splitlines()[-1] == f"unidist: {signal.Signals(number).name}: all processes were ended"
+    assert "Traceback" not in done.err
+    assert all_ended(tmp_path, 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_do_not_listen_are_killed_after_the_grace(backend: str, tmp_path: Path) -> None:
+    script = program(tmp_path, programs.HANGS)
+    process = start(["-n", "2", "--backend", backend, "--grace", "1.5", script, "stubborn"], tmp_path)
+    wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    done = finish(process, 30)
+    assert time.monotonic() - asked > 1.4
+    assert done.code == 130
+    assert all_ended(tmp_path, 6)
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    script = program(tmp_path, programs.HANGS)
+    process = start(["-n", "2", "--backend", "jax", "--grace", "100", script, "stubborn"], tmp_path)
+    wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finish(process, 20).code == 130
+    assert all_ended(tmp_path, 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_children_that_a_successful_program_left_are_ended(backend: str, tmp_path: Path) -> None:
+    done = run(["-n", "2", "--backend", backend, program(tmp_path, programs.LEAVES_A_CHILD)], tmp_path)
+    assert done.code == 0, done.err
+    assert all_ended(tmp_path, 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lines_stay_whole(backend: str, tmp_path: Path) -> None:
+    done = run(["-n", "3", "--backend", backend, program(tmp_path, programs.PRINTS)], tmp_path)
+    assert done.code == 0, done.err
+    assert only_prefixed(done.out)
+    for rank in range(3):
+        said = done.of_rank(rank)
+        assert said[:200] == [f"{rank} says {k} grüße" for k in range(200)]
+        assert said[200:] == ["not text: \ufffd", "a last line without an end"]
+
+
+def test_output_comes_while_the_program_runs(tmp_path: Path) -> None:
+    process = start(["-n", "1", "--backend", "jax", program(tmp_path, programs.HANGS)], tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[0] ready\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, 30).code == 143
+    assert all_ended(tmp_path, 3)
+
+
+def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
+    endless = (
+        programs.LEAVE_PIDS + "leave_pids(os.environ['JAX_PROCESS_ID'])\nwhile True: print('line'); time.sleep(0.01)\n"
+    )
+    process = start(["-n", "2", "--backend", "jax", program(tmp_path, endless)], tmp_path)
+    assert process.stdout is not None
+    wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(30) == 141
+    assert process.stderr is not None
+    process.stderr.close()
+    assert all_ended(tmp_path, 6)

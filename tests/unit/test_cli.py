@@ -1,0 +1,176 @@
+"""The `unidist` command: what it takes, what it passes on, how errors come out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unidist
+import unidist.launch
+from unidist import cli
+from unidist.backends import registry
+from unidist.backends.protocol import ALL_DTYPES, Capabilities
+from unidist.launch import Request
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('trained')\n")
+    return str(path)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What `unidist run` asks the launcher for; nothing is started."""
+    seen: list[Request] = []
+
+    def run(request: Request) -> int:
+        seen.append(request)
+        return 7
+
+    monkeypatch.setattr(unidist.launch, "run", run)
+    monkeypatch.delenv("UNIDIST_BACKEND", raising=False)
+    return seen
+
+
+def test_run_passes_its_options_and_the_scripts_arguments_on(requests: list[Request], script: str) -> None:
+    options = ["-n", "4", "--backend", "jax", "--nodes", "2", "--node-rank", "1", "--address", "node0:1234"]
+    assert (
+        cli.main(
+            ["run", *options, "--devices-per-process", "2", script, "--epochs", "3", "-n", "9", "--", "--nodes", "x"]
+        )
+        == 7
+    )
+    assert requests == [
+        Request(
+            backend="jax",
+            command=(script, "--epochs", "3", "-n", "9", "--", "--nodes", "x"),
+            processes=4,
+            nodes=2,
+            node_rank=1,
+            address="node0:1234",
+            devices_per_process=2,
+        )
+    ]
+
+
+def test_run_takes_a_module(requests: list[Request]) -> None:
+    assert cli.main(["run", "-n", "2", "-m", "package.train", "-m", "x"]) == 7
+    assert requests[0].command == ("-m", "package.train", "-m", "x")
+    assert requests[0].backend == "torch"
+
+
+def test_the_backend_is_that_of_the_environment(
+    requests: list[Request], script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIDIST_BACKEND", "jax")
+    cli.main(["run", script])
+    cli.main(["run", "--backend", "torch", script])
+    assert [request.backend for request in requests] == ["jax", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (["-n", "0"], "LaunchError", "processes must be 1 or more, got 0"),
+        (["--nodes", "2"], "LaunchError", "--address host:port"),
+        (["--nodes", "2", "--node-rank", "2", "--address", "a:1"], "LaunchError", "node rank 2 is not one of 0..1"),
+        (["--address", "nowhere"], "LaunchError", "'nowhere' must be host:port"),
+        (["--address", "nowhere:99999"], "LaunchError", "port of 1..65535"),
+        (["--grace", "-1"], "LaunchError", "grace must be 0"),
+        (["--devices-per-process", "2"], "LaunchError", "torch has one device a process"),
+        (["--devices-per-process", "0"], "LaunchError", "devices per process must be 1 or more"),
+        (["--backend", "horovod"], "CapabilityError", "horovodrun -np"),
+        (["--backend", "tensorflow"], "CapabilityError", "unidist.initialize"),
+        (["--backend", "sim"], "CapabilityError", "in one process"),
+        (["--backend", "toch"], "BackendNotAvailableError", "unknown backend 'toch'"),
+    ],
+)
+def test_what_cannot_be_run_is_exit_code_2_and_one_paragraph(
+    arguments: list[str], error: str, text: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *arguments, script]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"unidist: {error}: ")
+    assert text in said.err
+    assert "Traceback" not in said.err
+
+
+def test_a_script_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "no_such.py"]) == 2
+    assert "no such script: 'no_such.py'" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_installed_says_how_to_get_it(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        registry._entries,
+        "jax",
+        registry.Entry(target="a.b:C", hint='pip install "keras-unidist[jax]"', requires=("no_such_module",)),
+    )
+    assert cli.main(["run", "--backend", "jax", script]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("unidist: BackendNotAvailableError: backend 'jax' needs no_such_module")
+    assert 'pip install "keras-unidist[jax]"' in said
+
+
+def test_backends_tells_what_is_there_what_it_can_do_and_how_to_get_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    can = Capabilities(
+        view="global",
+        uneven="padded",
+        dtypes=ALL_DTYPES - {"bool"},
+        reduce_ops=frozenset({"sum", "mean"}),
+        processes=False,
+    )
+    infos: dict[str, Any] = {
+        "near": registry.BackendInfo(
+            name="near", installed=True, version="1.2", view="global", capabilities=can, hint="never shown"
+        ),
+        "far": registry.BackendInfo(
+            name="far", installed=False, version=None, view=None, capabilities=None, hint="pip install far"
+        ),
+    }
+    monkeypatch.setattr(registry, "backends", lambda: infos)
+    assert cli.main(["backends"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["backend", "installed", "version", "view", "can", "do"]
+    assert lines[1].split()[:4] == ["near", "yes", "1.2", "global"]
+    for said in ("one process", "uneven shards padded", "differentiable", "no bool", "no max, min, prod reduction"):
+        assert said in lines[1]
+    assert lines[2].split() == ["far", "no", "-", "-", "-"]
+    assert lines[3:] == ["", "far: pip install far"]
+
+
+def test_backends_for_real_lists_every_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["backends"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if line]
+    assert set(registry.entries()) <= set(listed)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"unidist {unidist.__version__}\n"
+
+
+def test_without_a_command_the_usage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main([])
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "unidist", "run", "none.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "no such script" in done.stderr

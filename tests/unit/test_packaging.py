@@ -1,0 +1,150 @@
+"""The package as users get it: light to import, complete in its wheel, its ranges kept by the pinned set."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import unidist
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HEAVY = ("keras", "torch", "jax", "jaxlib", "tensorflow", "horovod", "sklearn", "rich")
+
+
+def python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light() -> None:
+    program = (
+        "import sys, time, numpy\n"
+        "before = time.perf_counter()\n"
+        "import unidist\n"
+        "print(time.perf_counter() - before, *sorted(sys.modules))"
+    )
+    runs = [python(program).split() for _ in range(3)]
+    assert min(float(run[0]) for run in runs) < 0.15
+    assert not set(HEAVY) & set(runs[0][1:])
+
+
+def test_choosing_a_backend_and_asking_for_names_imports_no_framework_and_no_keras() -> None:
+    program = (
+        "import json, sys, unidist, unidist.cli, unidist.launch\n"
+        "light = [n for n, home in unidist._WHERE.items() if not home.startswith('unidist.keras')]\n"
+        "values = [getattr(unidist, n) for n in light]\n"
+        "unidist.Mesh({'data': 4}, devices=range(4))\n"
+        "print(json.dumps([len(values), sorted(sys.modules)]))"
+    )
+    count, modules = json.loads(python(program))
+    assert count > 20
+    assert not set(HEAVY) & set(modules)
+
+
+def test_every_public_name_is_where_it_is_said_to_be() -> None:
+    for name, home in unidist._WHERE.items():
+        if not home.startswith("unidist.keras"):
+            found, said = getattr(unidist, name), getattr(importlib.import_module(home), name)
+            # A module that has a public function's name is called in its place.
+            assert found is said or (isinstance(found, ModuleType) and callable(found)), name
+
+
+def test_type_checkers_see_the_same_names_as_users() -> None:
+    tree = ast.parse((ROOT / "unidist" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == {name: (home, name) for name, home in unidist._WHERE.items()}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
+        _ = unidist.paralelize
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(ROOT / "unidist", source / "unidist", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "unit", source / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(target)], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return zipfile.Path(next(target.glob("*.whl")))
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel: zipfile.Path) -> None:
+    held = {name for name in wheel.root.namelist() if not name.endswith("/")}
+    package = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "unidist").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in held if ".dist-info/" not in name} == package
+    assert "unidist/py.typed" in package
+
+
+def test_the_wheel_says_what_it_is(wheel: zipfile.Path) -> None:
+    info = next(path for path in wheel.iterdir() if path.name.endswith(".dist-info"))
+    metadata = message_from_bytes((info / "METADATA").read_bytes())
+    assert metadata["Name"] == "keras-unidist"
+    assert metadata["Version"] == unidist.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "jax", "tensorflow", "horovod", "demo", "dev"}
+    assert "unidist = unidist.cli:main" in (info / "entry_points.txt").read_text()
+    assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
+    plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
+    assert [Requirement(r).name for r in plain] == ["numpy"]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "ci" / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]])
+def test_the_pinned_set_is_within_the_ranges(extra: str) -> None:
+    known = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins().items()}
+    for text in PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]:
+        requirement = Requirement(text)
+        assert "==" not in text, "ranges in pyproject.toml, pins in ci/constraints.txt"
+        if requirement.name == "horovod":  # source only: built apart
+            continue
+        assert Version(known[requirement.name.lower()]) in requirement.specifier
+
+
+def test_what_a_backend_requires_is_what_its_extra_installs() -> None:
+    from unidist.backends import registry
+
+    for name, entry in registry.entries().items():
+        for module in entry.requires:
+            assert f"keras-unidist[{name}]" in entry.hint
+            assert module in {Requirement(text).name for text in PROJECT["optional-dependencies"][name]}
