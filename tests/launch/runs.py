@@ -36,9 +36,9 @@ def environment() -> dict[str, str]:
 
 
 def start(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Starts `unidist run`, in a group of its own as a shell would."""
+    """Starts `unidist run`, in a group of its own as a shell does, without the folder on the path."""
     return subprocess.Popen(
-        [sys.executable, "-m", "unidist", "run", *arguments],
+        [sys.executable, "-P", "-m", "unidist", "run", *arguments],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -9,12 +9,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import BinaryIO
 
+from unidist.backends import registry
 from unidist.launch import program
 from unidist.launch.console import Console
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port
 
+# Run by path and with -P: a module in the folder where the user stands must not shadow what the agent imports.
+_AGENT = Path(registry.__file__).parent / "torch" / "agent.py"
 # JAX's preemption service would keep the SIGTERM, with which the launcher ends processes, for itself.
 _DEFAULTS = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
 
@@ -123,7 +127,7 @@ class ElasticAgent(Job):
         try:
             self._children.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "unidist.backends.torch.agent", json.dumps(task)],
+                    [sys.executable, "-P", str(_AGENT), json.dumps(task)],
                     env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // request.processes)), **environ},
                     stdin=subprocess.DEVNULL,
                     pass_fds=passed,

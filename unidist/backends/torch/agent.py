@@ -1,8 +1,8 @@
 """torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and tells how they ended.
 
-    python -m unidist.backends.torch.agent '{"command": ["train.py"], "processes": 2, ...}'
+    python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
-The task is a launch request plus `streams` (for each local rank the descriptors of its standard output and error) and
+Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its standard output and error) and
 `verdict` (the descriptor on which [[rank, exit code], ...] of the failed workers is written at the end).
 """
 
