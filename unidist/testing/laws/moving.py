@@ -85,7 +85,7 @@ def _arrives(world: World, x: Any, layout: Layout, value: Array, what: str) -> N
 def check_collectives(world: World) -> None:
     for mesh in samples.meshes(world.size):
         shape, last = (2 * world.size + 1, 5), mesh.axis_names[-1]
-        for axes in {mesh.axis_names, (last,), tuple(reversed(mesh.axis_names))}:
+        for axes in dict.fromkeys((mesh.axis_names, (last,), tuple(reversed(mesh.axis_names)))):
             x, value = _partial(world, mesh, Layout(partial=axes), shape, 3)
             _arrives(world, array.all_reduce(x, axes), Layout(), value, "all_reduce")
             _arrives(world, array.all_reduce(x), Layout(), value, "all_reduce of all axes")
@@ -101,12 +101,12 @@ def check_collectives(world: World) -> None:
 def check_broadcast(world: World) -> None:
     rng = np.random.default_rng(5)
     for mesh in samples.meshes(world.size):
-        for axes in {mesh.axis_names, mesh.axis_names[:1]}:
+        for axes in dict.fromkeys((mesh.axis_names, mesh.axis_names[:1])):
             other = [axis for axis in mesh.axis_names if axis not in axes]
             sharding = Sharding(mesh, Layout(*other[:1]), (5, 3))
             whole = {k: samples.draw(sharding.shape, world.dtype, rng) for k in range(mesh.axis_size(axes))}
             mine = {r: whole[mesh.group(axes, r).index][sharding.slices(r)] for r in mesh.devices}
-            for root in {0, mesh.axis_size(axes) - 1}:
+            for root in dict.fromkeys((0, mesh.axis_size(axes) - 1)):
                 wanted = {r: whole[root][sharding.slices(r)] for r in mesh.devices}
                 x = world.place(mine, sharding)
                 holds(world, world.backend.broadcast(x, sharding, axes, root), sharding, wanted, f"broadcast {root}")
@@ -130,7 +130,7 @@ def check_permute(world: World) -> None:
 
 def permutations(world: World) -> Iterator[tuple[Mesh, Sharding, tuple[str, ...], tuple[tuple[int, int], ...]]]:
     for mesh in samples.meshes(world.size):
-        for axes in {mesh.axis_names, mesh.axis_names[:1]}:
+        for axes in dict.fromkeys((mesh.axis_names, mesh.axis_names[:1])):
             size = mesh.axis_size(axes)
             sharding = Sharding(mesh, Layout(mesh.axis_names), (2 * world.size, 3))
             ring = tuple((k, (k + 1) % size) for k in range(size))
