@@ -17,10 +17,14 @@ from unidist import events
 from unidist.algebra import Axes, Group, Mesh, Plan, Sharding, Step, plan, ring_bytes
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.protocol import Array, Capabilities, Cluster, dtype_name, itemsize
-from unidist.errors import CapabilityError, LayoutError
+from unidist.errors import CapabilityError, LayoutError, MeshError
 
 A = TypeVar("A")
 MOVES_KEPT = 16384  # plans made ready for a rank; as many as plan() keeps
+
+
+# A move and its adjoint.
+Both = tuple[Callable[[A], A], Callable[[A], A]]
 
 
 class Handle(Protocol):
@@ -89,7 +93,7 @@ class LocalViewBackend(ABC, Generic[A]):
     """Base of the adapters whose ranks hold their shards. See DistributionBackend for the members."""
 
     name: ClassVar[str]
-    capabilities: Capabilities
+    capabilities: ClassVar[Capabilities]
     comm: Collectives[A]
     ops: LocalOps[A]
 
@@ -122,6 +126,12 @@ class LocalViewBackend(ABC, Generic[A]):
     def local_ranks(self) -> tuple[int, ...]:
         return (self.rank,)
 
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises MeshError where the mesh names a rank that the world does not have."""
+        count = len(self.list_devices())
+        if max(mesh.devices) >= count:
+            raise MeshError(f"{mesh} names rank {max(mesh.devices)}, but the world has {count} devices")
+
     # arrays ---------------------------------------------------------------------------------------------------
 
     def distribute(self, value: Any, sharding: Sharding) -> A:
@@ -135,6 +145,7 @@ class LocalViewBackend(ABC, Generic[A]):
         ranks = self.local_ranks()
         if len(shards) != len(ranks):
             raise LayoutError(f"this process holds ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
+        self.check_mesh(sharding.mesh)
         x = self.ops.from_numpy(shards[0])
         check_local_shape(tuple(x.shape), sharding, self.rank)  # type: ignore[attr-defined]
         return x
@@ -156,26 +167,38 @@ class LocalViewBackend(ABC, Generic[A]):
         return self.ops.differentiable(move.forward, _for_the_same_purpose(move.backward), x)
 
     def broadcast(self, x: A, sharding: Sharding, axes: Axes, root: int) -> A:
+        return self.ops.differentiable(*self.broadcasting(self.comm, sharding, axes, root), x)
+
+    def broadcasting(self, comm: Collectives[A], sharding: Sharding, axes: Axes, root: int) -> Both[A]:
+        """A broadcast and its adjoint, by the given collectives."""
+        self.check_mesh(sharding.mesh)
         group = sharding.mesh.group(axes, self.rank)
 
         def forward(value: A) -> A:
             self.record("broadcast", axes, group, value)
-            return self.comm.broadcast(value, group, root)
+            return comm.broadcast(value, group, root)
 
         def backward(grad: A) -> A:
             return grad if group.index == root else self.ops.full_like(grad, "sum")
 
-        return self.ops.differentiable(forward, backward, x)
+        return forward, backward
 
     def permute(self, x: A, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> A:
+        return self.ops.differentiable(*self.permuting(self.comm, sharding, axes, pairs), x)
+
+    def permuting(
+        self, comm: Collectives[A], sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
+    ) -> Both[A]:
+        """A permutation and its adjoint, by the given collectives."""
+        self.check_mesh(sharding.mesh)
         group = sharding.mesh.group(axes, self.rank)
+        back = tuple((destination, source) for source, destination in pairs)
 
         def moved(value: A, by: tuple[tuple[int, int], ...]) -> A:
             self.record("permute", axes, group, value)
-            return self.comm.permute(value, group, by)
+            return comm.permute(value, group, by)
 
-        back = tuple((destination, source) for source, destination in pairs)
-        return self.ops.differentiable(lambda value: moved(value, pairs), lambda grad: moved(grad, back), x)
+        return lambda value: moved(value, pairs), lambda grad: moved(grad, back)
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         if mesh is None:
@@ -201,12 +224,12 @@ class LocalViewBackend(ABC, Generic[A]):
         if move is None:
             if len(self._moves) >= MOVES_KEPT:
                 self._moves.clear()
-            move = self._moves[key] = Move(self, plan(src, dst))
+            self.check_mesh(src.mesh)
+            move = self._moves[key] = Move(self, plan(src, dst), self.comm)
         return move
 
-    def resolve(self, step: Step, group: Group) -> Callable[[A], A]:
+    def resolve(self, step: Step, group: Group, comm: Collectives[A]) -> Callable[[A], A]:
         """The step as a function of this rank's array alone: every size and place is looked up beforehand."""
-        comm = self.comm
         if step.op == "all_reduce":
             return lambda x: comm.all_reduce(x, group, step.reduce)
         if step.op == "all_gather":
@@ -280,17 +303,17 @@ class Move(Generic[A]):
     Steps over groups of one rank change nothing and are left out.
     """
 
-    __slots__ = ("_adjoint", "_backend", "_functions", "is_identity", "local_shape", "plan", "steps")
+    __slots__ = ("_adjoint", "_backend", "_comm", "_functions", "is_identity", "local_shape", "plan", "steps")
 
-    def __init__(self, backend: LocalViewBackend[A], moves: Plan) -> None:
+    def __init__(self, backend: LocalViewBackend[A], moves: Plan, comm: Collectives[A]) -> None:
         rank, mesh = backend.rank, moves.src.mesh
         grouped = [(step, mesh.group(step.axes, rank)) for step in moves.steps]
         self.plan = moves
         self.steps = tuple((step, group) for step, group in grouped if group.size > 1)
         self.is_identity = not self.steps
         self.local_shape = moves.src.local_shape(rank)
-        self._backend = backend
-        self._functions = tuple(backend.resolve(step, group) for step, group in self.steps)
+        self._backend, self._comm = backend, comm
+        self._functions = tuple(backend.resolve(step, group, comm) for step, group in self.steps)
         self._adjoint: Move[A] | None = None
 
     def forward(self, x: A) -> A:
@@ -310,7 +333,7 @@ class Move(Generic[A]):
     def adjoint(self) -> Move[A]:
         """The move of the gradient. Raises LayoutError where a step reduces by max, min or prod."""
         if self._adjoint is None:
-            self._adjoint = Move(self._backend, self.plan.adjoint)
+            self._adjoint = Move(self._backend, self.plan.adjoint, self._comm)
         return self._adjoint
 
     def backward(self, grad: A) -> A:

@@ -14,9 +14,9 @@ from unidist.backends.local import Handle
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.exchange import DirectCollectives, exchange, scatter
 from unidist.backends.torch.lost import tells, told
-from unidist.backends.torch.primitives import Eager, Traced
+from unidist.backends.torch.primitives import Eager
 from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, op_for
-from unidist.backends.torch.wires import Wire, Wires
+from unidist.backends.torch.wires import Wire
 from unidist.errors import LayoutError
 
 Ways = DirectCollectives | BufferedCollectives
@@ -25,39 +25,36 @@ Ways = DirectCollectives | BufferedCollectives
 class TorchComm:
     """Collectives over one group of ranks (`Collectives` in backends/local.py).
 
-    CPU tensors over gloo go by direct messages, all others by NCCL's collectives on the current CUDA stream, and in a
-    program that torch.compile traces all of them are functional collectives in its graph.
+    CPU tensors over gloo go by direct messages, all others by NCCL's collectives on the current CUDA stream.
 
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.
 
     Args:
-        wires: finds the process group of a group.
+        wire: finds the process group of a group.
+        way: one way for all tensors.
     """
 
-    def __init__(self, wires: Callable[[Group], Wire] | Wires) -> None:
-        self._wires = wires
-        self._direct = DirectCollectives()
-        self._eager = BufferedCollectives(Eager())
-        self._traced = BufferedCollectives(Traced())
+    def __init__(self, wire: Callable[[Group], Wire], way: Ways | None = None) -> None:
+        self.wire = wire
+        self._direct: Ways = way or DirectCollectives()
+        self._other: Ways = way or BufferedCollectives(Eager())
 
     def _way(self, x: torch.Tensor, wire: Wire) -> Ways:
-        if torch.compiler.is_compiling():
-            return self._traced
-        return self._direct if wire.is_gloo and x.device.type == "cpu" else self._eager
+        return self._direct if wire.is_gloo and x.device.type == "cpu" else self._other
 
     @tells
     def all_reduce(self, x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self._wires(group)
+        wire = self.wire(group)
         return self._way(x, wire).all_reduce(x, wire, op)
 
     @tells
     def all_gather(self, x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self._wires(group)
+        wire = self.wire(group)
         return self._way(x, wire).all_gather(x, wire, dim, sizes)
 
     @tells
@@ -66,7 +63,7 @@ class TorchComm:
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self._wires(group)
+        wire = self.wire(group)
         return self._way(x, wire).reduce_scatter(x, wire, dim, sizes, op)
 
     @tells
@@ -81,26 +78,26 @@ class TorchComm:
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self._wires(group)
+        wire = self.wire(group)
         return self._way(x, wire).all_to_all(x, wire, split, split_sizes, concat, concat_sizes)
 
     @tells
     def broadcast(self, x: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self._wires(group)
+        wire = self.wire(group)
         return self._way(x, wire).broadcast(x, wire, root)
 
     @tells
     def permute(self, x: torch.Tensor, group: Group, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
         if group.size == 1:
             return x if pairs else torch.zeros_like(x)
-        wire = self._wires(group)
+        wire = self.wire(group)
         return self._way(x, wire).permute(x, wire, pairs)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:
-            wire = self._wires(group)
+            wire = self.wire(group)
             device = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config(wire.pg) else None
             with told("barrier", group.ranks):
                 dist.barrier(wire.pg, device_ids=device)
@@ -111,7 +108,7 @@ class TorchComm:
         _check_contiguous(x)
         if group.size == 1 or x.numel() == 0:
             return Done()
-        wire = self._wires(group)
+        wire = self.wire(group)
         values = x.view(torch.uint8) if x.dtype == torch.bool else x.to(REDUCED_AS.get(x.dtype, x.dtype))
         with told("all_reduce", group.ranks):
             work = wire.pg.allreduce([values], NATIVE[op_for(op, x.dtype)])
@@ -135,7 +132,7 @@ class TorchComm:
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        wire = self._wires(group)
+        wire = self.wire(group)
         with told("reduce_scatter", group.ranks):
             if isinstance(self._way(x, wire), DirectCollectives):
                 reduced = scatter(wire, x.chunk(group.size), op)
@@ -162,7 +159,7 @@ class TorchComm:
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        wire = self._wires(group)
+        wire = self.wire(group)
         with told("all_gather", group.ranks):
             if isinstance(self._way(x, wire), DirectCollectives):
                 parts = out.chunk(group.size)

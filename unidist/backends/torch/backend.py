@@ -1,0 +1,226 @@
+"""The `torch` backend: torch.distributed, one process a device, one shard a process."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from unidist.algebra import Axes, Mesh, Sharding, plan
+from unidist.backends.local import Both, LocalViewBackend, Move
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
+from unidist.backends.torch import native, tracing
+from unidist.backends.torch.buffers import BufferedCollectives
+from unidist.backends.torch.comm import TorchComm
+from unidist.backends.torch.joining import DeviceType, World, alone, join
+from unidist.backends.torch.ops import TorchOps
+from unidist.backends.torch.primitives import Traced
+from unidist.backends.torch.wires import Wires
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
+
+
+class TorchBackend(LocalViewBackend[torch.Tensor]):
+    """torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. Data: this process's shard, a torch.Tensor.
+
+    Under torchrun, srun or `unidist run` the world is the launcher's; a process group that is already there is used
+    and left alive; without either this process is a world of one, which needs no network.
+
+    Reductions are exact where their values are; else gloo's are summed in rank order by reduce_scatter and small
+    all_reduces, and in a fixed order that depends on the size by others. Every rank gets the same bits. On CUDA the
+    order is NCCL's, and a lost peer is told by NCCL's watchdog, which ends the process.
+
+    Args:
+        devices: how many devices the program is written for, or their names. The world must have as many processes.
+            The kind in the names ("cpu:0", "gpu:0") chooses the devices; by default CUDA's where there are any.
+    """
+
+    name: ClassVar[str] = "torch"
+    keras_backends: ClassVar[tuple[str, ...]] = ("torch",)
+    capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
+
+    def __init__(self, devices: int | Sequence[str] | None = None) -> None:
+        self._asked = devices
+        self._device_type = _device_type(devices)
+        self._world: World | None = None
+        self._has_joined = False
+        self._meshes: dict[Mesh, Any] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self.ops = TorchOps()
+        self.comm = TorchComm(Wires(Cluster().timeout))  # of the world of one, until another is joined
+        self._traced = self.comm
+
+    # the world ------------------------------------------------------------------------------------------------
+
+    def initialize(self, cluster: Cluster) -> None:
+        if self._has_joined:
+            raise BackendMismatchError(
+                f"initialize was called a second time: this is process {self.process_index()} of "
+                f"{self.process_count()} already; call unidist.shutdown() before joining another world"
+            )
+        if self._world is not None and self._world.is_ours and dist.is_initialized():
+            self.shutdown()  # the group of a world of one, made for a native mesh
+        self._enter(join(cluster, self._device_type))
+        self._has_joined = True
+
+    def _enter(self, world: World) -> None:
+        self._forget()
+        self._world = world
+        self.ops = TorchOps(world.device)
+        wires = Wires(world.timeout)
+        self.comm = TorchComm(wires)
+        self._traced = TorchComm(wires, BufferedCollectives(Traced()))
+
+    def _forget(self) -> None:
+        self._moves.clear()
+        self._meshes.clear()
+        self._numbers.clear()
+
+    def shutdown(self) -> None:
+        self._forget()
+        if self._world is not None and self._world.is_ours and dist.is_initialized():
+            dist.destroy_process_group()
+        self._world, self._has_joined = None, False
+
+    @property
+    def world(self) -> World:
+        """The world joined; before any was joined, that of an existing process group or of this process alone."""
+        if self._world is None or (not self._has_joined and self._world.size == 1 and self._stale()):
+            self._enter(join(Cluster(), self._device_type))
+        return self._world  # type: ignore[return-value]
+
+    def _stale(self) -> bool:
+        """Whether somebody initialised torch.distributed after we took this process for a world of one."""
+        return dist.is_initialized() and dist.get_world_size() > 1
+
+    @property
+    def rank(self) -> int:
+        world = self._world if self._has_joined else self.world
+        return world.rank  # type: ignore[union-attr]
+
+    @property
+    def reports(self) -> bool:
+        return not torch.compiler.is_compiling()  # what is traced is not sent now
+
+    def process_index(self) -> int:
+        return self.world.rank
+
+    def process_count(self) -> int:
+        return self.world.size
+
+    def list_devices(self, kind: str | None = None) -> list[str]:
+        world = self.world
+        name = "gpu" if world.device.type == "cuda" else world.device.type
+        names = [f"{name}:{k}" for k in range(world.size)]
+        self._check_asked(names)
+        return names if kind is None or _kind(kind) == name else []
+
+    def _check_asked(self, names: list[str]) -> None:
+        asked = self._asked
+        count = asked if isinstance(asked, int) else len(asked or names)
+        if count != len(names):
+            raise MeshError(f"use('torch', devices={asked!r}): {_too_few(count, len(names))}")
+        if asked is not None and not isinstance(asked, int) and [_canonical(name) for name in asked] != names:
+            raise MeshError(f"use('torch', devices={asked!r}): the devices of this world are {names}, in rank order")
+
+    # native objects -------------------------------------------------------------------------------------------
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        count = len(self.list_devices())
+        if max(mesh.devices) >= count:
+            raise MeshError(f"{mesh} names rank {max(mesh.devices)}: {_too_few(max(mesh.devices) + 1, count)}")
+
+    def mesh(self, mesh: Mesh) -> Any:
+        """torch's DeviceMesh, with the axes' names; its groups are in the order of the mesh. Members call together."""
+        found = self._meshes.get(mesh)
+        if found is None:
+            self.check_mesh(mesh)
+            alone(self.world)
+            device_type = self.world.device.type
+            found = self._meshes[mesh] = native.device_mesh(mesh, self.rank, device_type, self.comm.wire)
+        return found
+
+    def layout(self, sharding: Sharding) -> native.NativeLayout:
+        """The DeviceMesh, and DTensor's `placements` where it has them."""
+        return native.NativeLayout(sharding, self.mesh(sharding.mesh))
+
+    # arrays ---------------------------------------------------------------------------------------------------
+
+    def gather(self, x: torch.Tensor, sharding: Sharding) -> Array:
+        with torch.no_grad():
+            return super().gather(x.detach(), sharding)
+
+    def redistribute(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            number = self._traced_move(tracing.parts(src), tracing.parts(dst))
+            return tracing.traced(x, number)  # type: ignore[no-any-return]
+        return super().redistribute(x, src, dst)
+
+    def broadcast(self, x: torch.Tensor, sharding: Sharding, axes: Axes, root: int) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            number = self._traced_broadcast(tracing.parts(sharding), axes, root)
+            return tracing.traced(x, number)  # type: ignore[no-any-return]
+        return super().broadcast(x, sharding, axes, root)
+
+    def permute(
+        self, x: torch.Tensor, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            number = self._traced_permute(tracing.parts(sharding), axes, pairs)
+            return tracing.traced(x, number)  # type: ignore[no-any-return]
+        return super().permute(x, sharding, axes, pairs)
+
+    # Constants of a compiled program: found while it is compiled.
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _traced_move(self, src: tracing.Parts, dst: tracing.Parts) -> int:
+        def make() -> Both[torch.Tensor]:
+            move = Move(self, plan(tracing.whole(src), tracing.whole(dst)), self._traced)
+            return move.forward, move.backward
+
+        return tracing.number_of(self._numbers, (src, dst), make)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _traced_broadcast(self, sharding: tracing.Parts, axes: Axes, root: int) -> int:
+        def make() -> Both[torch.Tensor]:
+            return self.broadcasting(self._traced, tracing.whole(sharding), axes, root)
+
+        return tracing.number_of(self._numbers, ("broadcast", sharding, axes, root), make)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _traced_permute(self, sharding: tracing.Parts, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> int:
+        def make() -> Both[torch.Tensor]:
+            return self.permuting(self._traced, tracing.whole(sharding), axes, pairs)
+
+        return tracing.number_of(self._numbers, ("permute", sharding, axes, pairs), make)
+
+
+def _device_type(devices: int | Sequence[str] | None) -> DeviceType:
+    if devices is None or isinstance(devices, int):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = {_kind(name) for name in devices}
+    if kinds == {"cpu"}:
+        return "cpu"
+    if kinds == {"gpu"} and torch.cuda.is_available():
+        return "cuda"
+    raise BackendNotAvailableError(
+        f"use('torch', devices={list(devices)}): all names must be of one kind, 'cpu:k' or 'gpu:k', and of a kind that "
+        f"this process has ({'cpu, gpu' if torch.cuda.is_available() else 'cpu'})"
+    )
+
+
+def _kind(name: str) -> str:
+    kind = name.lower().partition(":")[0]
+    return "gpu" if kind == "cuda" else kind
+
+
+def _canonical(name: str) -> str:
+    return f"{_kind(name)}:{name.partition(':')[2]}"
+
+
+def _too_few(wanted: int, found: int) -> str:
+    return (
+        f"the world has {found} devices, one for each process. Start {wanted} processes: "
+        f"`unidist run -n {wanted} script.py` or `torchrun --nproc-per-node {wanted} script.py`"
+    )

@@ -1,0 +1,121 @@
+"""Joining the world: from a launcher's environment, an address, or a process group that is already there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from unidist.backends.environment import detect
+from unidist.backends.protocol import Cluster
+from unidist.errors import BackendMismatchError, BackendNotAvailableError
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes that this one belongs to.
+
+    Attributes:
+        rank: this process's number, which is its device's.
+        size: number of processes.
+        device: where this rank's tensors live.
+        timeout: seconds that a collective waits.
+        is_ours: whether leaving the world ends torch's process group.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    is_ours: bool
+
+
+def join(cluster: Cluster, device_type: DeviceType) -> World:
+    """The world that the cluster, an existing process group or the launcher describes; else a world of one.
+
+    Raises:
+        BackendMismatchError: the cluster and the existing process group contradict each other.
+        BackendNotAvailableError: the world could not be joined, or this process has no accelerator of its own.
+    """
+    if dist.is_initialized():
+        return _existing(cluster, device_type)
+    launch = detect()
+    count = cluster.process_count or (launch.process_count if launch else 1)
+    index = cluster.process_index
+    if index is None:
+        index = launch.process_index if launch else 0 if count == 1 else None
+    address = cluster.address or (launch.address if launch else None)
+    if index is None or (count > 1 and address is None):
+        raise BackendNotAvailableError(
+            f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
+            f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
+            f"`unidist run -n {count} script.py` or `torchrun --nproc-per-node {count} script.py`"
+        )
+    device = _bind(device_type, launch.local_index if launch else index)
+    if count > 1:
+        by_environment = launch is not None and launch.launcher == "torchrun" and cluster.address is None
+        _init("env://" if by_environment else f"tcp://{address}", count, index, device_type, cluster.timeout)
+    return World(index, count, device, cluster.timeout, True)
+
+
+def alone(world: World) -> None:
+    """Gives a world of one process a process group of torch's, which native meshes need. No network is used."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_transports(world.device.type), store=store, rank=0, world_size=1)
+
+
+def _existing(cluster: Cluster, device_type: DeviceType) -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if cluster.process_count not in (None, size) or cluster.process_index not in (None, rank):
+        raise BackendMismatchError(
+            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but torch.distributed "
+            f"was initialised as process {rank} of {size}: leave the arguments out to use that, or destroy it first"
+        )
+    if device_type == "cuda" and "nccl" not in dist.get_backend_config():
+        device_type = "cpu"
+    launch = detect()
+    # Whoever made the group has chosen the device.
+    index = torch.cuda.current_device() if device_type == "cuda" else (launch.local_index if launch else rank)
+    return World(rank, size, _bind(device_type, index), cluster.timeout, False)
+
+
+def _bind(device_type: DeviceType, local_index: int) -> torch.device:
+    """This process's device, made the current one. A process that sees one accelerator only has that one."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0 or (count > 1 and local_index >= count):
+        raise BackendNotAvailableError(
+            f"process {local_index} of this host needs an accelerator of its own, but {count} are visible: start "
+            "fewer processes a host, or use('torch', devices=['cpu:0', ...]) to compute on CPUs"
+        )
+    device = torch.device("cuda", local_index % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _transports(device_type: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+def _init(method: str, count: int, index: int, device_type: DeviceType, timeout: float) -> None:
+    try:
+        dist.init_process_group(
+            _transports(device_type),
+            init_method=method,
+            world_size=count,
+            rank=index,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (RuntimeError, ValueError) as error:  # DistNetworkError, DistStoreError and gloo's own
+        raise BackendNotAvailableError(
+            f"process {index} of {count} could not join the others through {method} within {timeout:g} s "
+            f"({str(error).splitlines()[0]}): check that all {count} processes were started, that process 0's host and "
+            "port can be reached from here, and that nothing else listens there"
+        ) from error

@@ -1,0 +1,63 @@
+"""Moves inside programs that torch.compile traces.
+
+torch.compile does not look into a plan: each move is entered here under a number while the program is compiled, and the
+program holds a call of `traced` with that number. Below it, functional collectives go into the graph, where the
+compiler may move and overlap them. They are not in the ledger of a run: what a compiled program sends is what its plans
+predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from unidist.algebra import Layout, Mesh, Sharding
+from unidist.backends.local import Both
+
+_moves: list[Both[torch.Tensor]] = []
+
+
+def number_of(known: dict[Hashable, int], key: Hashable, make: Callable[[], Both[torch.Tensor]]) -> int:
+    """The number of a move, entered on the first call. `known` is its world's: another world's moves are others."""
+    number = known.get(key)
+    if number is None:
+        _moves.append(make())
+        number = known[key] = len(_moves) - 1
+    return number
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def traced(x: torch.Tensor, number: int) -> torch.Tensor:
+    """The move of that number, differentiable."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _moves[number][0](x)
+    out: torch.Tensor = _Traced.apply(number, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, x: torch.Tensor) -> torch.Tensor:
+        ctx.number = number
+        return _moves[number][0](x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _moves[ctx.number][1](grad)
+
+
+# A Sharding that is made inside a compiled program is no constant to torch.compile, but its numbers and names are.
+Parts = tuple[Any, ...]
+
+
+def parts(sharding: Sharding) -> Parts:
+    mesh, layout = sharding.mesh, sharding.layout
+    return mesh.axes, mesh.devices, layout.dims, layout.partial, layout.fanout, sharding.shape
+
+
+def whole(of: Parts) -> Sharding:
+    axes, devices, dims, partial, fanout, shape = of
+    return Sharding(Mesh(dict(axes), devices), Layout(*dims, partial=dict(partial), fanout=fanout), shape)
