@@ -109,7 +109,11 @@ class EpochReader:
         return bounds(self.world, self.rank, total)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._source:
+        # The source's iterator is made at once, as Keras makes it: it draws a seed when it is.
+        return self._batches(iter(self._source))
+
+    def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        for batch in source:
             if self._already_local:
                 self.rows = rows_already_local(self.world, batch)
                 yield batch

@@ -1,0 +1,178 @@
+"""What runs in each of two real processes; every function raises where a check fails."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+
+import numpy as np
+
+
+def start():
+    import unidist
+
+    unidist.use("torch")
+
+
+def source(name):
+    import unidist
+    from tests.keras.torch.sources import check
+
+    check(name, unidist.DataParallel())
+
+
+def unseeded():
+    """Weights of models whose initial values nobody seeded, after a fit that shuffles."""
+    import keras
+    from keras import layers
+
+    import unidist
+    from tests.keras.torch.sources import X, Y
+
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(2)])
+        model.compile("adam", loss="mse")
+        model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+    return [np.asarray(v) for v in model.weights]
+
+
+def rows_read():
+    import keras
+    import torch
+
+    import unidist
+    from tests.keras.torch.sources import BATCH, Rows
+
+    rows = Rows()
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", loss="mse")
+        model.evaluate(torch.utils.data.DataLoader(rows, batch_size=BATCH), verbose=0)
+        rows.asked = 0
+        model.evaluate(torch.utils.data.DataLoader(rows, batch_size=BATCH), verbose=0)
+    # Keras looks at the first batch twice: to build and to compute.
+    return rows.asked
+
+
+def own_parts():
+    """auto_shard_dataset=False: every process brings its rows; together they are the batch."""
+    import contextlib
+
+    import keras
+
+    import unidist
+    from tests.keras.torch.sources import X, Y
+
+    def run(strategy, x, y, batch):
+        keras.utils.set_random_seed(2)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
+            model.compile("sgd", loss="mse")
+            model.fit(x, y, batch_size=batch, verbose=0, shuffle=False)
+        return [np.asarray(v) for v in model.weights]
+
+    rank = unidist.process_index()
+    mine = slice(0, 6) if rank == 0 else slice(6, 10)
+    found = run(unidist.DataParallel(auto_shard_dataset=False), X[mine], Y[mine], 6)
+    for a, b in zip(found, run(None, X, Y, 10), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def creation_peak():
+    """(growth of this process's memory while a model is made, bytes of its shards, bytes of the largest variable)."""
+    import keras
+    from keras import layers
+
+    import unidist
+
+    mesh = unidist.Mesh({"model": 2})
+    width, depth = 2048, 4
+    rules = unidist.LayoutMap(mesh, {".*/d./kernel": (None, "model"), ".*/d./bias": ("model",)})
+
+    def build():
+        return keras.Sequential([layers.Input((width,)), *[layers.Dense(width, name=f"d{k}") for k in range(depth)]])
+
+    with unidist.ModelParallel(mesh, rules).scope():
+        keras.Sequential([layers.Input((8,)), layers.Dense(8)])
+        before, peak, done = _resident(), [0], threading.Event()
+
+        def watch():
+            while not done.is_set():
+                peak[0] = max(peak[0], _resident())
+                time.sleep(0.0005)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        model = build()
+        done.set()
+        watcher.join()
+    rows = unidist.describe(model).rows
+    return peak[0] - before, sum(r.bytes_per_device for r in rows), width * width * 4
+
+
+def _resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def checkpoints(folder):
+    import keras
+
+    import unidist
+    from tests.keras.torch.models import features, mlp, model_parallel
+
+    mesh = unidist.Mesh({"model": 2})
+    x, y = features()
+    with model_parallel(mesh=mesh).scope():
+        model = mlp()
+        model.compile("adam", loss="mse")
+        best = keras.callbacks.ModelCheckpoint(f"{folder}/best.keras", monitor="loss", save_best_only=True)
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[best])
+        model.save_weights(f"{folder}/w.weights.h5")
+        model.save(f"{folder}/model.h5")
+    whole = unidist.gather_weights(model)
+    # Read back on one device, then into shards of the other axis.
+    plain = keras.saving.load_model(f"{folder}/best.keras")
+    plain.load_weights(f"{folder}/w.weights.h5")
+    same = all(np.array_equal(np.asarray(a), b) for a, b in zip(plain.weights, whole.values(), strict=True))
+    rules = {".*a/kernel": ("model", None), ".*b/kernel": (None, "model")}
+    with model_parallel(rules, mesh).scope():
+        other = mlp()
+        other.load_weights(f"{folder}/w.weights.h5")
+    again = unidist.gather_weights(other)
+    return same and all(np.array_equal(a, b) for a, b in zip(again.values(), whole.values(), strict=True))
+
+
+def own_loop():
+    """A loop without fit: gradients are exact where every rank computes the whole batch on its shards."""
+    import keras
+    import torch
+
+    import unidist
+    from tests.keras.torch.models import features, mlp, model_parallel
+
+    x, y = features()
+
+    def run(strategy):
+        keras.utils.set_random_seed(3)
+        model = mlp()
+        if strategy is not None:
+            unidist.parallelize(model, strategy)
+        optimizer = keras.optimizers.SGD(0.1)
+        for _ in range(3):
+            model.zero_grad()
+            loss = keras.losses.MeanSquaredError()(y, model(x, training=True))
+            loss.backward()
+            trainable = list(model.trainable_weights)
+            with torch.no_grad():
+                optimizer.apply([local(v).grad for v in trainable], trainable)
+        return [np.asarray(v) for v in model.weights]
+
+    def local(variable):
+        place = getattr(variable, "_place", None)
+        return variable.value if place is None else place.local(None)
+
+    wanted = run(None)
+    for a, b in zip(run(model_parallel(mesh=unidist.Mesh({"model": 2}))), wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
