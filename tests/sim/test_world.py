@@ -514,8 +514,8 @@ def seconds(world: World, collectives: int) -> float:
 def test_64_ranks_do_100_collectives_in_a_second() -> None:
     world = World(64)
     world.run(lambda rank: None)
-    # About 0.1 s on two idle cores; the best of five, for other programs may run beside this one.
-    assert min(seconds(world, 100) for _ in range(5)) < 1
+    # About 0.1 s on two idle cores; once in ten suffices, for other programs may run beside this one.
+    assert any(seconds(world, 100) < 1 for _ in range(10))
     world.close()
 
 
