@@ -14,6 +14,7 @@ from unidist.backends import registry
 from unidist.backends.protocol import Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError
 from unidist.keras import arrival
+from unidist.keras.partitioned.devices import prepare_devices
 
 
 def use(
@@ -40,6 +41,9 @@ def use(
     adapter_class = registry.load(name)
     _choose_keras(name, tuple(getattr(adapter_class, "keras_backends", ())))
     adapter = registry.use(name, devices=devices, **options)
+    if name == "sim" and os.environ.get("KERAS_BACKEND") == "jax":
+        # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
+        prepare_devices(len(adapter.list_devices()))
     arrival.when_keras_arrives()
     return adapter
 
