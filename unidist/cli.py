@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,12 +21,16 @@ Handler = Callable[[argparse.Namespace], int]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. `add` declares its arguments, `handle` does the work and gives the exit code."""
+    """A subcommand. `add` declares its arguments, `handle` does the work and gives the exit code.
+
+    One that `passes_on` parses its arguments by itself: options too reach it as they are.
+    """
 
     name: str
     summary: str
     add: Callable[[argparse.ArgumentParser], None]
     handle: Handler
+    passes_on: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"unidist {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in commands():
-        sub = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary,
+            # No argument begins with NUL: to argparse all of them are positional then, also "--help".
+            prefix_chars="\0" if command.passes_on else "-",
+            add_help=not command.passes_on,
+        )
         command.add(sub)
         sub.set_defaults(handle=command.handle)
     parsed = parser.parse_args(arguments)
@@ -50,15 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def commands() -> list[Command]:
     """All subcommands, in the order in which help shows them."""
-    found = [
+    return [
         Command(
             "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
         ),
+        Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
         Command("run", "Start a script in several processes", _add_run, _run),
     ]
-    if importlib.util.find_spec("unidist.demo") is not None:
-        found.insert(0, Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo))
-    return found
 
 
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +74,11 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_rest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
 
 
 def _demo(parsed: argparse.Namespace) -> int:
-    return int(importlib.import_module("unidist.demo").main(parsed.arguments) or 0)
+    return int(importlib.import_module("unidist.demo").main(parsed.arguments))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -12,13 +12,19 @@ TOLERANCE = 1e-5
 
 def assert_same_values(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float = TOLERANCE) -> None:
     """The same names in the same order, and values within the tolerance (absolute and relative)."""
-    assert list(found) == list(wanted)
+    assert list(found) == list(wanted), f"found {list(found)}, on one device {list(wanted)}"
     for name, value in wanted.items():
         left, right = np.asarray(found[name], dtype="float64"), np.asarray(value, dtype="float64")
         assert left.shape == right.shape, f"{name}: shape {left.shape}, on one device {right.shape}"
         assert np.isfinite(left).all(), f"{name} is not finite"
         apart = np.abs(left - right) - tolerance * np.abs(right)
         assert apart.size == 0 or apart.max() <= tolerance, f"{name} is {apart.max():.2e} from one device's"
+
+
+def assert_same_arrays(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float = TOLERANCE) -> None:
+    """As assert_same_values by order alone: Keras names the variables of a loaded Sequential model without its name."""
+    assert len(found) == len(wanted)
+    assert_same_values(dict(zip(wanted, found.values(), strict=True)), wanted, tolerance)
 
 
 def assert_same_logs(

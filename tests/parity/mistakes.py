@@ -27,7 +27,6 @@ def told_by(action: Callable[[], Any]) -> Told:
 def _model(units: int = 8) -> Any:
     import keras
 
-    keras.utils.clear_session()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units, name="wide")], name="net")
     model.compile("sgd", "mse")
     return model

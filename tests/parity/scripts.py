@@ -17,7 +17,6 @@ def _images() -> tuple[Any, Any]:
 def _network() -> Any:
     import keras
 
-    keras.utils.clear_session()
     keras.utils.set_random_seed(3)
     model = keras.Sequential(
         [

@@ -15,7 +15,7 @@ LAYOUTS = {
     "rule_that_matches_nothing": r"rules that match no variable: \['wide.*kernell'\].*whole path.*'net/wide/kernel'",
     "rule_that_matches_part_of_a_path": r"rules that match no variable: \['wide'\].*re.fullmatch",
     "two_rules_for_one_variable": r"'net/wide/kernel' matches several rules: .*make each path match one",
-    "unknown_axis": r"unknown axis 'modle'.*'data': 2, 'model': 2",
+    "unknown_axis": r"axis 'modle', but the mesh has \{'data': 2, 'model': 2\}",
     "one_axis_on_two_dims": r"'model'.*(twice|two)",
     "dim_that_does_not_divide": r"'net/wide/kernel' of shape \(4, 6\): dim 1 \(6\) does not divide over model \(4\): ",
     "more_dims_than_the_variable": r"'net/wide/bias' of shape \(8,\)",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.compare import assert_same_logs, assert_same_values
+from tests.parity.compare import assert_same_arrays, assert_same_logs, assert_same_values
 from tests.parity.models import CASES
 from tests.parity.train import Saved, Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Alone, Worlds
@@ -53,9 +53,9 @@ def test_every_process_sees_whole_files_once_saving_returns(written: Written) ->
 
 def test_one_device_loads_it_and_trains_on(written: Written, alone: Alone) -> None:
     result = alone.world(written.keras).call("tests.parity.train:load_and_go_on", CASE, None, str(written.folder))[0]
-    assert_same_values(result.start, written.saved[0].weights, 0.0)
+    assert_same_arrays(result.start, written.saved[0].weights, 0.0)
     assert_same_values(result.predict, written.saved[0].predict)
-    assert_same_values(result.start, alone.train(written.keras, CASE).weights)
+    assert_same_arrays(result.start, alone.train(written.keras, CASE).weights)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_another_strategy_loads_it_and_trains_on_as_one_device(
     one_device = alone.world(SETTINGS[setting].keras)
     wanted = one_device.call("tests.parity.train:load_and_go_on", CASE, None, folder)[0]
     for result in worlds.get(setting).call("tests.parity.train:load_and_go_on", CASE, spec, folder):
-        assert_same_values(result.start, written.saved[0].weights, 0.0)
+        assert_same_arrays(result.start, written.saved[0].weights, 0.0)
         assert_same_values(result.predict, wanted.predict)
         assert_same_logs(result.logs, wanted.logs)
         assert_same_values(result.weights, wanted.weights)

@@ -1,0 +1,64 @@
+"""The demo: it keeps its bounds, shows what it promises, and says so by its exit code where it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from unidist import demo
+from unidist.errors import BackendNotAvailableError, MeshError
+
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str, keras: str = "torch") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "unidist", "demo", *arguments],
+        env={**os.environ, "KERAS_BACKEND": keras, "JAX_PLATFORMS": "cpu", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("keras", "backend"), [("torch", "sim"), ("jax", "sim"), ("jax", "jax")])
+def test_it_keeps_its_bounds_and_shows_layouts_traffic_and_memory(keras: str, backend: str) -> None:
+    done = run("--backend", backend, keras=keras)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MISS" not in done.stdout
+    assert done.stdout.count("ok  ") == 3
+    assert "Mesh({'data': 2, 'model': 2})" in done.stdout
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    assert lines["wide/kernel"][1:] == ["-", "model", "256x256", "256x128", "131,072", "50%"]
+    assert lines["norm/gamma"][1] == "replicated"
+    sent = int(lines["all_reduce"][-1].replace(",", ""))
+    assert sent > 1_000_000
+
+
+def test_a_missed_bound_is_a_non_zero_exit_code() -> None:
+    done = run("--epochs", "1", "--quiet")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "MISS  accuracy on held-back digits" in done.stdout
+
+
+def test_another_mesh() -> None:
+    done = run("--mesh", "data=1,model=2", "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Mesh({'data': 1, 'model': 2})" in done.stdout
+
+
+def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(BackendNotAvailableError, match=r'pip install "keras-unidist\[demo\]"'):
+        demo.main([])
+
+
+@pytest.mark.parametrize("arguments", [["--mesh", "rows=2"], ["--mesh", "data=2,model=2", "--devices", "8"]])
+def test_a_mesh_that_cannot_be_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(MeshError, match="--mesh"):
+        demo.main(arguments)

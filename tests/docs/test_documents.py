@@ -1,0 +1,56 @@
+"""What the documents point to exists, and what they say of the command is so."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from unidist import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_inside_the_project_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            file, _, anchor = target.partition("#")
+            found = document.parent / file if file else document
+            assert found.exists(), target
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.MULTILINE)
+                slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_of_ours_that_are_named_exist(document: Path) -> None:
+    for path in re.findall(r"`((?:tests|ci|docs|unidist|benchmarks)/[\w/.-]*\w)`", document.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_table_of_options_is_that_of_the_command() -> None:
+    text = (ROOT / "docs" / "launching.md").read_text()
+    told = set(re.findall(r"`(--?[a-z-]+)`", "\n".join(line for line in text.splitlines() if line.startswith("| `-"))))
+    parser = argparse.ArgumentParser()
+    next(command for command in cli.commands() if command.name == "run").add(parser)
+    options = {option for action in parser._actions for option in action.option_strings}
+    assert told == options - {"-h", "--help"}
+
+
+def test_every_folder_of_tests_is_run_and_told() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    told = set(re.findall(r"`tests/(\w+)`", (ROOT / "docs" / "contributing.md").read_text()))
+    run = set(
+        re.findall(r'"(\w+)"', re.search(r"^FOLDERS = \((.*)\)$", (ROOT / "ci" / "test.py").read_text(), re.M)[1])
+    )
+    assert folders <= run
+    assert folders <= told
