@@ -15,7 +15,7 @@ from unidist.planner.layout_map import check_variable
 
 def named(mesh: Any, *dims: Any) -> NamedSharding:
     """A NamedSharding on a JAX mesh; without dims the replicated one."""
-    return NamedSharding(mesh, PartitionSpec(*dims))  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, PartitionSpec(*dims))
 
 
 def replicated(distribution: Any) -> NamedSharding:
