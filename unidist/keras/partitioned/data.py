@@ -134,7 +134,7 @@ def _place_part(part: Part, distribution: Any) -> Any:
     held = _padded(array, per_unit * units - array.shape[0])
     total = layouts.parts_of_dim(sharding, 0) * per_unit
     shape = (total, *array.shape[1:])
-    placed = jax.make_array_from_process_local_data(sharding, held, shape)  # type: ignore[no-untyped-call]
+    placed = jax.make_array_from_process_local_data(sharding, held, shape)
     segments = _segments(places, part.counts, per_unit)
     return placed if segments == ((0, total),) else Padded(placed, segments)
 
@@ -173,7 +173,7 @@ def replicate(tree: Any, distribution: Any) -> Any:
 
 def _replicate_leaf(sharding: NamedSharding, value: Any) -> Any:
     if isinstance(value, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(value, sharding)  # type: ignore[no-untyped-call]
+        return jax.lax.with_sharding_constraint(value, sharding)
     if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
         return jax.jit(_same, out_shardings=sharding)(value)
     return value
