@@ -82,7 +82,7 @@ class TorchOps:
     def differentiable(self, forward: Move, backward: Move, x: torch.Tensor) -> torch.Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return forward(x)
-        out: torch.Tensor = _Linear.apply(forward, backward, x)
+        out: torch.Tensor = _Linear.apply(forward, backward, x)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         forward, backward = ctx.moves
         if grad.requires_grad and torch.is_grad_enabled():
-            return None, None, _Linear.apply(backward, forward, grad)
+            return None, None, _Linear.apply(backward, forward, grad)  # type: ignore[no-untyped-call]
         return None, None, backward(grad)
 
 
