@@ -28,7 +28,7 @@ def bfloat16_too(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def six_devices() -> World:
-    return World(backend=unidist.use("sim", devices=6), array=bfloat16_too, layout_pairs=200)
+    return World(backend=unidist.use("sim", devices=6), array=bfloat16_too, layout_pairs=120)
 
 
 def eight_devices() -> World:

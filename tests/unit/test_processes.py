@@ -102,7 +102,7 @@ def test_a_killed_process_is_told_with_its_last_words_and_the_next_call_starts_a
 def test_a_hanging_call_is_ended_after_the_timeout() -> None:
     with ProcessWorld(2, timeout=1.5) as world:
         pids, began = world.pids, time.monotonic()
-        with pytest.raises(ProcessFailedError, match="did not answer in time"):
+        with pytest.raises(ProcessFailedError, match=r"(?s)did not answer in time.*in hang"):
             world.call(hang)
         assert time.monotonic() - began < 10
         assert not any(alive(pid) for pid in pids)

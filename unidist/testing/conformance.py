@@ -63,6 +63,8 @@ class ConformanceSuite:
             return
         with ProcessWorld(cls.processes, launcher=cls.launcher, env=cls.env, timeout=cls.timeout) as processes:
             yield lambda name: _run_in(processes, cls.world, name)
+            if processes.pids:
+                processes.call("unidist.testing.laws:leave_here")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "law" in metafunc.fixturenames:

@@ -12,8 +12,7 @@ import contextlib
 import os
 import pickle
 import queue
-import random
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from unidist.backends.environment import without_launcher
+from unidist.launch.request import free_port as free_port
 
 Launcher: TypeAlias = Literal["torchrun", "jax"]
 Target: TypeAlias = str | Callable[..., Any]
@@ -55,15 +55,6 @@ class Outcome:
 
     value: Any = None
     failure: ProcessFailedError | None = None
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that was free a moment ago, below the range that the kernel hands to clients."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port among 100 tried on 127.0.0.1")
 
 
 def launcher_environment(launcher: Launcher | None, count: int, index: int, port: int) -> dict[str, str]:
@@ -183,7 +174,7 @@ class ProcessWorld:
         self.start()
         return self._outcomes(name, args, kwargs, self.timeout)
 
-    def close(self, *, patience: float = 5.0) -> None:
+    def close(self, *, patience: float = 10.0) -> None:
         """Ends every process: asks, then after `patience` seconds kills. Leaves none behind."""
         children, self._children = self._children, []
         for child in children:
@@ -220,6 +211,8 @@ class ProcessWorld:
                 # The others may wait for this one for ever: they get a little time to say what they see.
                 deadline = min(deadline, time.monotonic() + min(10.0, timeout))
         late = [index for index in range(self.count) if index not in found]
+        for index in late:
+            self._children[index].tell_where()
         for index in late:
             found[index] = Outcome(failure=self._failure(index, "timeout", "did not answer in time", ""))
         if late or any(o.failure is not None and o.failure.kind == "ended" for o in found.values()):
@@ -278,6 +271,12 @@ class _Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(5.0)
         return None
+
+    def tell_where(self) -> None:
+        """Asks a process that does not answer to print where each of its threads is."""
+        if self.process.poll() is None and hasattr(signal, "SIGUSR1"):
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
 
     def printed(self) -> str:
         """The end of what it wrote to its standard output and error."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -14,6 +16,8 @@ from typing import Any, BinaryIO
 
 
 def main() -> None:
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)
     requests, replies = _streams()
     known = set(sys.path)
     sys.path += [entry for entry in pickle.load(requests) if entry not in known]

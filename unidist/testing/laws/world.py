@@ -12,6 +12,7 @@ import numpy as np
 
 from unidist.algebra import Sharding
 from unidist.algebra.layout import ReduceOp
+from unidist.backends import registry
 from unidist.backends.protocol import Array, DistributionBackend
 from unidist.backends.sim import reference
 from unidist.errors import UnidistError
@@ -84,6 +85,12 @@ _made = cache(make_world)
 def run_check_here(maker: str, name: str) -> None:
     """Runs a check in this process on the World that "module:function" gives; it is made once a process."""
     run_check(name, _made(maker))
+
+
+def leave_here() -> None:
+    """Leaves the world that this process joined."""
+    if registry.has_current():
+        registry.shutdown()
 
 
 def law(check: Check) -> Check:
