@@ -8,6 +8,7 @@ predict.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -55,7 +56,9 @@ Parts = tuple[Any, ...]
 
 def parts(sharding: Sharding) -> Parts:
     mesh, layout = sharding.mesh, sharding.layout
-    return mesh.axes, mesh.devices, layout.dims, layout.partial, layout.fanout, sharding.shape
+    # operator.index fixes a size that torch.compile holds open: a move is made for one shape.
+    shape = tuple(operator.index(size) for size in sharding.shape)
+    return mesh.axes, mesh.devices, layout.dims, layout.partial, layout.fanout, shape
 
 
 def whole(of: Parts) -> Sharding:
