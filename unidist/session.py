@@ -14,7 +14,6 @@ from unidist.backends import registry
 from unidist.backends.protocol import Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError
 from unidist.keras import arrival
-from unidist.keras.partitioned.devices import prepare_devices
 
 
 def use(
@@ -43,7 +42,7 @@ def use(
     adapter = registry.use(name, devices=devices, **options)
     if name == "sim" and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
-        prepare_devices(len(adapter.list_devices()))
+        arrival.prepare_devices(len(adapter.list_devices()))
     arrival.when_keras_arrives()
     return adapter
 

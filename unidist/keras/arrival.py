@@ -10,6 +10,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from unidist.keras.partitioned.devices import prepare_devices as prepare_devices
+
 
 def when_keras_arrives() -> None:
     """Calls unidist.keras.hooks.install() once Keras is imported. May be called again."""

@@ -189,7 +189,7 @@ def adopt(distribution: Any) -> UnidistDistribution:
         axes = (batch,) if batch is not None else ()
         cached = UnidistDistribution(Strategy(mesh, axes, rule, distribution.auto_shard_dataset), rules)
         distribution._unidist = cached
-    return cached  # type: ignore[no-any-return]
+    return cached
 
 
 def current() -> UnidistDistribution | None:

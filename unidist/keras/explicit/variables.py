@@ -186,7 +186,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     @property
     def trainable(self) -> bool:
-        return self._trainable  # type: ignore[no-any-return]
+        return self._trainable
 
     @trainable.setter
     def trainable(self, value: bool) -> None:

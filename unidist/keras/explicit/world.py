@@ -104,7 +104,8 @@ def rank_world(mesh: Mesh, data_axes: Axes) -> RankWorld:
     Raises:
         CapabilityError: the backend in use cannot run Keras on torch.
     """
-    return _world_of(session.backend(), mesh, data_axes)
+    backend: Any = session.backend()
+    return _world_of(backend, mesh, data_axes)
 
 
 @lru_cache(maxsize=64)
