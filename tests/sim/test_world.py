@@ -419,11 +419,15 @@ def test_no_failure_outlives_its_run(world: World) -> None:
             raise ValueError("no")
         world.exchange(FOUR, "x", big, lambda values: values)
 
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            world.run(fn)
     gc.collect()
-    assert [ref() for ref in kept] == [None] * 8
+    gc.disable()  # nothing may wait for it: what a failed step held must be free for the next
+    try:
+        for _ in range(2):
+            with contextlib.suppress(ValueError):
+                world.run(fn)
+        assert [ref() for ref in kept] == [None] * 8
+    finally:
+        gc.enable()
 
 
 # Ctrl-C ------------------------------------------------------------------------------------------------------------
