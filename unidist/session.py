@@ -16,9 +16,7 @@ from unidist.errors import BackendMismatchError
 from unidist.keras import arrival
 
 
-def use(
-    name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any
-) -> DistributionBackend:
+def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
     """Chooses the backend, and the Keras backend that it needs.
 
     Args:
@@ -73,9 +71,7 @@ def initialize(
     """
     backend()
     registry.initialize(
-        Cluster(
-            address=address, process_count=process_count, process_index=process_index, timeout=timeout
-        )
+        Cluster(address=address, process_count=process_count, process_index=process_index, timeout=timeout)
     )
 
 

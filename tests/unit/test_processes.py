@@ -58,7 +58,7 @@ def alive(pid: int) -> bool:
 
 
 def test_results_come_back_by_process_and_the_processes_stay_for_the_next_call() -> None:
-    with ProcessWorld(3, setup=remember, setup_args=("set up",), timeout=30) as world:
+    with ProcessWorld(3, setup=remember, setup_args=("set up",), timeout=60) as world:
         pids = world.pids
         first, second = world.call(identity, 10), world.call(f"{__name__}:identity", factor=2)
         assert [row[0] for row in first] == [0, 10, 20]
@@ -72,7 +72,7 @@ def test_results_come_back_by_process_and_the_processes_stay_for_the_next_call()
 
 
 def test_a_failure_comes_back_with_its_traceback_and_leaves_the_world_usable() -> None:
-    with ProcessWorld(2, timeout=30) as world:
+    with ProcessWorld(2, timeout=60) as world:
         pids = world.pids
         with pytest.raises(ProcessFailedError, match=r"process 1 of 2: ValueError: broken on purpose in 1") as caught:
             world.call(fail_in, 1)
@@ -83,14 +83,16 @@ def test_a_failure_comes_back_with_its_traceback_and_leaves_the_world_usable() -
 
 
 def test_a_failure_is_told_before_those_who_wait_for_it() -> None:
-    with ProcessWorld(2, timeout=3) as world:
+    with ProcessWorld(2, timeout=60) as world:
+        world.call(identity, 1)
+        world.timeout = 3
         with pytest.raises(ProcessFailedError, match="the cause"):
             world.call(fail_in_one_and_hang_in_the_other)
         assert world.pids == ()
 
 
 def test_a_killed_process_is_told_with_its_last_words_and_the_next_call_starts_anew() -> None:
-    with ProcessWorld(2, timeout=30) as world:
+    with ProcessWorld(2, timeout=60) as world:
         before = world.pids
         with pytest.raises(ProcessFailedError, match=r"(?s)ended with exit code -9.*last words"):
             world.call(end_in, 1)
@@ -100,7 +102,9 @@ def test_a_killed_process_is_told_with_its_last_words_and_the_next_call_starts_a
 
 
 def test_a_hanging_call_is_ended_after_the_timeout() -> None:
-    with ProcessWorld(2, timeout=1.5) as world:
+    with ProcessWorld(2, timeout=60) as world:
+        world.call(identity, 1)
+        world.timeout = 1.5
         pids, began = world.pids, time.monotonic()
         with pytest.raises(ProcessFailedError, match=r"(?s)did not answer in time.*in hang"):
             world.call(hang)
@@ -109,7 +113,7 @@ def test_a_hanging_call_is_ended_after_the_timeout() -> None:
 
 
 def test_a_failing_setup_ends_every_process() -> None:
-    world = ProcessWorld(2, setup=fail_in, setup_args=(0,), timeout=30)
+    world = ProcessWorld(2, setup=fail_in, setup_args=(0,), timeout=60)
     with pytest.raises(ProcessFailedError, match="broken on purpose in 0"):
         world.start()
     assert world.pids == ()
@@ -117,7 +121,7 @@ def test_a_failing_setup_ends_every_process() -> None:
 
 def test_the_environment_is_the_launchers_and_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
-    with ProcessWorld(2, launcher="jax", env={"JAX_NUM_CPU_DEVICES": "2"}, timeout=30) as world:
+    with ProcessWorld(2, launcher="jax", env={"JAX_NUM_CPU_DEVICES": "2"}, timeout=60) as world:
         rows = world.call(jax_variables)
     assert [row["JAX_PROCESS_ID"] for row in rows] == ["0", "1"]
     assert {row["JAX_NUM_CPU_DEVICES"] for row in rows} == {"2"}
