@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,18 @@ def _run(parsed: argparse.Namespace) -> int:
         devices_per_process=parsed.devices_per_process,
         grace=parsed.grace,
     )
-    return int(launch.run(request))
+    code = int(launch.run(request))
+    if code == 128 + signal.SIGPIPE:
+        _forget_output()
+    return code
+
+
+def _forget_output() -> None:
+    """Nobody reads: what is still in the buffers must not fail a second time, at Python's exit."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nothing, stream.fileno())
+    os.close(nothing)
 
 
 def _backends(parsed: argparse.Namespace) -> int:
