@@ -161,7 +161,8 @@ class _KerasRules(LayoutMap):
         super().__init__(mesh, rules, strict=False)
 
     def check_used(self, paths: Any) -> None:
-        idle = self.unmatched(paths)
+        # Keras keeps the layouts of layers' outputs in the same map.
+        idle = [pattern for pattern in self.unmatched(paths) if not pattern.endswith("output")]
         self.strict = bool(idle) and len(idle) == len(self)
         super().check_used(paths)
         if idle:

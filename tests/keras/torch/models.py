@@ -31,7 +31,9 @@ class _Losses(keras.callbacks.Callback):
         self.seen.append(float(logs["loss"]))
 
 
-def train(build, x, y, strategy=None, *, optimizer=None, batch_size=4, epochs=2, compiled=None, **fit) -> Trained:
+def train(
+    build, x, y, strategy=None, *, optimizer=None, batch_size=4, epochs=2, compiled=None, callbacks_too=(), **fit
+) -> Trained:
     """The same seed, model and data; under a strategy or on one device."""
     keras.utils.set_random_seed(11)
     losses = _Losses()
@@ -39,7 +41,9 @@ def train(build, x, y, strategy=None, *, optimizer=None, batch_size=4, epochs=2,
         model = build()
         make = optimizer or (lambda: keras.optimizers.SGD(0.05, momentum=0.9))
         model.compile(optimizer=make(), **(compiled or {"loss": "mse"}))
-        history = model.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0, callbacks=[losses], **fit)
+        history = model.fit(
+            x, y, batch_size=batch_size, epochs=epochs, verbose=0, callbacks=[losses, *callbacks_too], **fit
+        )
     return Trained(model, losses.seen, history.history, [np.asarray(v) for v in model.weights])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -290,3 +292,38 @@ def test_a_model_is_distributed_once():
     model = train(mlp, *features(), model_parallel()).model
     with pytest.raises(unidist.LayoutError, match=r"distributed over .* already"):
         unidist.parallelize(model, unidist.DataParallel())
+
+
+def test_validation_and_early_stopping_decide_as_on_one_device(strategy):
+    x, y = features(rows=14)
+    held = features(rows=5, seed=3)
+
+    def run(given):
+        stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True)
+        rate = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.5, min_delta=0.05)
+        return train(
+            mlp, x, y, given, epochs=8, validation_data=held, callbacks_too=[stop, rate], compiled={"loss": "mse"}
+        )
+
+    found, wanted = run(strategy), run(None)
+    assert_equal(found, wanted)
+    assert len(found.history["val_loss"]) == len(wanted.history["val_loss"])
+
+
+def test_train_test_and_predict_on_batch(strategy):
+    x, y = features(rows=6)
+
+    def run(given):
+        keras.utils.set_random_seed(1)
+        with given.scope() if given is not None else contextlib.nullcontext():
+            model = mlp()
+            model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), loss="mse", metrics=["mae"])
+            return [
+                *(model.train_on_batch(x, y) for _ in range(3)),
+                model.test_on_batch(x, y),
+                model.predict_on_batch(x),
+                keras.ops.convert_to_numpy(model(x)),
+            ]
+
+    for a, b in zip(run(strategy), run(None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
