@@ -55,8 +55,8 @@ def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = Non
             registry.find(name)
         how = _ELSEWHERE.get(name, "start its processes with its own launcher")
         raise CapabilityError(f"`unidist run` starts {' and '.join(JOBS)}, not {name!r}: {how}")
-    registry.find(name)
     job = JOBS[name](request)
+    registry.find(name)
     console = Console(out or sys.stdout, err or sys.stderr)
     return _supervise(job, console)
 
