@@ -1,0 +1,1 @@
+"""The `jax` backend: global arrays with a NamedSharding, moved by cached shard_map programs."""

@@ -1,0 +1,342 @@
+"""The `jax` backend: a process holds global arrays, moved by jitted shard_map programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from unidist import events
+from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
+from unidist.backends.jax import arrays, collectives, waiting
+from unidist.backends.jax.collectives import Move
+from unidist.backends.jax.devices import config, find, make_virtual, name_of
+from unidist.backends.jax.joining import World, join
+from unidist.backends.local import check_local_shape
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name
+from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
+
+_WIDE = frozenset(("int64", "float64"))
+_DTYPES = frozenset(jax.numpy.dtype(name) for name in ALL_DTYPES)
+_NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
+_PROGRAMS: dict[str, Callable[..., Move]] = {
+    "broadcast": collectives.broadcasting,
+    "permute": collectives.permutation,
+}
+_ALONE = World(count=1, index=0, timeout=300.0, is_ours=True)
+
+
+class _Declared:
+    """What JAX can do as it is configured now: 64-bit dtypes only with jax_enable_x64."""
+
+    def __get__(self, instance: object, owner: type) -> Capabilities:
+        return _capabilities(bool(config.jax_enable_x64))
+
+
+@lru_cache(maxsize=2)
+def _capabilities(wide: bool) -> Capabilities:
+    return Capabilities(view="global", uneven="padded", dtypes=ALL_DTYPES if wide else ALL_DTYPES - _WIDE)
+
+
+class JaxBackend:
+    """JAX on one or several processes. Data: a global jax.Array (backends/jax/arrays.py tells of what shape).
+
+    `redistribute`, `broadcast` and `permute` work on tracers too, inside jax.jit and under jax.grad and jax.vjp (the
+    gradient's form: backends/jax/collectives.py). DistributedArray is a pytree once this adapter is in use.
+
+    Args:
+        devices: how many virtual CPU devices each process has, or the names of the world's devices in rank order.
+            By default all devices of JAX's default platform.
+
+    Raises:
+        BackendMismatchError: XLA has started with another number of virtual devices.
+    """
+
+    name: ClassVar[str] = "jax"
+    keras_backends: ClassVar[tuple[str, ...]] = ("jax",)
+    capabilities = _Declared()
+
+    def __init__(self, devices: int | Sequence[str] | None = None) -> None:
+        if isinstance(devices, int):
+            make_virtual(devices)
+        self._wanted = devices
+        self._world: World | None = None
+        self._forget()
+        arrays.register_tree()
+
+    def _forget(self) -> None:
+        """Drops all that was made for the devices of before."""
+        self._found: tuple[jax.Device, ...] | None = None
+        self._redistribution = lru_cache(maxsize=16384)(self._make_redistribution)
+        self._program = lru_cache(maxsize=16384)(self._make_program)
+        self._layouts: dict[Sharding, jax.sharding.NamedSharding] = {}
+        self._meshes: dict[Mesh, jax.sharding.Mesh] = {}
+
+    # the world
+
+    def initialize(self, cluster: Cluster) -> None:
+        if self._world is not None:
+            raise BackendMismatchError(
+                f"initialize was called a second time: this is process {self._world.index} of {self._world.count} "
+                "already; call unidist.shutdown() before joining another world"
+            )
+        self._world = join(cluster)
+        self._forget()
+
+    def shutdown(self) -> None:
+        """Leaves the world. Where it had several processes, all arrays and compiled programs of JAX are lost."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.leave()
+            self._forget()
+
+    @property
+    def world(self) -> World:
+        return self._world or _ALONE
+
+    def process_index(self) -> int:
+        return self.world.index
+
+    def process_count(self) -> int:
+        return self.world.count
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The k-th is rank k. Starts XLA."""
+        if self._found is None:
+            self._found = find(self._wanted)
+        return self._found
+
+    def list_devices(self, kind: str | None = None) -> list[str]:
+        return [name_of(device) for device in self.devices if kind in (None, device.platform)]
+
+    def local_ranks(self) -> tuple[int, ...]:
+        here = self.world.index
+        return tuple(rank for rank, device in enumerate(self.devices) if device.process_index == here)
+
+    def _ranks_here(self, mesh: Mesh) -> tuple[int, ...]:
+        """The ranks of the mesh that this process holds, in order."""
+        return tuple(rank for rank in self.local_ranks() if rank in mesh.devices)
+
+    # native objects
+
+    def mesh(self, mesh: Mesh) -> jax.sharding.Mesh:
+        found = self._meshes.get(mesh)
+        if found is None:
+            count = len(self.devices)
+            beyond = [rank for rank in mesh.devices if rank >= count]
+            if beyond:
+                raise MeshError(
+                    f"{mesh} names rank {beyond[0]}, but jax has {count} devices: make the mesh smaller, or on CPU "
+                    f"call use('jax', devices={max(mesh.devices) + 1}) before any JAX operation"
+                )
+            grid = np.array([self.devices[rank] for rank in mesh.devices]).reshape(mesh.shape)
+            auto = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
+            found = self._meshes[mesh] = jax.sharding.Mesh(grid, mesh.axis_names, axis_types=auto)
+        return found
+
+    def layout(self, sharding: Sharding) -> jax.sharding.NamedSharding:
+        """The NamedSharding of data at `sharding`."""
+        found = self._layouts.get(sharding)
+        if found is None:
+            found = jax.sharding.NamedSharding(self.mesh(sharding.mesh), arrays.partition_spec(sharding))
+            self._layouts[sharding] = found
+        return found
+
+    # in and out
+
+    def distribute(self, value: Any, sharding: Sharding) -> jax.Array:
+        if isinstance(value, jax.core.Tracer):
+            return self.redistribute(value, sharding.with_layout(Layout()), sharding)
+        whole = _known(value)
+        self._check_dtype(whole)
+        if whole.shape != sharding.shape:
+            raise LayoutError(f"the value has shape {whole.shape}, the sharding {sharding.shape}")
+        if isinstance(whole, jax.Array):
+            if self.world.count == 1:
+                replicated = sharding.with_layout(Layout())
+                return self.redistribute(jax.device_put(whole, self.layout(replicated)), replicated, sharding)
+            whole = np.asarray(whole)
+        parts = {rank: self._contribution(whole, sharding, rank) for rank in self._ranks_here(sharding.mesh)}
+        return self._assembled(parts, sharding, whole.dtype)
+
+    def _contribution(self, whole: Array, sharding: Sharding, rank: int) -> Array:
+        """What a rank holds of the value: its region, at place 0 of partial axes, neutral elements elsewhere."""
+        here = sharding.mesh.coordinate(rank)
+        part = whole[sharding.slices(rank)]
+        for axis, op in sharding.layout.partial:
+            if op == "mean":
+                if whole.dtype.kind in "biu":
+                    raise LayoutError(f"a mean of {whole.dtype} values is no {whole.dtype}: cast to a float")
+                part = np.asarray(part * np.asarray(sharding.mesh.axis_size(axis), part.dtype), part.dtype)
+            if here[axis] and op in _NEUTRAL:
+                part = np.full_like(part, _NEUTRAL[op])
+        return arrays.pad(part, sharding)
+
+    def from_local(self, shards: Sequence[Any], sharding: Sharding) -> jax.Array:
+        if any(isinstance(shard, jax.core.Tracer) for shard in shards):
+            raise CapabilityError(
+                "backend 'jax' cannot assemble shards inside jax.jit or jax.grad: call from_local outside and pass "
+                "the DistributedArray in"
+            )
+        ranks = self._ranks_here(sharding.mesh)
+        if len(shards) != len(ranks):
+            raise LayoutError(f"this process holds ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
+        given = [_known(shard) for shard in shards]
+        for rank, shard in zip(ranks, given, strict=True):
+            self._check_dtype(shard)
+            check_local_shape(tuple(shard.shape), sharding, rank)
+        kinds = {dtype_name(shard) for shard in given}
+        if len(kinds) > 1:
+            raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
+        pads = [arrays.pad_on_device if isinstance(shard, jax.Array) else arrays.pad for shard in given]
+        parts = {rank: fill(shard, sharding) for rank, shard, fill in zip(ranks, given, pads, strict=True)}
+        return self._assembled(parts, sharding, given[0].dtype if given else None)
+
+    def _assembled(self, parts: Mapping[int, Any], sharding: Sharding, dtype: Any) -> jax.Array:
+        return arrays.assemble(parts, sharding, self.layout(sharding), self.devices.__getitem__, dtype)
+
+    def to_local(self, x: jax.Array, sharding: Sharding) -> Mapping[int, jax.Array]:
+        self._check_concrete(x, "the shards")
+        self._check_shape(x, sharding)
+        held = {shard.device: shard.data for shard in self._placed(x, sharding).addressable_shards}
+        return {
+            rank: arrays.strip(held[self.devices[rank]], sharding, rank) for rank in self._ranks_here(sharding.mesh)
+        }
+
+    def _placed(self, x: jax.Array, sharding: Sharding) -> jax.Array:
+        """x where the sharding says: what the compiler made of a function's result may lie elsewhere."""
+        native = self.layout(sharding)
+        return x if x.sharding == native else jax.device_put(x, native)
+
+    def gather(self, x: jax.Array, sharding: Sharding) -> Array:
+        self._check_concrete(x, "the value")
+        if not self._ranks_here(sharding.mesh):
+            raise MeshError(f"this process holds no rank of {sharding.mesh}: only the others can gather the array")
+        whole = self.redistribute(x, sharding, sharding.with_layout(Layout()))
+        waiting.until_ready(whole, self.world, "gather")
+        return np.array(whole.addressable_data(0))
+
+    # collectives
+
+    def redistribute(self, x: jax.Array, src: Sharding, dst: Sharding) -> jax.Array:
+        move = self._redistribution(src, dst)
+        if x.dtype not in _DTYPES or x.shape != move.shape:
+            self._check_dtype(x)
+            self._check_shape(x, src)
+        if events.listening():
+            self._tell_steps(plan(src, dst), x)
+        return move.program(x)
+
+    def broadcast(self, x: jax.Array, sharding: Sharding, axes: Axes, root: int) -> jax.Array:
+        """Replicas along `axes` become those of place `root`. As compiled a masked all-reduce, which sends up to twice
+        the bytes of a broadcast's bound: XLA on CPU has no broadcast."""
+        return self._on_shards("broadcast", x, sharding, axes, root)
+
+    def permute(self, x: jax.Array, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
+        return self._on_shards("permute", x, sharding, axes, pairs)
+
+    def _on_shards(self, op: str, x: jax.Array, sharding: Sharding, axes: Axes, how: Any) -> jax.Array:
+        self._check_dtype(x)
+        self._check_shape(x, sharding)
+        if events.listening() and not isinstance(x, jax.core.Tracer):
+            self._tell(op, axes, sharding, x)
+        return self._program(_PROGRAMS[op], sharding, axes, how)(x)
+
+    def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
+        everyone = Mesh({"rank": len(self.devices)})
+        grid = everyone if mesh is None else mesh
+        self.mesh(grid)
+        if self.world.count > 1 and self._ranks_here(grid):
+            names = grid.check_axes(axes)
+            count = Sharding(grid, Layout(partial=names), ())
+            ones = {rank: np.ones((1,) * len(names), np.int32) for rank in self._ranks_here(grid)}
+            arrived = self._redistribution(count, count.with_layout(Layout())).program(
+                self._assembled(ones, count, np.int32)
+            )
+            waiting.until_ready(arrived, self.world, "barrier")
+
+    # gradients
+
+    def gradient(self, cotangent: jax.Array, sharding: Sharding) -> jax.Array:
+        """Data at sharding.layout.dual() from what jax.grad or jax.vjp gave for data at `sharding`.
+
+        Raises:
+            LayoutError: an axis is partial by max, min or prod: there is no gradient.
+        """
+        self._check_shape(cotangent, sharding)
+        return self._program(collectives.as_gradient, sharding)(cotangent)
+
+    def cotangent(self, gradient: jax.Array, sharding: Sharding) -> jax.Array:
+        """The inverse: what jax.vjp wants for data at `sharding`, from data at sharding.layout.dual()."""
+        self._check_shape(gradient, sharding.with_layout(sharding.layout.dual()))
+        return self._program(collectives.as_cotangent, sharding)(gradient)
+
+    # programs
+
+    def _make_redistribution(self, src: Sharding, dst: Sharding) -> _Redistribution:
+        program = collectives.redistribution(self.mesh(src.mesh), src, dst)
+        return _Redistribution(arrays.data_shape(src), program)
+
+    def _make_program(self, make: Callable[..., Move], sharding: Sharding, *how: Any) -> Move:
+        return make(self.mesh(sharding.mesh), sharding, *how)
+
+    # checks and bookkeeping
+
+    def _check_dtype(self, x: Any) -> None:
+        found = dtype_name(x)
+        if found not in self.capabilities.dtypes:
+            hint = ', or call jax.config.update("jax_enable_x64", True) first' if found in _WIDE else ""
+            raise CapabilityError(
+                f"backend 'jax' cannot move {found} arrays: cast to one of {sorted(self.capabilities.dtypes)}{hint}"
+            )
+
+    def _check_shape(self, x: jax.Array, sharding: Sharding) -> None:
+        wanted = arrays.data_shape(sharding)
+        if x.shape != wanted:
+            raise LayoutError(
+                f"the data has shape {x.shape}, but that of a tensor of shape {sharding.shape} under "
+                f"{sharding.layout} on {sharding.mesh} has {wanted}"
+            )
+
+    def _check_concrete(self, x: jax.Array, what: str) -> None:
+        if isinstance(x, jax.core.Tracer):
+            raise CapabilityError(
+                f"backend 'jax' has {what} only outside jax.jit and jax.grad: inside there is no value yet"
+            )
+
+    def _tell_steps(self, moves: Plan, x: jax.Array) -> None:
+        """The ledger sees what the first rank of this process sends, of what runs now and not in a traced program."""
+        ranks = self._ranks_here(moves.src.mesh)
+        if ranks and not isinstance(x, jax.core.Tracer):
+            for step in moves.collectives:
+                group = step.before.mesh.group(step.axes, ranks[0])
+                sent = step.bytes(x.dtype.itemsize, ranks[0])
+                events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
+
+    def _tell(self, op: str, axes: Axes, sharding: Sharding, x: jax.Array) -> None:
+        ranks = self._ranks_here(sharding.mesh)
+        if ranks:
+            group = sharding.mesh.group(axes, ranks[0])
+            sent = ring_bytes(op, group.size, sharding.elements(ranks[0]) * x.dtype.itemsize)
+            events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
+
+
+class _Redistribution:
+    """A program and the shape of the data that it takes."""
+
+    __slots__ = ("program", "shape")
+
+    def __init__(self, shape: tuple[int, ...], program: Move) -> None:
+        self.shape = shape
+        self.program = program
+
+
+def _known(value: Any) -> Any:
+    """A jax.Array as it is; else a NumPy array, where what has no dtype (Python's numbers) gets JAX's."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return value
+    return np.asarray(value if hasattr(value, "dtype") else jax.numpy.asarray(value))

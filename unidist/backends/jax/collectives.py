@@ -1,0 +1,272 @@
+"""Steps as programs: what each rank does inside shard_map, and the cached jit of a whole plan with its gradient.
+
+A program is built once for a pair of shardings and the devices of their mesh, and serves all dtypes: jax.jit tells
+these apart. Nothing is traced again for the same arguments.
+
+Gradients. JAX's cotangent has the shape of the data, whatever the layout's dual is. For data at layout L it holds
+
+    S, I     the gradient
+    P        the gradient once for each contribution: on every device the same numbers as at F, the dual
+    F        the sum of the gradient's contributions: a global replicated array has one gradient in JAX, the total, and
+             what computed with the array has summed it already
+
+so a redistribution's cotangent is redistributed without any reduction, by the plan between the layouts with P and F
+read as I, times the factors of means. `as_cotangent` and `as_gradient` go between cotangents and data at L.dual().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from unidist.algebra import Axes, Layout, Plan, Sharding, Step, plan
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.jax import remap
+from unidist.backends.jax.arrays import data_shape, partition_spec
+from unidist.errors import LayoutError
+
+Move: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+# Whole programs
+
+
+def redistribution(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Move:
+    """The program of plan(src, dst): data at src -> data at dst. Its gradient is that of this module's text."""
+    moves = plan(src, dst)
+    if all(step.op == "retype" or _is_nothing(step) for step in moves.steps) and data_shape(src) == data_shape(dst):
+        return _itself
+    back = plan(_whole(dst), _whole(src))
+    factor = prod(step.factor for step in moves.steps if step.op == "scale")
+    return _with_adjoint(
+        _program(mesh, partial(run, moves), src, dst),
+        _program(mesh, lambda grad: run(back, _scaled(grad, factor)), dst, src),
+        check=lambda: moves.adjoint,
+    )
+
+
+def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: int) -> Move:
+    """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere.
+
+    A sum over the group of which all but the root's term are zeros: XLA on CPU has no broadcast of its own.
+    """
+
+    def forward(x: jax.Array) -> jax.Array:
+        return all_reduce(backward(x), axes, "sum")
+
+    def backward(grad: jax.Array) -> jax.Array:
+        return jnp.where(lax.axis_index(axes) == root, grad, jnp.zeros_like(grad))
+
+    return _with_adjoint(
+        _program(mesh, forward, sharding, sharding), _program(mesh, backward, sharding, sharding), check=_always
+    )
+
+
+def permutation(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Move:
+    """Shards move from place to place; places that receive none hold zeros. Gradient: the pairs reversed."""
+
+    def moving(by: tuple[tuple[int, int], ...]) -> Move:
+        body = partial(lax.ppermute, axis_name=axes, perm=by) if by else jnp.zeros_like
+        return _program(mesh, body, sharding, sharding)
+
+    back = tuple((destination, source) for source, destination in pairs)
+    return _with_adjoint(moving(pairs), moving(back), check=_always)
+
+
+def as_gradient(mesh: jax.sharding.Mesh, sharding: Sharding) -> Move:
+    """JAX's cotangent of data at `sharding` -> data at the dual: a fanned-out axis holds the total at place 0."""
+    fanout = sharding.layout.fanout
+    dual = sharding.with_layout(sharding.layout.dual())
+
+    def body(grad: jax.Array) -> jax.Array:
+        return jnp.where(lax.axis_index(fanout) == 0, grad, jnp.zeros_like(grad)) if fanout else grad
+
+    return jax.jit(_program(mesh, body, sharding, dual))
+
+
+def as_cotangent(mesh: jax.sharding.Mesh, sharding: Sharding) -> Move:
+    """Data at the dual of `sharding` -> JAX's cotangent of data there: sums over the fanned-out axes."""
+    fanout = sharding.layout.fanout
+    dual = sharding.with_layout(sharding.layout.dual())
+    return jax.jit(_program(mesh, lambda grad: all_reduce(grad, fanout, "sum") if fanout else grad, dual, sharding))
+
+
+def _program(mesh: jax.sharding.Mesh, body: Move, src: Sharding, dst: Sharding) -> Move:
+    """`body` maps a rank's padded part at src to its part at dst; the program maps the global arrays."""
+    shape, native = data_shape(dst), NamedSharding(mesh, partition_spec(dst))
+    if prod(src.shape) == 0:
+        return jax.jit(lambda x: jnp.zeros(shape, x.dtype), out_shardings=native)
+    skipped, added = len(src.layout.partial), (1,) * len(dst.layout.partial)
+
+    def local(x: jax.Array) -> jax.Array:
+        out = body(x.reshape(x.shape[skipped:]))
+        return out.reshape(added + out.shape)
+
+    # Replicas may differ (a broadcast's input), and what all_gather returns is not known to be equal: nothing to check.
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=partition_spec(src), out_specs=partition_spec(dst), check_vma=False
+    )
+    return jax.jit(mapped, out_shardings=native)
+
+
+def _with_adjoint(forward: Move, backward: Move, check: Callable[[], object]) -> Move:
+    """A jitted linear program whose gradient is `backward`, and whose gradient's gradient is `forward` again.
+
+    `check` raises where there is no gradient; it is called when one is asked for.
+    """
+    there: Any = jax.custom_vjp(forward)
+    back: Any = jax.custom_vjp(backward)
+
+    def keep(x: jax.Array) -> tuple[jax.Array, None]:
+        check()
+        return there(x), None
+
+    there.defvjp(keep, lambda _, grad: (back(grad),))
+    back.defvjp(lambda grad: (back(grad), None), lambda _, x: (there(x),))
+    compiled: Move = jax.jit(there)
+    return compiled
+
+
+def _always() -> None:
+    """Broadcasts and permutations are linear."""
+
+
+def _itself(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _whole(sharding: Sharding) -> Sharding:
+    """The sharding with P and F read as I."""
+    return sharding.with_layout(Layout(*sharding.layout.dims))
+
+
+def _is_nothing(step: Step) -> bool:
+    return step.group_size == 1 and step.op != "scale"
+
+
+# One rank's part of each step, inside shard_map
+
+
+def run(moves: Plan, x: jax.Array) -> jax.Array:
+    """The plan's steps on a rank's padded part."""
+    for step in moves.steps:
+        if not _is_nothing(step):
+            x = _RULES[step.op](step, x)
+    return x
+
+
+def _all_reduce(step: Step, x: jax.Array) -> jax.Array:
+    return all_reduce(x, step.axes, step.reduce)
+
+
+def _reduce_scatter(step: Step, x: jax.Array) -> jax.Array:
+    how = remap.cuts(step.after, step.dim, step.axes)
+    return reduce_scatter(remap.spread(x, step.dim, how), step.axes, step.dim, step.reduce)
+
+
+def _all_gather(step: Step, x: jax.Array) -> jax.Array:
+    how = remap.cuts(step.before, step.dim, step.axes)
+    return remap.join(lax.all_gather(x, step.axes, axis=step.dim, tiled=True), step.dim, how)
+
+
+def _all_to_all(step: Step, x: jax.Array) -> jax.Array:
+    x = remap.spread(x, step.to, remap.cuts(step.after, step.to, step.axes))
+    x = lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
+    return remap.join(x, step.dim, remap.cuts(step.before, step.dim, step.axes))
+
+
+def _slice(step: Step, x: jax.Array) -> jax.Array:
+    return remap.own_piece(x, step.dim, remap.cuts(step.after, step.dim, step.axes))
+
+
+def _embed(step: Step, x: jax.Array) -> jax.Array:
+    return remap.among_zeros(x, step.dim, remap.cuts(step.before, step.dim, step.axes))
+
+
+def _mask(step: Step, x: jax.Array) -> jax.Array:
+    if step.reduce in ("max", "min"):
+        return x
+    neutral = jnp.ones_like(x) if step.reduce == "prod" else jnp.zeros_like(x)
+    return jnp.where(lax.axis_index(step.axes) == 0, x, neutral)
+
+
+def _scale(step: Step, x: jax.Array) -> jax.Array:
+    return _scaled(x, step.factor)
+
+
+def _retype(step: Step, x: jax.Array) -> jax.Array:
+    return x
+
+
+_RULES: dict[str, Callable[[Step, jax.Array], jax.Array]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "slice": _slice,
+    "embed": _embed,
+    "mask": _mask,
+    "scale": _scale,
+    "retype": _retype,
+}
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    """x * factor in its own dtype. Raises LayoutError for integers and bool, of which there is no mean."""
+    if factor == 1:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise LayoutError(f"a mean of {x.dtype} values is no {x.dtype}: cast to a float, or use partial sums")
+    return x * jnp.asarray(factor, x.dtype)
+
+
+# Reductions
+
+
+def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
+    """The reduced value on every rank of the group, in the dtype of x. Of bool, sum is "or" and prod "and"."""
+    if x.dtype == jnp.bool_:
+        bits = x.astype(jnp.uint8)
+        most: jax.Array = lax.pmax(bits, axes) if op in ("sum", "max") else lax.pmin(bits, axes)
+        return most.astype(jnp.bool_)
+    if op in ("sum", "mean"):
+        total: jax.Array = lax.psum(x, axes)
+        return _scaled(total, 1 / lax.axis_size(axes)) if op == "mean" else total
+    if op == "prod":
+        return _all_reduce_in_parts(x, axes, op)
+    extreme: jax.Array = lax.pmax(x, axes) if op == "max" else lax.pmin(x, axes)
+    return extreme
+
+
+def _all_reduce_in_parts(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
+    """For a reduction that XLA lacks: each rank reduces one part of all, then they are joined, as in a ring."""
+    count = lax.axis_size(axes)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
+    own = reduce_scatter(flat, axes, 0, op)
+    joined: jax.Array = lax.all_gather(own, axes, axis=0, tiled=True)
+    return joined[: x.size].reshape(x.shape)
+
+
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int, op: ReduceOp) -> jax.Array:
+    """This rank's part along `dim`, which the group divides, of the reduced value."""
+    if op in ("sum", "mean") and x.dtype != jnp.bool_:
+        total: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return _scaled(total, 1 / lax.axis_size(axes)) if op == "mean" else total
+    count = lax.axis_size(axes)
+    parts = jnp.moveaxis(x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]), dim, 0)
+    return _folded(lax.all_to_all(parts, axes, 0, 0, tiled=True), op)
+
+
+def _folded(parts: jax.Array, op: ReduceOp) -> jax.Array:
+    if parts.dtype == jnp.bool_:
+        return parts.any(0) if op in ("sum", "max") else parts.all(0)
+    if op == "prod":
+        return jnp.prod(parts, axis=0).astype(parts.dtype)
+    return parts.max(0) if op == "max" else parts.min(0)

@@ -1,0 +1,77 @@
+"""JAX's devices: virtual ones on CPU, and their names as Keras gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
+
+# JAX makes its options when it is imported, where type checkers cannot see them.
+config: Any = jax.config
+
+
+def name_of(device: jax.Device) -> str:
+    """ "cpu:0" as keras.distribution.list_devices. In several processes JAX's ids have gaps: cpu:0, cpu:1, cpu:2048."""
+    return f"{device.platform}:{device.id}"
+
+
+def make_virtual(count: int) -> None:
+    """Gives this process `count` virtual CPU devices. JAX may be imported, but XLA must not have started otherwise.
+
+    Raises:
+        MeshError: fewer than one.
+        BackendMismatchError: XLA has started with another number.
+    """
+    if count < 1:
+        raise MeshError(f"jax needs at least one device, found devices={count}: use('jax', devices=4)")
+    if config.jax_num_cpu_devices == count:
+        return
+    try:
+        config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:  # XLA has started
+        found = len(jax.local_devices(backend="cpu"))
+        if found != count:
+            raise BackendMismatchError(
+                f"{count} virtual devices were asked for, but JAX has started with {found} and cannot change that: "
+                f'call unidist.use("jax", devices={count}) before any JAX operation'
+            ) from error
+
+
+def find(devices: int | Sequence[str] | None) -> tuple[jax.Device, ...]:
+    """The devices of the world in rank order. Starts XLA.
+
+    Args:
+        devices: None: all of JAX's default platform; a number: the CPU's; names: these, in this order.
+
+    Raises:
+        BackendNotAvailableError: JAX has no such platform or device.
+        MeshError: a device is named twice, or none is named.
+    """
+    if devices is None:
+        return tuple(jax.devices())
+    if isinstance(devices, int):
+        return tuple(jax.devices("cpu"))
+    names = list(devices)
+    if not names or len(set(names)) != len(names):
+        raise MeshError(f"jax: devices={names} must name at least one device, and each once")
+    known = {name_of(device): device for kind in sorted({_kind(name) for name in names}) for device in _of_kind(kind)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BackendNotAvailableError(f"jax has no device {unknown[0]!r}: it has {list(known)}")
+    return tuple(known[name] for name in names)
+
+
+def _kind(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _of_kind(kind: str) -> list[jax.Device]:
+    try:
+        return list(jax.devices(kind))
+    except RuntimeError as error:  # no such platform here
+        raise BackendNotAvailableError(
+            f"jax has no {kind!r} devices here ({error}): install JAX for that platform, or name others"
+        ) from error

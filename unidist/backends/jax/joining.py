@@ -1,0 +1,140 @@
+"""Joining a world: jax.distributed, from an address, a launcher's environment, or a world that is there already."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import jax
+from jax.extend.backend import clear_backends
+
+from unidist.backends.environment import Launch, detect
+from unidist.backends.jax import roll
+from unidist.backends.jax.devices import config
+from unidist.backends.protocol import Cluster
+from unidist.errors import BackendMismatchError, BackendNotAvailableError
+
+# JAX ends a process whose peer has been silent for so long, where nothing in Python could.
+_SILENCE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes that this one belongs to.
+
+    Attributes:
+        timeout: seconds that a collective waits for the others.
+        is_ours: whether leaving the world ends jax.distributed.
+        roll: tells which processes have ended; None in a world of one and in one that somebody else made.
+    """
+
+    count: int
+    index: int
+    timeout: float
+    is_ours: bool
+    roll: roll.Roll | None = None
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The processes that have ended."""
+        return () if self.roll is None else tuple(sorted(self.roll.lost))
+
+    def leave(self) -> None:
+        """Ends jax.distributed and drops XLA's devices, so that another world can be joined."""
+        if self.is_ours and self.count > 1:
+            if self.roll is not None:
+                self.roll.close()
+            if not self.lost and jax.distributed.is_initialized():
+                jax.distributed.shutdown()
+                clear_backends()
+
+
+def join(cluster: Cluster) -> World:
+    """The world that the cluster, an existing jax.distributed or the launcher describes; else a world of one.
+
+    Raises:
+        BackendMismatchError: the cluster and the existing world contradict each other, or XLA has started.
+        BackendNotAvailableError: the world could not be joined.
+    """
+    if jax.distributed.is_initialized():
+        return _existing(cluster)
+    launch = detect()
+    count = cluster.process_count or (launch.process_count if launch else 1)
+    if count == 1:
+        return World(1, 0, cluster.timeout, True)
+    index = launch.process_index if launch and cluster.process_index is None else cluster.process_index
+    address = cluster.address or _address(launch)
+    if index is None or address is None:
+        raise BackendNotAvailableError(
+            f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
+            f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
+            f"`unidist run -n {count} --backend jax script.py`"
+        )
+    _check_not_started()
+    present = roll.call(address, count, index, cluster.timeout)
+    try:
+        _start(present.coordinator, count, index, cluster.timeout, _local_devices(launch))
+    except RuntimeError as error:
+        present.close()
+        raise BackendNotAvailableError(
+            f"process {index} of {count}: JAX could not join the others ({error})"
+        ) from error
+    return World(count, index, cluster.timeout, True, present)
+
+
+def _existing(cluster: Cluster) -> World:
+    count, index = jax.process_count(), jax.process_index()
+    if cluster.process_count not in (None, count) or cluster.process_index not in (None, index):
+        raise BackendMismatchError(
+            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but jax.distributed was "
+            f"initialised as process {index} of {count}: leave the arguments out to use that, or shut it down first"
+        )
+    return World(count, index, cluster.timeout, False)
+
+
+def _check_not_started() -> None:
+    """Raises where XLA's devices exist already: JAX makes a world of them only at the start."""
+    count = config.jax_num_cpu_devices
+    try:
+        # JAX has no question for it, but refuses to change this afterwards.
+        config.update("jax_num_cpu_devices", max(count, 0) + 1)
+        config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise BackendMismatchError(
+            "JAX has started in this process already, alone: call unidist.initialize (or unidist.use under a launcher) "
+            "before any JAX operation, as jax.distributed.initialize demands"
+        ) from error
+
+
+def _address(launch: Launch | None) -> str | None:
+    """The launcher's address; beside torchrun's own store, whose agent listens on MASTER_PORT, the next port."""
+    if launch is None or launch.address is None:
+        return None
+    if launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, _, port = launch.address.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+    return launch.address
+
+
+def _local_devices(launch: Launch | None) -> list[int] | None:
+    """The accelerators of this process: under a launcher that starts several on a host, the one of its number."""
+    alone = launch is None or os.environ.get("LOCAL_WORLD_SIZE") == "1" or "JAX_LOCAL_DEVICE_IDS" in os.environ
+    return None if launch is None or alone else [launch.local_index]
+
+
+def _start(coordinator: str, count: int, index: int, timeout: float, local: list[int] | None) -> None:
+    host, _, port = coordinator.rpartition(":")
+    seconds = max(1, math.ceil(timeout))
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        index,
+        local_device_ids=local,
+        cluster_detection_method="deactivate",
+        initialization_timeout=seconds,
+        heartbeat_timeout_seconds=_SILENCE,
+        shutdown_timeout_seconds=seconds,
+        coordinator_bind_address=f"{host}:{port}" if roll.is_loopback(host.strip("[]")) else None,
+    )
+    jax.devices()  # the processes exchange their devices now, not at the first array
