@@ -81,7 +81,7 @@ class Alone:
 
     def close(self) -> None:
         for world in self._worlds.values():
-            world.close()
+            world.close(patience=1.0)
 
 
 class Worlds:
@@ -95,7 +95,7 @@ class Worlds:
     def get(self, name: str) -> ProcessWorld:
         world = self._open.pop(name, None) or SETTINGS[name].world()
         while self._open and world.count + sum(other.count for other in self._open.values()) > self._limit:
-            self._open.pop(next(iter(self._open))).close()
+            self._open.pop(next(iter(self._open))).close(patience=1.0)
         self._open[name] = world
         return world
 
@@ -108,4 +108,4 @@ class Worlds:
 
     def close(self) -> None:
         while self._open:
-            self._open.popitem()[1].close()
+            self._open.popitem()[1].close(patience=1.0)
