@@ -77,7 +77,8 @@ def requirements() -> list[str]:
     """What the package and the extras under test depend on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra])]
+    # tensorflow-cpu: tests feed tf.data to models on torch and JAX.
+    return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra]), "tensorflow-cpu"]
 
 
 def forget_unused(base: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ def pytest_configure() -> None:
     for name in [n for n in os.environ if n.startswith(("SLURM_", "UNIDIST_"))]:
         del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Keras imports TensorFlow where it finds it: only the tests of tf.data let it (WITH_TENSORFLOW).
+    hidden = str(Path(__file__).parent / "without_tensorflow")
+    sys.path.insert(0, hidden)
+    os.environ["PYTHONPATH"] = os.pathsep.join([hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,10 +9,10 @@ import time
 import numpy as np
 
 
-def start():
+def start(backend="torch"):
     import unidist
 
-    unidist.use("torch")
+    unidist.use(backend)
 
 
 def source(name):
@@ -87,7 +87,7 @@ def creation_peak():
     import unidist
 
     mesh = unidist.Mesh({"model": 2})
-    width, depth = 2048, 4
+    width, depth = 3072, 4
     rules = unidist.LayoutMap(mesh, {".*/d./kernel": (None, "model"), ".*/d./bias": ("model",)})
 
     def build():

@@ -327,3 +327,12 @@ def test_train_test_and_predict_on_batch(strategy):
 
     for a, b in zip(run(strategy), run(None), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GlorotUniform", "RandomUniform", "TruncatedNormal", "HeNormal", "RandomNormal"])
+@pytest.mark.parametrize("shape", [(300, 301), (65537, 1), (65551,)])
+def test_initial_values_are_those_of_one_device(name, shape):
+    make = getattr(keras.initializers, name)
+    with unidist.DataParallel().scope():
+        found = make(seed=3)(shape)
+    np.testing.assert_array_equal(found.numpy(), make(seed=3)(shape).numpy())

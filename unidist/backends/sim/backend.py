@@ -27,7 +27,7 @@ class SimBackend:
     """
 
     name: ClassVar[str] = "sim"
-    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "jax", "tensorflow")
+    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "jax")
     capabilities: ClassVar[Capabilities] = Capabilities(
         view="local", dtypes=ALL_DTYPES, differentiable=False, processes=False
     )

@@ -18,6 +18,7 @@ from unidist.keras.explicit import (
     data,
     distribution_lib,
     engine,
+    initializing,
     losses,
     metrics,
     optimizers,
@@ -44,6 +45,7 @@ def install() -> None:
     _installed = True
     _give_distribution()
     placing.install()
+    initializing.install()
     losses.install()
     metrics.install()
     statistics.install()
