@@ -320,3 +320,35 @@ def keras_strategies(kind: str | None) -> Result:
         return {"history": history, "predict": model.predict(data["x"], 9, verbose=0), **told(model)}
     finally:
         keras.distribution.set_distribution(None)
+
+
+def traffic(kind: str | None, rows: int, batch: int) -> Result:
+    """What the ledger tells of a fit, an evaluate and a predict without regularizers or metrics."""
+    fresh()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(rows, 12)).astype("float32"), rng.integers(0, 4, rows).astype("int32")
+    with scope(strategy(kind, {".*column/kernel": (None, "model"), ".*row/kernel": ("model", None)})):
+        layers = [
+            keras.Input((12,)),
+            keras.layers.Dense(32, "relu", name="column", use_bias=False),
+            keras.layers.Dense(4, name="row"),
+        ]
+        model = keras.Sequential(layers, name="plain")
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    runs = {}
+    for name, run in {
+        "fit": lambda: model.fit(x, y, batch_size=batch, verbose=0),
+        "again": lambda: model.fit(x, y, batch_size=batch, verbose=0),
+        "evaluate": lambda: model.evaluate(x, y, batch_size=batch, verbose=0),
+        "predict": lambda: model.predict(x, batch_size=batch, verbose=0),
+    }.items():
+        with unidist.ledger() as book:
+            run()
+        runs[name] = {
+            "count": book.count(),
+            "bytes": book.bytes(),
+            "all_reduce": book.bytes("all_reduce"),
+            "purposes": sorted({event.purpose for event in book.events}),
+            "axes": sorted({event.axes for event in book.events}),
+        }
+    return {**runs, "gradients": sum(v.value.nbytes for v in model.trainable_variables)}

@@ -178,3 +178,32 @@ def test_callbacks_in_two_processes(pair: ProcessWorld, expected: Any, tmp_path:
     for found in pair.call(RUN("checkpointed"), "2x2 across", str(tmp_path / "two")):
         same(found, alone)
     assert [p.name for p in (tmp_path / "two").iterdir()] == ["best.keras"]
+
+
+def test_the_ledger_tells_the_gradients_of_data_parallel_steps_exactly(four: ProcessWorld) -> None:
+    steps = 3
+    found = four.call(RUN("traffic"), "dp", steps * 8, 8)[0]
+    gradients = steps * 2 * 3 * found["gradients"] // 4
+    # Beside the gradients XLA sums the scalar loss, once where it is needed: 4 bytes, 6 on the wire, for each step.
+    assert (found["fit"]["all_reduce"] - gradients) % (steps * 6) == 0
+    assert 0 <= found["fit"]["all_reduce"] - gradients <= steps * 6 * 3
+    assert found["fit"]["bytes"] == found["fit"]["all_reduce"]
+    assert found["fit"]["purposes"] == ["train step (compiled)"]
+    assert found["fit"]["axes"] == [("data",)]
+    assert found["again"] == found["fit"]
+    assert found["evaluate"]["purposes"] == ["test step (compiled)"]
+    assert 0 < found["evaluate"]["bytes"] <= steps * 6 * 3
+    assert found["predict"]["count"] == 0
+
+
+def test_the_ledger_names_the_axes_of_a_2x2_mesh(four: ProcessWorld) -> None:
+    found = four.call(RUN("traffic"), "2x2", 16, 8)[0]
+    assert {("data",), ("model",)} <= set(found["fit"]["axes"])
+
+
+@pytest.mark.processes
+def test_the_ledger_in_two_processes(pair: ProcessWorld) -> None:
+    for found in pair.call(RUN("traffic"), "dp", 16, 8):
+        assert found["fit"]["all_reduce"] >= 2 * 2 * 3 * found["gradients"] // 4
+        # Every process gets the whole prediction: 8 rows of 4 floats.
+        assert found["predict"]["bytes"] == 2 * 3 * (8 * 4 * 4) // 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-_ENV = {"KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+_ENV = {"KERAS_BACKEND": "jax"}
 
 
 def strict() -> None:

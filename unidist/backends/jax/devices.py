@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from unidist.backends.jax.pool import widen_pool
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
 
 # JAX makes its options when it is imported, where type checkers cannot see them.
@@ -27,6 +28,7 @@ def make_virtual(count: int) -> None:
     """
     if count < 1:
         raise MeshError(f"jax needs at least one device, found devices={count}: use('jax', devices=4)")
+    widen_pool(count)
     if config.jax_num_cpu_devices == count:
         return
     try:

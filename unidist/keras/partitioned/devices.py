@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from unidist.backends.jax.pool import widen_pool
 from unidist.errors import BackendMismatchError
 
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
@@ -16,6 +17,7 @@ def prepare_devices(count: int) -> None:
     Raises:
         BackendMismatchError: XLA has started with fewer devices.
     """
+    widen_pool(count)
     jax = sys.modules.get("jax")
     if jax is None:
         os.environ[_VARIABLE] = str(count)
