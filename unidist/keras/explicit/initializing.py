@@ -1,7 +1,7 @@
 """Initial values in little memory: Keras's random functions on torch hold up to eight copies of a variable at once.
 
-Inside a scope a rank may hold its shards and two whole variables, no more; so the same numbers, bit for bit, are made in
-place and piece by piece.
+Inside a scope a rank may hold its shards and two whole variables, no more; so the same numbers, bit for bit, are made
+in place and piece by piece.
 """
 
 from __future__ import annotations
