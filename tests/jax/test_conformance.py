@@ -64,11 +64,11 @@ def eight_devices() -> World:
 
 def six_wide_devices() -> World:
     jax.config.update("jax_enable_x64", True)
-    return _world(unidist.use("jax", devices=6), 10)
+    return _world(unidist.use("jax", devices=6), 6)
 
 
 def two_devices_each() -> World:
-    return _world(unidist.use("jax", devices=2), 10)
+    return _world(unidist.use("jax", devices=2), 6)
 
 
 class TestEightDevices(ConformanceSuite):

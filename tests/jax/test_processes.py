@@ -1,0 +1,253 @@
+"""Worlds of real processes with JAX: joining, what each holds, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import unidist
+from unidist import Layout, Mesh
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
+from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[ProcessWorld]:
+    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=200) as world:
+        yield world
+
+
+def start() -> None:
+    unidist.use("jax", devices=2)
+
+
+# A world that works
+
+
+def facts() -> tuple[Any, ...]:
+    backend: Any = unidist.backend()
+    return unidist.process_index(), unidist.process_count(), unidist.list_devices(), backend.local_ranks()
+
+
+def test_ranks_follow_jaxs_device_list(two: ProcessWorld) -> None:
+    names = ["cpu:0", "cpu:1", "cpu:2048", "cpu:2049"]
+    assert two.call(facts) == [(0, 2, names, (0, 1)), (1, 2, names, (2, 3))]
+
+
+def shards_of_a_mesh_across() -> tuple[dict[int, Any], Any, Any]:
+    """Neighbours on the minor axis are in different processes."""
+    mesh = Mesh({"data": 2, "model": 2}, ["cpu:0", "cpu:2048", "cpu:1", "cpu:2049"])
+    value = np.arange(35, dtype="float32").reshape(7, 5)
+    x = unidist.distribute(value, mesh, Layout("model", "data"))
+    with unidist.ledger() as book:
+        y = x.redistribute(Layout(None, ("data", "model")))
+    shards = {rank: np.asarray(shard) for rank, shard in y.shards().items()}
+    return shards, y.numpy(), (x.shards()[unidist.backend().local_ranks()[1]].shape, book.rows())
+
+
+def test_arrays_span_processes(two: ProcessWorld) -> None:
+    value = np.arange(35, dtype="float32").reshape(7, 5)
+    found = two.call(shards_of_a_mesh_across)
+    columns = {0: slice(0, 2), 2: slice(2, 3), 1: slice(3, 4), 3: slice(4, 5)}
+    shards = found[0][0] | found[1][0]
+    assert sorted(shards) == [0, 1, 2, 3]
+    for rank, cut in columns.items():
+        np.testing.assert_array_equal(shards[rank], value[:, cut])
+    for _, whole, _ in found:
+        np.testing.assert_array_equal(whole, value)
+    assert [more[0] for _, _, more in found] == [(4, 2), (3, 2)]
+    assert all(sum(row[4] for row in more[1]) > 0 for _, _, more in found)
+
+
+def train(steps: int) -> tuple[Any, int]:
+    """Data parallel steps of a linear model whose batch is spread over both processes."""
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.normal(size=(8, 3)).astype("float32"), rng.normal(size=(8, 2)).astype("float32")
+    mesh = Mesh({"data": -1})
+    x, y = (unidist.distribute(v, mesh, Layout("data")) for v in (inputs, targets))
+    w = unidist.distribute(np.zeros((3, 2), "float32"), mesh, Layout())
+
+    @jax.jit
+    def step(w: Any, x: Any, y: Any) -> Any:
+        gradient = jax.grad(lambda w: ((x.data @ w.data - y.data) ** 2).mean())(w)
+        return jax.tree.map(lambda value, slope: value - 0.1 * slope, w, gradient)
+
+    for _ in range(steps):
+        w = step(w, x, y)
+    return w.numpy(), len(x.data.addressable_shards)
+
+
+def test_training_over_processes_is_that_of_one(two: ProcessWorld) -> None:
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.normal(size=(8, 3)).astype("float32"), rng.normal(size=(8, 2)).astype("float32")
+    wanted = np.zeros((3, 2), "float32")
+    for _ in range(5):
+        wanted -= 0.1 * 2 * inputs.T @ (inputs @ wanted - targets) / targets.size
+    for found, held in two.call(train, 5):
+        assert held == 2
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def wait_for_the_late() -> float:
+    unidist.barrier()
+    begin = time.monotonic()
+    if unidist.process_index() == 1:
+        time.sleep(1.0)
+    unidist.barrier()
+    unidist.barrier("data", Mesh({"data": 2, "model": 2}))
+    unidist.barrier("data", Mesh({"data": 2}, [0, 2]))
+    return time.monotonic() - begin
+
+
+def test_a_barrier_waits_for_all(two: ProcessWorld) -> None:
+    assert min(two.call(wait_for_the_late)) >= 1.0
+
+
+def join_again() -> list[str]:
+    found = []
+    for arguments in ((), ("127.0.0.1:1", 3, 0)):
+        try:
+            unidist.initialize(*arguments)
+            unidist.initialize(*arguments)
+        except BackendMismatchError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_second_initialize_is_refused(two: ProcessWorld) -> None:
+    for texts in two.call(join_again):
+        assert len(texts) == 2
+        assert "second time" in texts[0]
+
+
+# Joining by hand
+
+
+def join_by_hand(port: int, counts: tuple[int, int], timeout: float) -> Any:
+    """Both processes have no launcher; the index comes from their own variable."""
+    unidist.use("jax", devices=1)
+    index = int(os.environ["UNIDIST_TEST_INDEX"])
+    unidist.initialize(f"127.0.0.1:{port}", counts[index], index, timeout=timeout)
+    mesh = Mesh({"x": 2})
+    x = unidist.from_local([np.full(1, index + 1.0, "float32")], mesh, Layout(partial="x"))
+    return float(unidist.all_reduce(x).numpy()[0]), unidist.process_count(), unidist.list_devices()
+
+
+def leave_and_join_again(port: int, timeout: float) -> Any:
+    first = join_by_hand(port, (2, 2), timeout)
+    unidist.shutdown()
+    alone = unidist.process_count()
+    unidist.initialize(f"127.0.0.1:{port}", 2, int(os.environ["UNIDIST_TEST_INDEX"]), timeout=timeout)
+    return first, alone, (unidist.process_count(), unidist.list_devices())
+
+
+class TwoByHand:
+    """Two processes without a launcher, which are told their index."""
+
+    def __init__(self) -> None:
+        self.worlds = [ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(k)}, timeout=120) for k in (0, 1)]
+
+    def call(self, function: Any, *arguments: Any) -> list[Any]:
+        """Results or failures, by process."""
+
+        def one(world: ProcessWorld) -> Any:
+            outcome = world.outcomes(function, *arguments)[0]
+            return outcome.value if outcome.failure is None else outcome.failure
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, self.worlds))
+
+    def close(self) -> None:
+        for world in self.worlds:
+            world.close()
+
+
+@pytest.fixture
+def by_hand() -> Iterator[TwoByHand]:
+    worlds = TwoByHand()
+    yield worlds
+    worlds.close()
+
+
+def test_processes_join_by_address_leave_and_join_again(by_hand: TwoByHand) -> None:
+    found = by_hand.call(leave_and_join_again, free_port(), 60.0)
+    for index, (first, alone, again) in enumerate(found):
+        assert first[:2] == (3.0, 2), index
+        assert len(first[2]) == 2
+        assert alone == 1
+        assert again == (2, first[2])
+
+
+def test_processes_that_disagree_are_told(by_hand: TwoByHand) -> None:
+    failures = by_hand.call(join_by_hand, free_port(), (2, 3), 30.0)
+    assert [failure.kind for failure in failures] == [BackendMismatchError.__name__] * 2
+    assert all("process 1 of 3" in failure.message for failure in failures)
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    port = free_port()
+    for index, words in ((0, "processes [1] of 2 did not come"), (1, f"could not reach process 0 at 127.0.0.1:{port}")):
+        with ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(index)}) as world:
+            with pytest.raises(ProcessFailedError) as caught:
+                world.call(join_by_hand, port, (2, 2), 2.0)
+            assert caught.value.kind == BackendNotAvailableError.__name__
+            assert words in caught.value.message
+
+
+def join_too_late(port: int) -> None:
+    unidist.use("jax", devices=1)
+    unidist.list_devices()
+    unidist.initialize(f"127.0.0.1:{port}", 2, 0, timeout=2.0)
+
+
+def test_jax_that_has_started_cannot_join() -> None:
+    with ProcessWorld(1, launcher=None) as world:
+        with pytest.raises(ProcessFailedError) as caught:
+            world.call(join_too_late, free_port())
+        assert caught.value.kind == BackendMismatchError.__name__
+        assert "before any JAX operation" in caught.value.message
+
+
+# A lost process
+
+
+def lose_one(how: str) -> str:
+    """Process 1 ends amid the world; process 0 meets that in a collective."""
+    mesh = Mesh({"x": -1})
+    x = unidist.distribute(np.ones(4, "float32"), mesh, Layout("x"))
+    x.numpy()
+    if unidist.process_index() == 1:
+        time.sleep(0.5)
+        os._exit(3)
+    try:
+        for _ in range(1000):
+            if how == "gather":
+                x.numpy()
+            else:
+                unidist.barrier()
+            time.sleep(0.01)
+    except ProcessLostError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("how", ["gather", "barrier"])
+def test_a_lost_process_is_an_error_and_soon(how: str) -> None:
+    with ProcessWorld(2, launcher="jax", setup=start) as world:
+        begin = time.monotonic()
+        outcomes = world.outcomes(lose_one, how)
+        assert outcomes[1].failure is not None
+        assert outcomes[1].failure.kind == "ended"
+        assert outcomes[0].failure is None, outcomes[0].failure
+        assert f"{how} on process 0 of 2" in outcomes[0].value
+        assert "process 1 has ended" in outcomes[0].value or "onnect" in outcomes[0].value
+        assert time.monotonic() - begin < 30
