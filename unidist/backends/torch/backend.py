@@ -40,6 +40,8 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     keras_backends: ClassVar[tuple[str, ...]] = ("torch",)
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
+    comm: TorchComm
+
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
         self._asked = devices
         self._device_type = _device_type(devices)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # exported, but not by name
 
 from unidist.backends.environment import detect
 from unidist.backends.protocol import Cluster
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 DeviceType = Literal["cpu", "cuda"]
+
+# The stores of this process, by where they are, and how often a world was joined there. They stay when a world is left:
+# others may still be joining through process 0's, and the next world at the same address must not meet their leftovers.
+_stores: dict[tuple[str, int, int], tuple[Any, Iterator[int]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +112,27 @@ def _transports(device_type: str) -> str:
 
 
 def _init(method: str, count: int, index: int, device_type: DeviceType, timeout: float) -> None:
+    limit = timedelta(seconds=timeout)
     try:
-        dist.init_process_group(
-            _transports(device_type),
-            init_method=method,
-            world_size=count,
-            rank=index,
-            timeout=timedelta(seconds=timeout),
-        )
+        store = _store(method, count, index, limit)
+        dist.init_process_group(_transports(device_type), store=store, world_size=count, rank=index, timeout=limit)
+        # Whoever left before all are in would take the others' connections down.
+        dist.all_reduce(torch.zeros(1))
     except (RuntimeError, ValueError) as error:  # DistNetworkError, DistStoreError and gloo's own
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise BackendNotAvailableError(
             f"process {index} of {count} could not join the others through {method} within {timeout:g} s "
             f"({str(error).splitlines()[0]}): check that all {count} processes were started, that process 0's host and "
             "port can be reached from here, and that nothing else listens there"
         ) from error
+
+
+def _store(method: str, count: int, index: int, limit: timedelta) -> Any:
+    key = (method, count, index)
+    if key not in _stores:
+        store, _, _ = next(rendezvous(method, index, count, timeout=limit))
+        _stores[key] = store, itertools.count()
+    store, worlds = _stores[key]
+    store.set_timeout(limit)
+    return PrefixStore(f"unidist-{next(worlds)}", store)
