@@ -20,11 +20,16 @@ def parallelize(model: Any, distribution: UnidistDistribution) -> None:
 
 
 def rows(model: Any) -> list[Row]:
-    """One row for each variable of the model and of its built optimizer, measured from the tensors held."""
+    """One row for each variable of the model and of its built optimizer, measured from the tensors held.
+
+    No collective: one process may ask alone.
+
+    Raises:
+        LayoutError: a strict rule of the model's distribution matches none of its variables.
+    """
     found = engine.engine_of(model)
-    if found is not None:
-        with found.session():
-            found.prepare()
+    if found is not None and model.built:
+        found.distribution.check_model([v.path for v in model.variables])
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
     return [_row(v) for v in [*model.variables, *slots]]

@@ -14,7 +14,7 @@ from unidist.array import as_layout
 from unidist.errors import CapabilityError
 from unidist.keras import strategy as strategies
 from unidist.keras.explicit.context import frame
-from unidist.keras.explicit.variables import DistributedVariable, place
+from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.strategy import UnidistDistribution
 
@@ -34,10 +34,10 @@ def place_new(variable: Any) -> None:
     if variable._value.is_meta:
         return
     given = variable._layout
-    if isinstance(given, Sharding):
-        world = _world_of_sharding(given)
+    if isinstance(given, PlacedLayout):
+        world = _world_of_sharding(given.sharding)
         if world is not None:
-            place(variable, world, given)
+            place(variable, world, given.sharding)
         return
     distribution = strategies.current()
     if distribution is not None:
@@ -60,7 +60,7 @@ def sharding_of(variable: Any, distribution: UnidistDistribution) -> Sharding:
     shape = tuple(variable._value.shape)
     if variable._layout is not None:
         given = variable._layout
-        layout = given.layout if isinstance(given, Sharding) else as_layout(given)
+        layout = given.sharding.layout if isinstance(given, PlacedLayout) else as_layout(given)
         return Sharding(distribution.mesh, layout, shape)
     if variable.synchronization == "on_read":
         axes = distribution.strategy.data_axes if variable.aggregation == "sum" else ()
@@ -87,7 +87,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         for variable in _unplaced(variables):
             reference = _reference_of(variable, model)
             if reference is not None:
-                variable._layout = reference._place.sharding
+                variable._layout = reference._layout
             place(variable, world, sharding_of(variable, distribution), prepare=lambda x: _from_first(x, world))
 
     place_all(weights)

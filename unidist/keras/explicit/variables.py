@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from keras.distribution import TensorLayout
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
@@ -16,6 +17,20 @@ from unidist.algebra import Layout, Sharding
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.world import RankWorld
+from unidist.keras.strategy import keras_mesh
+
+
+class PlacedLayout(TensorLayout):  # type: ignore[misc]
+    """A placed variable's layout as Keras tells it. A slot that is made with it finds its sharding there."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        axes = [sharding.layout.dim_axes(dim) for dim in range(len(sharding.shape))]
+        super().__init__([(a[0] if len(a) == 1 else a) or None for a in axes])
+        self.sharding = sharding
+
+    @property
+    def device_mesh(self) -> Any:
+        return keras_mesh(self.sharding.mesh)
 
 
 class Place:
@@ -242,7 +257,7 @@ def place(
         held.keep(parameter)
     else:
         held.fill(value, trainable=variable._trainable)
-    variable._layout = sharding
+    variable._layout = PlacedLayout(sharding)
     del variable.__dict__["_value"]
     variable.__class__ = DistributedVariable
     variable._place = held
