@@ -33,7 +33,9 @@ def entrance(kind: str | None, how: str) -> Result:
     found: Result = {}
 
     def use() -> None:
-        found["history"] = model.fit(**data, batch_size=BATCH, epochs=1, verbose=0).history
+        with unidist.ledger() as book:
+            found["history"] = model.fit(**data, batch_size=BATCH, epochs=1, verbose=0).history
+        found["sent"] = float(book.bytes())
         found["predict"] = model.predict(data["x"], batch_size=9, verbose=0)
 
     if how == "in another thread":
@@ -53,9 +55,9 @@ def built_before(kind: str | None, trained_before: bool) -> Result:
     model = made("mlp", "adam")
     if trained_before:
         model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    with scope(strategy(kind)):
+    with scope(strategy(kind)), unidist.ledger() as book:
         history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
-    return {"history": history, **told(model)}
+    return {"history": history, "sent": float(book.bytes()), **told(model)}
 
 
 def parallelized(kinds: tuple[str | None, ...]) -> Result:
@@ -312,12 +314,15 @@ def keras_strategies(kind: str | None) -> Result:
         layout_map = keras.distribution.LayoutMap(mesh)
         for pattern, axes in PAIR.items():
             layout_map[pattern] = axes
+        layout_map[".*column/output"] = ("batch", "model")
         distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
     keras.distribution.set_distribution(distribution)
     try:
         model = made("mlp", "adam")
-        history = model.fit(**data, batch_size=BATCH, verbose=0).history
-        return {"history": history, "predict": model.predict(data["x"], 9, verbose=0), **told(model)}
+        with unidist.ledger() as book:
+            history = model.fit(**data, batch_size=BATCH, verbose=0).history
+        sent = float(book.bytes())
+        return {"history": history, "sent": sent, "predict": model.predict(data["x"], 9, verbose=0), **told(model)}
     finally:
         keras.distribution.set_distribution(None)
 

@@ -32,6 +32,7 @@ def test_a_model_made_in_a_scope_is_distributed_wherever_it_is_used(
     same(found, expected("entrance", None, how))
     assert found["spread"] == 4
     assert found["sharded"]
+    assert found["sent"] > 0
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -42,6 +43,7 @@ def test_a_model_built_before_the_scope_is_placed(
     found = four.call(RUN("built_before"), kind, trained_before)[0]
     same(found, expected("built_before", None, trained_before))
     assert found["spread"] == 4
+    assert found["sent"] > 0
     assert bool(found["sharded"]) == (kind == "2x2")
 
 
@@ -67,6 +69,7 @@ def test_keras_own_strategies(four: ProcessWorld, expected: Any, kind: str) -> N
     found = four.call(RUN("keras_strategies"), kind)[0]
     same(found, expected("keras_strategies", None))
     assert found["spread"] == 4
+    assert found["sent"] > 0
     assert bool(found["sharded"]) == (kind == "ModelParallel")
 
 
@@ -76,8 +79,9 @@ def test_data_sources_on_four_devices(four: ProcessWorld, expected: Any, source:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["dp", "2x2 across"])
-@pytest.mark.parametrize("source", ["arrays", "PyDataset", "generator", "DataLoader"])
+@pytest.mark.parametrize(
+    ("source", "kind"), [("arrays", "2x2 across"), ("PyDataset", "dp"), ("generator", "mp"), ("DataLoader", "dp")]
+)
 def test_every_process_reads_the_same_data(pair: ProcessWorld, expected: Any, source: str, kind: str) -> None:
     for found in pair.call(RUN("fed"), kind, source):
         same(found, expected("fed", None, "arrays"))
@@ -91,7 +95,7 @@ def test_every_process_is_given_its_own_rows(pair: ProcessWorld, expected: Any, 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", HOW[-2:])
 def test_entrances_in_two_processes(pair: ProcessWorld, expected: Any, how: str) -> None:
     for found in pair.call(RUN("entrance"), "2x2 across", how):
         same(found, expected("entrance", None, how))
@@ -183,16 +187,15 @@ def test_callbacks_in_two_processes(pair: ProcessWorld, expected: Any, tmp_path:
 def test_the_ledger_tells_the_gradients_of_data_parallel_steps_exactly(four: ProcessWorld) -> None:
     steps = 3
     found = four.call(RUN("traffic"), "dp", steps * 8, 8)[0]
-    gradients = steps * 2 * 3 * found["gradients"] // 4
-    # Beside the gradients XLA sums the scalar loss, once where it is needed: 4 bytes, 6 on the wire, for each step.
-    assert (found["fit"]["all_reduce"] - gradients) % (steps * 6) == 0
-    assert 0 <= found["fit"]["all_reduce"] - gradients <= steps * 6 * 3
+    # XLA merges the gradients with the one scalar of the loss, of 4 bytes; each byte goes out 2 (n-1)/n times.
+    assert found["fit"]["all_reduce"] == steps * 2 * 3 * (found["gradients"] + 4) // 4
+    assert found["fit"]["count"] == steps
     assert found["fit"]["bytes"] == found["fit"]["all_reduce"]
     assert found["fit"]["purposes"] == ["train step (compiled)"]
     assert found["fit"]["axes"] == [("data",)]
     assert found["again"] == found["fit"]
     assert found["evaluate"]["purposes"] == ["test step (compiled)"]
-    assert 0 < found["evaluate"]["bytes"] <= steps * 6 * 3
+    assert found["evaluate"]["bytes"] == steps * 2 * 3 * 4 // 4
     assert found["predict"]["count"] == 0
 
 

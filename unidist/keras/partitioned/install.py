@@ -6,13 +6,14 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+from keras.src.backend.jax import distribution_lib as keras_distribution_lib
 from keras.src.backend.jax import trainer as keras_trainer
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 
 from unidist.backends import registry
-from unidist.keras.partitioned import data, placing, saving, seeds, trainer
+from unidist.keras.partitioned import data, layouts, placing, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
 from unidist.keras.partitioned.interception import around
 
@@ -48,6 +49,7 @@ def _install_variables() -> None:
     around(JaxVariable, "_initialize_layout", placing.initializing_layout)
     around(JaxVariable, "_direct_assign", placing.assigning)
     around(JaxVariable, "__array__", placing.reading)
+    around(keras_distribution_lib, "distribute_tensor", layouts.constraining)
     around(BaseOptimizer, "add_variable_from_reference", placing.adding_slot)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.distribution import TensorLayout
 
@@ -81,3 +83,24 @@ def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
                 f"layout {of_native(sharding)}: pad it, or shard another dim"
             )
     return sharding
+
+
+def constraining(original: Any) -> Any:
+    """Keras's distribute_tensor: where a layer's output has a layout that cuts a dim unevenly (the rows of a ragged
+    batch), JAX refuses the constraint on that dim; the compiler then chooses for it alone."""
+
+    @functools.wraps(original)
+    def distribute_tensor(tensor: Any, layout: Any) -> Any:
+        if not isinstance(tensor, jax.core.Tracer):
+            return original(tensor, layout)
+        sharding = layout.backend_layout if isinstance(layout, TensorLayout) else layout
+        if not isinstance(sharding, NamedSharding):
+            return original(tensor, layout)
+        uneven = [dim for dim, size in enumerate(tensor.shape) if size % parts_of_dim(sharding, dim)]
+        if not uneven:
+            return original(tensor, layout)
+        spec = [*sharding.spec, *[None] * (tensor.ndim - len(sharding.spec))]
+        dims = [PartitionSpec.UNCONSTRAINED if dim in uneven else axes for dim, axes in enumerate(spec)]
+        return original(tensor, named(sharding.mesh, *dims))
+
+    return distribute_tensor

@@ -13,7 +13,7 @@ import numpy as np
 from keras import distribution as keras_distribution
 
 from unidist.keras.partitioned import layouts, processes
-from unidist.keras.strategy import adopt
+from unidist.keras.strategy import UnidistDistribution, adopt
 
 # Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it.
 _PLACED = "_unidist_distribution"
@@ -185,10 +185,14 @@ def _kept_layout(variable: Any, distribution: Any) -> Any:
 
 
 def check_rules(model: Any, distribution: Any) -> None:
-    """Raises LayoutError, once for a built model, where strict rules match none of its variables or outputs."""
+    """Raises LayoutError, once for a built model, where strict rules match none of its variables.
+
+    Keras's own strategies also take rules for the outputs of layers.
+    """
     if _checked.get(model) is distribution:
         return
     paths = [variable.path for variable in model.variables]
-    paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
+    if not isinstance(distribution, UnidistDistribution):
+        paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
     adopt(distribution).check_model(paths)
     _checked[model] = distribution

@@ -17,13 +17,18 @@ def several() -> bool:
     return int(jax.process_count()) > 1
 
 
+def is_first() -> bool:
+    """Whether this is the process that writes and shows."""
+    return int(jax.process_index()) == 0
+
+
 def from_first(value: Any) -> Any:
     """Process 0's value, pickled, on every process. A collective of the world."""
     if not several():
         return value
-    data = np.frombuffer(pickle.dumps(value), np.uint8) if jax.process_index() == 0 else np.zeros(0, np.uint8)
+    data = np.frombuffer(pickle.dumps(value), np.uint8) if is_first() else np.zeros(0, np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    padded = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    padded = data if is_first() else np.zeros(size, np.uint8)
     return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
 
@@ -48,9 +53,3 @@ def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         return placed
     host = whole(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def barrier(name: str) -> None:
-    """Returns when every process has come."""
-    if several():
-        multihost_utils.sync_global_devices(name)

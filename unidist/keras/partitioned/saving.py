@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from keras.src.saving import saving_api
 
 from unidist.errors import UnidistError
@@ -48,7 +47,7 @@ def one_writer(original: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_gathered(model))
             stack.enter_context(_told_to_all())
-            return original(model, *args, **kwargs) if jax.process_index() == 0 else None
+            return original(model, *args, **kwargs) if processes.is_first() else None
 
     return save
 
@@ -62,7 +61,7 @@ def _gathered(model: Any) -> Iterator[None]:
         if value.is_fully_addressable or value.is_fully_replicated:
             continue
         host = processes.whole(value)
-        if jax.process_index() == 0:
+        if processes.is_first():
             setattr(variable, placing.WHOLE, host)
             held.append(variable)
     try:

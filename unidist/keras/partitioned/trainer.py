@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ def entering(original: Any) -> Any:
     """An entrance (fit, predict...) that works under the model's distribution, wherever it is called.
 
     The model's distribution is the active one, else the one its variables were created under: in another thread,
-    outside of the scope and after keras.utils.clear_session() too. A model from elsewhere is placed first.
+    outside of the scope and after keras.utils.clear_session() too. A model from elsewhere is placed first. Only
+    process 0 shows progress.
     """
     aligned = original.__name__ == "fit"
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,8 +34,11 @@ def entering(original: Any) -> Any:
         placing.place_model(self, distribution)
         if aligned:
             seeds.align()
+        bound = signature.bind(self, *args, **kwargs)
+        if "verbose" in signature.parameters and not processes.is_first():
+            bound.arguments["verbose"] = 0
         with placing.active(distribution):
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
 
     return entrance
 

@@ -1,0 +1,81 @@
+"""What the processes of test_interception run."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.jax import distribution_lib, trainer
+from keras.src.backend.jax.core import JaxVariable
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.saving import saving_api
+from keras.src.trainers import data_adapters
+
+import unidist
+from unidist.errors import BackendMismatchError
+
+ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+PLACES: dict[str, Any] = {
+    "JaxVariable": (JaxVariable, ("_initialize_layout", "_direct_assign", "__array__")),
+    "BaseOptimizer": (BaseOptimizer, ("add_variable_from_reference",)),
+    "JAXTrainer": (trainer.JAXTrainer, ("__init__", "_make_function")),
+    "JAXEpochIterator": (trainer.JAXEpochIterator, ("_get_iterator",)),
+    "trainer": (trainer, ("_distribute_data",)),
+    "distribution_lib": (distribution_lib, ("distribute_tensor",)),
+    "data_adapters": (data_adapters, ("get_data_adapter",)),
+    "saving_api": (saving_api, ("save_model", "save_weights")),
+}
+
+
+def signatures() -> dict[str, Any]:
+    places = {
+        f"{owner}.{name}": str(inspect.signature(getattr(where, name)))
+        for owner, (where, names) in PLACES.items()
+        for name in names
+    }
+    steps = {
+        "train": inspect.getsource(trainer.JAXTrainer.train_step),
+        "test": inspect.getsource(trainer.JAXTrainer.test_step),
+        "predict": inspect.getsource(trainer.JAXTrainer.predict_step),
+    }
+    return {
+        "version": keras.__version__,
+        "places": places,
+        "entrances": [name for name in ENTRANCES if name not in vars(trainer.JAXTrainer)],
+        "jit is jax.jit": trainer.jit is jax.jit,
+        "state lengths": {
+            name: source.partition(") = state")[0].rpartition("(")[2].count("variables")
+            if ") = state" in source
+            else source.partition(" = state")[0].rpartition("\n")[2].count("variables")
+            for name, source in steps.items()
+        },
+    }
+
+
+def after_install() -> dict[str, Any]:
+    from unidist.keras import hooks
+
+    before = trainer.JAXTrainer.fit
+    hooks.install()
+    again = trainer.JAXTrainer.fit is before
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with unidist.ledger() as book:
+        model.fit(np.ones((5, 3)), np.ones((5, 2)), batch_size=2, verbose=0)
+        model.predict(np.ones((5, 3)), verbose=0)
+    devices = {device for v in model.variables for device in v.value.devices()}
+    return {"again": again, "devices": len(devices), "sent": book.count()}
+
+
+def missing() -> str:
+    from unidist.keras.partitioned.interception import around
+
+    try:
+        around(trainer.JAXTrainer, "_no_such_method", lambda original: original)
+    except BackendMismatchError as error:
+        return str(error)
+    return "accepted"

@@ -1,0 +1,30 @@
+"""Mistakes planted in the engine, in the process of a test: the tests must notice each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from unidist.keras.partitioned import data, layouts, placing, seeds
+
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "padding counts as rows": (data.Padded, "cut", lambda self: self.array),
+    "nothing is distributed outside of the scope": (placing, "distribution_of", lambda model: None),
+    "slots stay behind": (placing, "_kept_layout", lambda variable, distribution: None),
+    "every device computes the whole batch": (
+        layouts,
+        "of_batch",
+        lambda shape, distribution: layouts.replicated(distribution),
+    ),
+    "seeds differ by process": (seeds, "align", lambda: None),
+}
+
+
+def run_with(mistake: str, program: str, *args: Any) -> Any:
+    """What a program of programs.py or behaviours.py ("module:function") gives with the mistake in place."""
+    owner, name, broken = MISTAKES[mistake]
+    module, _, function = program.partition(":")
+    with mock.patch.object(owner, name, broken):
+        return getattr(importlib.import_module(module), function)(*args)
