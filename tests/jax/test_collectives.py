@@ -16,9 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import unidist
 from unidist import DistributedArray, Layout, Mesh
-from unidist.algebra import Sharding
+from unidist.algebra import Sharding, plan
 from unidist.backends.jax.hlo import collectives_of
+from unidist.backends.sim import reference
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, LayoutError, MeshError
+from unidist.testing import samples
 from unidist.testing.processes import ProcessWorld
 
 MESH = Mesh({"data": 2, "model": 4}, devices=[3, 1, 0, 2, 7, 6, 5, 4])
@@ -180,6 +182,25 @@ def whole_numbers_pass_beside_a_gradient() -> None:
     close(gradient_of(x, jax.jit(jax.grad(loss))(x)).numpy(), wanted)
 
 
+def a_gradient_sends_no_more_than_it_must() -> None:
+    """A cotangent is the total already: it is cut where the value was joined, and joined where it was cut."""
+    backend: Any = unidist.backend()
+    model = Layout("model")
+    for src, dst, expected in (
+        (model, Layout(), []),
+        (model, Layout(fanout="model"), []),
+        (Layout(partial="model"), Layout(), []),
+        (Layout(), model, ["all_gather"]),
+        (Layout(partial="model"), model, ["all_gather"]),
+        (model, Layout(None, "model"), ["all_to_all"]),
+        (Layout(partial=("data", "model")), Layout("data", "model"), ["all_gather", "all_gather"]),
+    ):
+        there, here = (Sharding(MESH, layout, (16, 8)) for layout in (src, dst))
+        x = backend.distribute(normal(16, 8), there)
+        y, pull = jax.vjp(lambda x, s=there, d=here: backend.redistribute(x, s, d), x)
+        assert sent(pull, jax.device_put(jnp.ones_like(y), y.sharding)) == expected, f"{src} -> {dst}"
+
+
 # Programs
 
 
@@ -237,6 +258,34 @@ def collectives_in_a_traced_program_are_not_events() -> None:
     with unidist.ledger() as book:
         x.redistribute(Layout())
     assert book.count("all_gather") == 1
+
+
+def uneven_parts_go_where_the_reference_puts_them() -> None:
+    """Parts that are cut twice do not lie one after the other: 9 over 2 and 4 is 2 2 1 0 and 1 1 1 1."""
+    both, swapped = ("data", "model"), ("model", "data")
+    backend: Any = unidist.backend()
+    for src, dst in (
+        (Layout(partial=both), Layout(both)),
+        (Layout(partial=both), Layout(swapped, None)),
+        (Layout("data", partial="model"), Layout(both)),
+        (Layout(both), Layout(None, both)),
+        (Layout(None, both), Layout(swapped)),
+        (Layout(both), Layout("data", "model")),
+        (Layout("model", "data"), Layout(("model", "data"))),
+        (Layout(both), Layout("data")),
+        (Layout(both), Layout("data", partial="model")),
+        (Layout(both), Layout(partial=swapped)),
+        (Layout("data"), Layout(both)),
+        (Layout(), Layout(both)),
+        (Layout(partial={"data": "max", "model": "max"}), Layout(both)),
+    ):
+        for shape in ((9, 9), (13, 3), (1, 10)):
+            there, here = (Sharding(MESH, layout, shape) for layout in (src, dst))
+            _, shards = samples.legal_shards(there, RNG, "float32")
+            out = backend.redistribute(backend.from_local([shards[rank] for rank in range(8)], there), there, here)
+            wanted = reference.run(plan(there, here), shards)
+            for rank, shard in backend.to_local(out, here).items():
+                np.testing.assert_array_equal(shard, wanted[rank], err_msg=f"{src} -> {dst} of {shape}, rank {rank}")
 
 
 # Values
@@ -316,12 +365,14 @@ CHECKS = [
     gradients_of_partial_means_and_fanouts,
     the_gradient_of_a_gradient_is_right,
     a_maximum_has_no_gradient,
+    a_gradient_sends_no_more_than_it_must,
     whole_numbers_pass_beside_a_gradient,
     a_program_is_compiled_once_and_for_every_dtype_once,
     results_lie_where_the_layout_says,
     the_data_of_an_even_layout_is_the_plain_global_array,
     a_result_of_jit_that_lies_elsewhere_is_understood,
     collectives_in_a_traced_program_are_not_events,
+    uneven_parts_go_where_the_reference_puts_them,
     values_of_every_kind_are_distributed,
     dtypes_of_64_bits_are_refused_and_never_narrowed,
     mistakes_are_named,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -251,3 +254,51 @@ def test_a_lost_process_is_an_error_and_soon(how: str) -> None:
         assert f"{how} on process 0 of 2" in outcomes[0].value
         assert "process 1 has ended" in outcomes[0].value or "onnect" in outcomes[0].value
         assert time.monotonic() - begin < 30
+
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import unidist
+from unidist import Layout, Mesh
+
+index, port, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+unidist.use("jax", devices=1)
+unidist.initialize(f"127.0.0.1:{port}", 2, index, timeout=60)
+x = unidist.distribute(np.ones(4, "float32"), Mesh({"x": -1}), Layout("x"))
+x.numpy()
+if index == 1 and ending == "raises":
+    raise ValueError("a mistake")
+if index == 1 and ending == "dies":
+    os._exit(3)
+for _ in range(20 if ending == "well" else 1000):
+    x.numpy()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("ending", "codes"), [("raises", [1, 1]), ("dies", [1, 3]), ("well", [0, 0])])
+def test_no_process_outlives_a_broken_world(ending: str, codes: list[int], tmp_path: Path) -> None:
+    """JAX by itself would wait at the exit of either for the other, for minutes, and then abort."""
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(SCRIPT)
+    begin = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(index), str(port), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in (0, 1)
+    ]
+    try:
+        printed = [process.communicate(timeout=100)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in running] == codes, printed
+    assert ("ProcessLostError" in printed[0]) == (ending != "well")
+    assert ("done" in printed[0]) == (ending == "well")
+    assert time.monotonic() - begin < 50

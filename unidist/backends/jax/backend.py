@@ -26,7 +26,7 @@ _PROGRAMS: dict[str, Callable[..., Move]] = {
     "broadcast": collectives.broadcasting,
     "permute": collectives.permutation,
 }
-_ALONE = World(count=1, index=0, timeout=300.0, is_ours=True)
+_ALONE = World(count=1, index=0, timeout=300.0)
 
 
 class _Declared:
@@ -216,20 +216,23 @@ class JaxBackend:
         self._check_concrete(x, "the value")
         if not self._ranks_here(sharding.mesh):
             raise MeshError(f"this process holds no rank of {sharding.mesh}: only the others can gather the array")
-        whole = self.redistribute(x, sharding, sharding.with_layout(Layout()))
+        whole = self._redistribute(x, sharding, sharding.with_layout(Layout()), "gather")
         waiting.until_ready(whole, self.world, "gather")
         return np.array(whole.addressable_data(0))
 
     # collectives
 
     def redistribute(self, x: jax.Array, src: Sharding, dst: Sharding) -> jax.Array:
+        return self._redistribute(x, src, dst, "redistribute")
+
+    def _redistribute(self, x: jax.Array, src: Sharding, dst: Sharding, what: str) -> jax.Array:
         move = self._redistribution(src, dst)
         if x.dtype not in _DTYPES or x.shape != move.shape:
             self._check_dtype(x)
             self._check_shape(x, src)
         if events.listening():
             self._tell_steps(plan(src, dst), x)
-        return move.program(x)
+        return self._run(move.program, x, what)
 
     def broadcast(self, x: jax.Array, sharding: Sharding, axes: Axes, root: int) -> jax.Array:
         """Replicas along `axes` become those of place `root`. As compiled a masked all-reduce, which sends up to twice
@@ -244,7 +247,15 @@ class JaxBackend:
         self._check_shape(x, sharding)
         if events.listening() and not isinstance(x, jax.core.Tracer):
             self._tell(op, axes, sharding, x)
-        return self._program(_PROGRAMS[op], sharding, axes, how)(x)
+        return self._run(self._program(_PROGRAMS[op], sharding, axes, how), x, op)
+
+    def _run(self, program: Move, x: jax.Array, what: str) -> jax.Array:
+        try:
+            return program(x)
+        except (RuntimeError, ValueError) as error:
+            if (lost := waiting.loss(error, self.world, what)) is not None:
+                raise lost from error
+            raise
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         everyone = Mesh({"rank": len(self.devices)})
@@ -254,9 +265,8 @@ class JaxBackend:
             names = grid.check_axes(axes)
             count = Sharding(grid, Layout(partial=names), ())
             ones = {rank: np.ones((1,) * len(names), np.int32) for rank in self._ranks_here(grid)}
-            arrived = self._redistribution(count, count.with_layout(Layout())).program(
-                self._assembled(ones, count, np.int32)
-            )
+            program = self._redistribution(count, count.with_layout(Layout())).program
+            arrived = self._run(program, self._assembled(ones, count, np.int32), "barrier")
             waiting.until_ready(arrived, self.world, "barrier")
 
     # gradients

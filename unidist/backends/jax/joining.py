@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 from jax.extend.backend import clear_backends
 
 from unidist.backends.environment import Launch, detect
-from unidist.backends.jax import roll
+from unidist.backends.jax import ending, roll
 from unidist.backends.jax.devices import config
 from unidist.backends.protocol import Cluster
-from unidist.errors import BackendMismatchError, BackendNotAvailableError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
 
 # JAX ends a process whose peer has been silent for so long, where nothing in Python could.
 _SILENCE = 100
@@ -25,15 +26,15 @@ class World:
 
     Attributes:
         timeout: seconds that a collective waits for the others.
-        is_ours: whether leaving the world ends jax.distributed.
         roll: tells which processes have ended; None in a world of one and in one that somebody else made.
+        stay: takes back that this process ends at once where the world is broken.
     """
 
     count: int
     index: int
     timeout: float
-    is_ours: bool
     roll: roll.Roll | None = None
+    stay: Callable[[], None] | None = None
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -41,13 +42,17 @@ class World:
         return () if self.roll is None else tuple(sorted(self.roll.lost))
 
     def leave(self) -> None:
-        """Ends jax.distributed and drops XLA's devices, so that another world can be joined."""
-        if self.is_ours and self.count > 1:
-            if self.roll is not None:
-                self.roll.close()
-            if not self.lost and jax.distributed.is_initialized():
-                jax.distributed.shutdown()
-                clear_backends()
+        """Ends jax.distributed and drops XLA's devices, so that another world can be joined. With the others: it waits
+        for them. A world that has lost a process cannot be ended but by ending this one."""
+        if self.roll is not None and self.stay is not None and not self.roll.is_broken:
+            self.roll.close()
+            self.stay()
+            jax.distributed.shutdown()
+            clear_backends()
+
+
+# The last world of several processes that this one joined.
+_joined: World | None = None
 
 
 def join(cluster: Cluster) -> World:
@@ -56,13 +61,20 @@ def join(cluster: Cluster) -> World:
     Raises:
         BackendMismatchError: the cluster and the existing world contradict each other, or XLA has started.
         BackendNotAvailableError: the world could not be joined.
+        ProcessLostError: this process is in a world that has lost another.
     """
+    global _joined
+    if _joined is not None and _joined.roll is not None and _joined.roll.is_broken:
+        raise ProcessLostError(
+            f"this process is in a world of {_joined.count} that has lost another, and JAX cannot leave that: start "
+            "all processes again"
+        )
     if jax.distributed.is_initialized():
         return _existing(cluster)
     launch = detect()
     count = cluster.process_count or (launch.process_count if launch else 1)
     if count == 1:
-        return World(1, 0, cluster.timeout, True)
+        return World(1, 0, cluster.timeout)
     index = launch.process_index if launch and cluster.process_index is None else cluster.process_index
     address = cluster.address or _address(launch)
     if index is None or address is None:
@@ -71,16 +83,21 @@ def join(cluster: Cluster) -> World:
             f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
             f"`unidist run -n {count} --backend jax script.py`"
         )
+    _joined = _come_together(address, count, index, cluster.timeout, launch)
+    return _joined
+
+
+def _come_together(address: str, count: int, index: int, timeout: float, launch: Launch | None) -> World:
     _check_not_started()
-    present = roll.call(address, count, index, cluster.timeout)
+    present = roll.call(address, count, index, timeout)
     try:
-        _start(present.coordinator, count, index, cluster.timeout, _local_devices(launch))
+        _start(present.coordinator, count, index, timeout, _local_devices(launch))
     except RuntimeError as error:
         present.close()
         raise BackendNotAvailableError(
             f"process {index} of {count}: JAX could not join the others ({error})"
         ) from error
-    return World(count, index, cluster.timeout, True, present)
+    return World(count, index, timeout, present, ending.at_exit(lambda: present.is_broken))
 
 
 def _existing(cluster: Cluster) -> World:
@@ -90,7 +107,7 @@ def _existing(cluster: Cluster) -> World:
             f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but jax.distributed was "
             f"initialised as process {index} of {count}: leave the arguments out to use that, or shut it down first"
         )
-    return World(count, index, cluster.timeout, False)
+    return World(count, index, cluster.timeout)
 
 
 def _check_not_started() -> None:
@@ -126,6 +143,9 @@ def _local_devices(launch: Launch | None) -> list[int] | None:
 def _start(coordinator: str, count: int, index: int, timeout: float, local: list[int] | None) -> None:
     host, _, port = coordinator.rpartition(":")
     seconds = max(1, math.ceil(timeout))
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        # It catches SIGTERM, by which launchers end the processes of a job.
+        config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
         count,

@@ -62,11 +62,13 @@ class Roll:
     Attributes:
         coordinator: "host:port" for JAX's own service, which process 0 shall start.
         lost: the processes that have ended without leaving.
+        is_broken: whether a process is known to be lost, by this or by a collective that failed.
     """
 
     def __init__(self, index: int, lines: dict[int, Line], coordinator: str) -> None:
         self.coordinator = coordinator
         self.lost: set[int] = set()
+        self.is_broken = False
         self._index = index
         self._lines = lines
         self._closing = False
@@ -78,12 +80,16 @@ class Roll:
             if "bye" in message:
                 return
             if "lost" in message:
-                self.lost.add(int(message["lost"]))
+                self._lose(int(message["lost"]))
         if not self._closing:
-            self.lost.add(other)
+            self._lose(other)
             for another, next_line in self._lines.items():
                 if self._index == 0 and another != other:
                     next_line.say(lost=other)
+
+    def _lose(self, other: int) -> None:
+        self.lost.add(other)
+        self.is_broken = True
 
     def close(self) -> None:
         """Leaves in good order."""

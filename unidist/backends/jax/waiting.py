@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
-import jax
-
 from unidist.backends.jax.joining import World
-from unidist.errors import ProcessLostError
+from unidist.errors import ProcessLostError, UnidistError
 
 # What is under way when a process ends may still arrive.
 _GRACE = 3.0
 _LONGEST_NAP = 0.01
-_LOST_WORDS = (
-    "gloo",
-    "nccl",
-    "connection",
-    "unavailable",
-    "deadline_exceeded",
-    "aborted",
-    "heartbeat",
-    "peer",
-    "socket",
+_WORDS = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused|aborted)|broken pipe|socket closed|unavailable|deadline[_ ]exceeded"
+    r"|heartbeat",
+    re.IGNORECASE,
 )
 
 
@@ -36,10 +29,17 @@ def until_ready(x: Any, world: World, what: str) -> None:
         _poll(x, world, what)
     try:
         x.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        if not any(word in str(error).lower() for word in _LOST_WORDS) or world.count == 1:
-            raise
-        raise _lost(world, what, str(error).splitlines()[0]) from error
+    except (RuntimeError, ValueError) as error:
+        if (lost := loss(error, world, what)) is not None:
+            raise lost from error
+        raise
+
+
+def loss(error: Exception, world: World, what: str) -> ProcessLostError | None:
+    """What an error of XLA's means, if it is that another process is gone: its kinds do not tell, only its words."""
+    if world.count == 1 or isinstance(error, UnidistError) or not _WORDS.search(str(error)):
+        return None
+    return _lost(world, what, str(error).splitlines()[0])
 
 
 def _poll(x: Any, world: World, what: str) -> None:
@@ -57,6 +57,8 @@ def _poll(x: Any, world: World, what: str) -> None:
 
 
 def _lost(world: World, what: str, why: str) -> ProcessLostError:
+    if world.roll is not None:
+        world.roll.is_broken = True
     return ProcessLostError(
         f"{what} on process {world.index} of {world.count}: another process ended or did not come in time ({why}). "
         "Look at the output of the other processes for the first error; where they were only slow, give "

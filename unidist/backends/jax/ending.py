@@ -1,0 +1,41 @@
+"""How a process ends whose world is broken: at once, where JAX would wait for the others at its exit.
+
+At its exit JAX waits for all processes. One that failed would so keep the others waiting for it in a collective, and
+one that was left by another would wait for that one, then be aborted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+_FAILED = 1
+
+
+def at_exit(is_lost: Callable[[], bool]) -> Callable[[], None]:
+    """Ends the process without waiting where it failed or `is_lost`. Gives what takes that back.
+
+    Called before JAX's own handler, as it is registered after it.
+    """
+
+    def handler() -> None:
+        if is_lost() or _has_failed():
+            _end()
+
+    atexit.register(handler)
+    return lambda: atexit.unregister(handler)
+
+
+def _has_failed() -> bool:
+    """Whether an exception that nobody caught ends the program. A session at a prompt goes on after such."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+
+
+def _end() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(_FAILED)
