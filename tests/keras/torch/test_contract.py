@@ -336,3 +336,21 @@ def test_initial_values_are_those_of_one_device(name, shape):
     with unidist.DataParallel().scope():
         found = make(seed=3)(shape)
     np.testing.assert_array_equal(found.numpy(), make(seed=3)(shape).numpy())
+
+
+@pytest.mark.parametrize(("verbose", "reductions"), [(0, 0), (2, 0), (1, 3 * 2)])
+def test_metrics_are_summed_only_where_somebody_reads_them(verbose, reductions, capsys):
+    x, y = features()
+    histories = []
+    for strategy in (None, unidist.DataParallel()):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = mlp()
+            model.compile("sgd", loss="mse", metrics=["mae"])
+            with unidist.ledger() as traffic:
+                history = model.fit(x, y, batch_size=4, epochs=2, verbose=verbose)
+        histories.append(history.history)
+    # The simulator's main thread reads an epoch's sums without a collective.
+    assert traffic.count(purpose="metrics") == reductions
+    for name in histories[0]:
+        np.testing.assert_allclose(histories[1][name], histories[0][name], atol=1e-5)

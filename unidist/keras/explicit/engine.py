@@ -45,16 +45,19 @@ class Engine:
         self._reducers: dict[int, Reducer] = {}
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
+        self.logs_are_read = True
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """Keras's trainer is at work on this engine's model."""
+    def session(self, logs_are_read: bool = True) -> Iterator[None]:
+        """Keras's trainer is at work on this engine's model; `logs_are_read`: somebody takes the logs of each step."""
         token = _current.set(self)
         self._ready = False
+        before, self.logs_are_read = self.logs_are_read, logs_are_read
         try:
             with self.distribution.scope():
                 yield
         finally:
+            self.logs_are_read = before
             _current.reset(token)
 
     # preparing ----------------------------------------------------------------------------------------------------

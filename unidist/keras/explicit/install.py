@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from keras.src import backend as keras_backend
+from keras.src import tree
 from keras.src.backend.torch.layer import TorchLayer
 from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.callbacks.callback import Callback
+from keras.src.callbacks.callback_list import CallbackList
 from keras.src.distribution import distribution_lib as keras_distribution_lib
 
 from unidist import session
@@ -82,23 +85,38 @@ def _patch_trainer() -> None:
 
 def _in_session(original: Any) -> Any:
     """A trainer's entrance that finds the model's engine and works inside its session."""
-    quiet = "verbose" in inspect.signature(original).parameters
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = engine.engine_of(self)
         if found is None or context.frame() is not None:
             return original(self, *args, **kwargs)
-        with found.session():
+        bound = signature.bind(self, *args, **kwargs)
+        with found.session(_logs_are_read(self, original.__name__, bound.arguments, found)):
             if self.built and self.variables:
                 found.prepare()
-            if quiet and not found.world.writes:
-                bound = inspect.signature(original).bind(self, *args, **kwargs)
+            if "verbose" in signature.parameters and not found.world.writes:
                 bound.arguments["verbose"] = 0
-                return original(*bound.args, **bound.kwargs)
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
 
     return entrance
+
+
+def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:
+    """Whether somebody takes the logs of each step: a progress bar, a callback, or the model's own train_step, whose
+    logs may be no metrics. Every process decides alike: by what all were given."""
+    if entrance not in ("fit", "evaluate"):
+        return True
+    callbacks = given.get("callbacks")
+    if isinstance(callbacks, CallbackList):
+        return found.logs_are_read
+    hooks = ("on_train_batch_end", "on_test_batch_end", "on_batch_end")
+    own = [c for c in tree.flatten(callbacks) if c is not None]
+    # Some callbacks are given their hooks as attributes.
+    heard = any(h in vars(c) or getattr(type(c), h) is not getattr(Callback, h) for c in own for h in hooks)
+    custom = any(getattr(type(model), s) is not getattr(TorchTrainer, s) for s in ("train_step", "test_step"))
+    return given.get("verbose", "auto") in ("auto", 1, True) or heard or custom
 
 
 def _making_steps(original: Any, attribute: str, gathers: bool) -> Any:

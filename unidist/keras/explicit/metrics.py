@@ -1,7 +1,7 @@
 """Metrics: each rank sums up its own rows; a result is computed from the states summed over the data axes.
 
 Keras declares the states of metrics `synchronization="on_read", aggregation="sum"`: this is that reading. All states of
-a model are summed in one collective per logged step.
+a model are summed in one collective: after each step whose logs somebody reads, and at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,24 @@ def install() -> None:
 
 def _get_metrics_result(self: Any) -> Any:
     here = frame()
-    if here is None:
+    engine = vars(self).get("_unidist_engine")
+    if here is not None:
+        # Where nobody reads the logs of a step, its results stay this rank's: those of the epoch are merged below.
+        return _merged(self, here) if engine is None or engine.logs_are_read else _unmerged(self, here)
+    if engine is None or engine.world.is_virtual:
         return _originals["result"](self)
-    with here.reading(summed(here, self.metrics_variables)):
-        return _originals["result"](self)
+    return engine.world.run(lambda at_work: _merged(self, at_work))
+
+
+def _merged(model: Any, here: Frame) -> Any:
+    with here.reading(summed(here, model.metrics_variables)):
+        return _originals["result"](model)
+
+
+def _unmerged(model: Any, here: Frame) -> Any:
+    own = [v for v in model.metrics_variables if isinstance(v, DistributedVariable)]
+    with here.reading({id(v): v._place.local(here) for v in own}):
+        return _originals["result"](model)
 
 
 def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:

@@ -1,0 +1,183 @@
+"""Keras on torch, two gloo processes with one thread each: unidist against what one would write by hand.
+
+    unidist run -n 2 benchmarks/keras_torch.py [--rounds 15] [--steps 10]
+
+All programs run in one process group, in turns, on an MLP 784-1024-1024-10 with 256 rows a rank and SGD with momentum.
+Prints medians of paired ratios; absolute times depend on the machine.
+
+    data parallel   fit's own step under DataParallel
+                    / torch DDP around the same Keras model, with Keras's loss and optimizer
+                    / PyTorch by hand: nn.Module, DDP, torch.optim
+    tensor parallel fit's own step under ModelParallel, a column and a row layer
+                    / PyTorch by hand: parallelize_module, DTensor, torch.optim
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import unidist
+
+unidist.use("torch")
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+ROWS, WIDTH, CLASSES = 256, 1024, 10
+Step = Callable[[], object]
+
+
+def keras_model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.layers.Input((784,)),
+            keras.layers.Dense(WIDTH, activation="relu", name="a"),
+            keras.layers.Dense(WIDTH, activation="relu", name="b"),
+            keras.layers.Dense(CLASSES, name="c"),
+        ]
+    )
+
+
+def crossentropy() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def torch_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(784, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(0)
+    return (
+        torch.tensor(rng.normal(size=(rows, 784)).astype("float32")),
+        torch.tensor(rng.integers(0, CLASSES, size=(rows,))),
+    )
+
+
+def ours(strategy: object, rows: int) -> Step:
+    """The step that fit runs: forward, loss, backward, reduction, optimizer, metrics."""
+    with strategy.scope():  # type: ignore[attr-defined]
+        model = keras_model()
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=crossentropy())
+    x, y = batch(rows)
+    model.train_on_batch(x, y)
+    engine = model._unidist_engine
+    engine_step = model.train_function
+
+    def step() -> object:
+        return engine_step([(x, y)])
+
+    engine._ready, engine.logs_are_read = True, False  # as in fit(verbose=0)
+    return step
+
+
+def keras_under_ddp() -> Step:
+    model = keras_model()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer, loss_of = keras.optimizers.SGD(0.01, momentum=0.9), crossentropy()
+    x, y = batch(ROWS)
+    variables = model.trainable_variables
+    optimizer.build(variables)
+
+    def step() -> object:
+        y_pred = wrapped(x)
+        model.zero_grad()
+        loss = loss_of(y, y_pred)
+        loss.backward()
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in variables], variables)
+        return loss
+
+    return step
+
+
+def by_hand(model: nn.Module, rows: int, foreach: bool = True) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=foreach)
+    loss_of = nn.CrossEntropyLoss()
+    x, y = batch(rows)
+
+    def step() -> object:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def torch_under_ddp() -> Step:
+    return by_hand(DistributedDataParallel(torch_model(), gradient_as_bucket_view=True), ROWS)
+
+
+def torch_tensor_parallel() -> Step:
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(torch_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    # Fused updates refuse a model of which some parameters are DTensors and some are not.
+    return by_hand(model, ROWS, foreach=False)
+
+
+def tensor_parallel() -> Step:
+    mesh = unidist.Mesh({"model": 2})
+    rules = {".*a/kernel": (None, "model"), ".*a/bias": ("model",), ".*b/kernel": ("model", None)}
+    return ours(unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules)), ROWS)
+
+
+def seconds(step: Step, steps: int) -> float:
+    unidist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    unidist.barrier()
+    return time.perf_counter() - start
+
+
+def ratios(first: Step, second: Step, rounds: int, steps: int) -> list[float]:
+    """first / second, in turns of which each begins every other time."""
+    found = []
+    for k in range(rounds):
+        if k % 2:
+            b, a = seconds(second, steps), seconds(first, steps)
+        else:
+            a, b = seconds(first, steps), seconds(second, steps)
+        found.append(a / b)
+    return found[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    world = unidist.process_count()
+    data_parallel = ours(unidist.DataParallel(), ROWS * world)
+    pairs = (
+        ("DP: unidist / torch DDP around the Keras model", data_parallel, keras_under_ddp(), 1.00),
+        ("DP: unidist / PyTorch DDP by hand", data_parallel, torch_under_ddp(), 1.15),
+        ("TP: unidist / parallelize_module by hand", tensor_parallel(), torch_tensor_parallel(), 1.00),
+    )
+    for name, first, second, aim in pairs:
+        found = ratios(first, second, arguments.rounds, arguments.steps)
+        if unidist.process_index() == 0:
+            low, _, high = statistics.quantiles(found, n=4)
+            print(
+                f"{name:50s} {statistics.median(found):.2f}  (quartiles {low:.2f}-{high:.2f}; aim <= {aim:.2f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
