@@ -1,0 +1,70 @@
+"""The examples of a document: its fenced blocks, and running them as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"# (\w+\.py)\n")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `file`: the name that its first line, a comment, gives it."""
+
+    language: str
+    text: str
+    line: int
+
+    @property
+    def file(self) -> str | None:
+        found = _NAME.match(self.text)
+        return found[1] if found else None
+
+
+def blocks(document: str) -> list[Block]:
+    text = (ROOT / document).read_text()
+    return [Block(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in _FENCE.finditer(text)]
+
+
+def table(document: str, head: str) -> list[list[str]]:
+    """The rows of the table whose first line is `head`: the text of each cell, without backticks."""
+    lines = (ROOT / document).read_text().splitlines()
+    start = lines.index(head)
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def write_files(document: str, folder: Path) -> None:
+    """Writes the blocks that have names, as a reader would save them."""
+    for block in blocks(document):
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
+
+
+def run(command: str | list[str], folder: Path, timeout: float = 200.0) -> str:
+    """Runs a command in a folder; `python` and `unidist` are those of these tests. Its standard output.
+
+    It sees no settings of Keras and unidist, as on a machine where nobody has set any.
+    """
+    words = shlex.split(command) if isinstance(command, str) else command
+    known = {"python": [sys.executable], "unidist": [sys.executable, "-m", "unidist"]}
+    words = [*known.get(words[0], [words[0]]), *words[1:]]
+    unset = ("KERAS_BACKEND", "UNIDIST_BACKEND", "JAX_NUM_CPU_DEVICES")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    path = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(ROOT))))
+    env |= {"KERAS_HOME": str(folder / "keras"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "COLUMNS": "120"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,113 @@
+"""Every example of the README does what the README says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.docs.documents import ROOT, Block, blocks, run, table, write_files
+
+pytestmark = pytest.mark.processes
+README = "README.md"
+CHOICES = table(README, "| line | start it with |")
+USE = 'unidist.use("sim", devices=4)'
+
+
+def _named(name: str) -> Block:
+    return next(block for block in blocks(README) if block.file == name)
+
+
+def _scripts() -> list[Block]:
+    return [block for block in blocks(README) if block.language == "python" and block.file is None]
+
+
+def test_every_block_is_run_by_a_test_here() -> None:
+    """A block of another kind, or a file that nobody starts, would be an example that nobody checks."""
+    assert {block.language for block in blocks(README)} == {"bash", "python"}
+    assert [block.file for block in blocks(README) if block.file] == ["train.py", "guide.py"]
+    bash = [block.text.strip() for block in blocks(README) if block.language == "bash"]
+    assert bash == [
+        'python3 -m venv .venv && .venv/bin/pip install ".[torch,demo]" && .venv/bin/unidist demo',
+        "python3 ci/test.py",  # runs these tests: it cannot be run by them
+        "unidist run -n 2 guide.py",
+    ]
+    assert (ROOT / "ci" / "test.py").exists()
+
+
+@pytest.mark.parametrize("block", _scripts(), ids=lambda block: f"line{block.line}")
+def test_examples_run(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block.text)
+    run("python example.py", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """train.py without its strategy: the loss by Keras backend."""
+    folder = tmp_path_factory.mktemp("one_device")
+    text = _named("train.py").text
+    assert text.count("with unidist.ModelParallel(mesh, rules).scope():") == 1
+    found = {}
+    for keras, name in (("torch", "sim"), ("jax", "jax")):
+        changed = text.replace("with unidist.ModelParallel(mesh, rules).scope():", "if True:")
+        (folder / "train.py").write_text(changed.replace(USE, f'unidist.use("{name}", devices=4)'))
+        found[keras] = _loss(run(["env", f"KERAS_BACKEND={keras}", sys.executable, "train.py"], folder))
+    return found
+
+
+@pytest.mark.parametrize(("line", "command"), CHOICES, ids=[row[0] for row in CHOICES])
+def test_one_line_changes_the_backend_and_not_the_numbers(
+    line: str, command: str, one_device: dict[str, float], tmp_path: Path
+) -> None:
+    text = _named("train.py").text
+    assert text.count(USE) == 1
+    (tmp_path / "train.py").write_text(text.replace(USE, line))
+    told = run(command, tmp_path)
+    assert _loss(told) == pytest.approx(one_device["jax" if '"jax"' in line else "torch"], rel=1e-5)
+    assert re.search(r"up/kernel +\(16, 64\) +Layout\(None, 'model'\) +\(16, 32\) +2,048", told)
+    assert re.search(r"down/kernel +\(64, 16\) +Layout\('model'\) +\(32, 16\) +2,048", told)
+    total = re.search(r"total +([\d,]+) +([\d,.]+)$", told, re.MULTILINE)
+    assert total is not None
+    assert all(float(number.replace(",", "")) > 0 for number in total.groups())
+
+
+def test_a_script_for_keras_distribution_runs_in_processes(tmp_path: Path) -> None:
+    write_files(README, tmp_path)
+    told = run("unidist run -n 2 guide.py", tmp_path)
+    assert told.count("Epoch 3/3") == 1
+    assert "loss" in told
+
+
+def test_a_fresh_environment_installs_the_package_and_shows_the_demo(tmp_path: Path) -> None:
+    """The README's first line, word for word. Without a network: what the package needs comes from this environment."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "unidist", checkout / "unidist", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    line = next(block.text.strip() for block in blocks(README) if ".venv" in block.text)
+    env = {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "false",  # pip reads the variable of an option "--no-..." the other way round
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PYTHONPATH": sysconfig.get_paths()["purelib"],
+        "PATH": f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=checkout, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Successfully built keras-unidist" in done.stdout
+    assert done.stdout.count("ok  ") == 3
+
+
+def _loss(told: str) -> float:
+    found = re.findall(r"loss (\d+\.\d+)$", told, re.MULTILINE)
+    assert len(found) == 1, told
+    return float(found[0])
