@@ -17,6 +17,8 @@ import pytest
 
 import unidist
 from unidist import Layout, Mesh
+from unidist.backends.environment import Launch
+from unidist.backends.jax import joining
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
@@ -218,6 +220,15 @@ def test_jax_that_has_started_cannot_join() -> None:
             world.call(join_too_late, free_port())
         assert caught.value.kind == BackendMismatchError.__name__
         assert "before any JAX operation" in caught.value.message
+
+
+def test_torchruns_own_store_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's agent listens on MASTER_PORT itself, so process 0 takes the next one."""
+    address, count = "10.0.0.1:29500", 4
+    launch = Launch(launcher="torchrun", address=address, process_count=count, process_index=0, local_index=0)
+    assert joining.address_of(launch) == address
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert joining.address_of(launch) == "10.0.0.1:29501"
 
 
 # A lost process

@@ -76,7 +76,7 @@ def join(cluster: Cluster) -> World:
     if count == 1:
         return World(1, 0, cluster.timeout)
     index = launch.process_index if launch and cluster.process_index is None else cluster.process_index
-    address = cluster.address or _address(launch)
+    address = cluster.address or address_of(launch)
     if index is None or address is None:
         raise BackendNotAvailableError(
             f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
@@ -124,7 +124,7 @@ def _check_not_started() -> None:
         ) from error
 
 
-def _address(launch: Launch | None) -> str | None:
+def address_of(launch: Launch | None) -> str | None:
     """The launcher's address; beside torchrun's own store, whose agent listens on MASTER_PORT, the next port."""
     if launch is None or launch.address is None:
         return None
