@@ -25,18 +25,19 @@ from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, M
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
 Way = Literal["direct", "buffered"]
+STRICT = {"PYTHONWARNINGS": "error::FutureWarning,error::UserWarning"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
-    with ProcessWorld(request.param, setup=join) as processes:
+    with ProcessWorld(request.param, setup=join, env=STRICT) as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4, setup=join) as processes:
+    with ProcessWorld(4, setup=join, env=STRICT) as processes:
         yield processes
 
 

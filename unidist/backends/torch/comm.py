@@ -14,7 +14,7 @@ from unidist.backends.local import Handle
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.exchange import DirectCollectives, exchange, scatter
 from unidist.backends.torch.lost import tells, told
-from unidist.backends.torch.primitives import Eager
+from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
 from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, op_for
 from unidist.backends.torch.wires import Wire
 from unidist.errors import LayoutError
@@ -139,9 +139,7 @@ class TorchComm:
                 return Waiting(lambda: out.copy_(reduced()), "reduce_scatter", group)
             dtype = REDUCED_AS.get(x.dtype, x.dtype)
             part = torch.empty_like(out, dtype=dtype)
-            work = dist.reduce_scatter_tensor(
-                part, x.to(dtype), NATIVE[op_for(op, x.dtype)], group=wire.pg, async_op=True
-            )
+            work = reduce_scatter_single(part, x.to(dtype), NATIVE[op_for(op, x.dtype)], group=wire.pg, async_op=True)
 
         def finish() -> None:
             _wait(work)
@@ -167,7 +165,7 @@ class TorchComm:
                 if parts[wire.index].data_ptr() != x.data_ptr():
                     parts[wire.index].copy_(x)
                 return Waiting(finish, "all_gather", group)
-            work = dist.all_gather_into_tensor(_bytes(out), _bytes(x), group=wire.pg, async_op=True)
+            work = all_gather_single(_bytes(out), _bytes(x), group=wire.pg, async_op=True)
         return Waiting(lambda: _wait(work), "all_gather", group)
 
 

@@ -12,6 +12,10 @@ from unidist.algebra.layout import ReduceOp
 from unidist.backends.torch.reducing import NATIVE
 from unidist.backends.torch.wires import Wire
 
+# torch 2.13 gave both a new name and warns of the old one.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Primitives(Protocol):
     """On contiguous tensors of dtypes that every transport has; inputs are left alone, results are new.
@@ -45,12 +49,12 @@ class Eager:
 
     def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
         out = x.new_empty((wire.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x, group=wire.pg)
+        all_gather_single(out, x, group=wire.pg)
         return out
 
     def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
         out = x.new_empty((x.shape[0] // wire.size, *x.shape[1:]))
-        dist.reduce_scatter_tensor(out, x, NATIVE[op], group=wire.pg)
+        reduce_scatter_single(out, x, NATIVE[op], group=wire.pg)
         return out
 
     def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
