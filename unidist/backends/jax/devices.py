@@ -29,7 +29,6 @@ def make_virtual(count: int) -> None:
     if count < 1:
         raise MeshError(f"jax needs at least one device, found devices={count}: use('jax', devices=4)")
     widen_pool(count)
-    widen_pool(count)
     if config.jax_num_cpu_devices == count:
         return
     try:
