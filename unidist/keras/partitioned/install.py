@@ -13,7 +13,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 
 from unidist.backends import registry
-from unidist.keras.partitioned import data, layouts, placing, saving, seeds, trainer
+from unidist.keras.partitioned import data, layouts, placing, processes, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
 from unidist.keras.partitioned.interception import around
 
@@ -50,6 +50,7 @@ def _install_variables() -> None:
     around(JaxVariable, "_direct_assign", placing.assigning)
     around(JaxVariable, "__array__", placing.reading)
     around(keras_distribution_lib, "distribute_tensor", layouts.constraining)
+    around(keras_distribution_lib, "initialize", processes.joining)
     around(BaseOptimizer, "add_variable_from_reference", placing.adding_slot)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from unidist import session
+from unidist.backends import registry
 from unidist.backends.protocol import Array
 
 
@@ -53,3 +57,20 @@ def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
         return placed
     host = whole(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def joining(original: Callable[..., None]) -> Callable[..., None]:
+    """keras.distribution.initialize: the world of unidist's JAX adapter, where that is in use.
+
+    Under a launcher it is joined already, and Keras would ask JAX to join a second time.
+    """
+
+    @functools.wraps(original)
+    def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
+        if not registry.has_current() or registry.current().name != "jax":
+            original(job_addresses, num_processes, process_id)
+            return
+        address = job_addresses.split(",")[0] if job_addresses else None
+        session.initialize(address, num_processes, process_id)
+
+    return initialize
