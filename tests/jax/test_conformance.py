@@ -71,6 +71,7 @@ def two_devices_each() -> World:
     return _world(unidist.use("jax", devices=2), 6)
 
 
+@pytest.mark.slow
 class TestEightDevices(ConformanceSuite):
     backend = "jax"
     world = f"{__name__}:eight_devices"
@@ -80,6 +81,7 @@ class TestEightDevices(ConformanceSuite):
     timeout = 280.0
 
 
+@pytest.mark.slow
 class TestSixDevicesOf64Bits(ConformanceSuite):
     backend = "jax"
     world = f"{__name__}:six_wide_devices"
@@ -89,6 +91,7 @@ class TestSixDevicesOf64Bits(ConformanceSuite):
     timeout = 280.0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 class TestTwoProcesses(ConformanceSuite):
     backend = "jax"
