@@ -15,7 +15,7 @@ from unidist.algebra.layout import REDUCE_OPS
 Array: TypeAlias = npt.NDArray[Any]
 
 ALL_DTYPES = frozenset(
-    "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
+    ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 )
 
 

@@ -2,8 +2,9 @@
 
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
-Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its standard output and error) and
-`verdict` (the descriptor on which [[rank, exit code], ...] of the failed workers is written at the end).
+Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its
+standard output and error) and `verdict` (the descriptor on which [[rank, exit code], ...] of the failed workers is
+written at the end).
 """
 
 from __future__ import annotations
