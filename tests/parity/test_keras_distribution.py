@@ -35,7 +35,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Plain]:
-    env = {"KERAS_BACKEND": "jax", "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    env = {"KERAS_BACKEND": "jax", "JAX_NUM_CPU_DEVICES": "4", **worlds_module.QUICK_JAX}
     with ProcessWorld(1, launcher=None, env=env) as world:
         yield Plain(world)
 

@@ -14,6 +14,9 @@ GRID = Spec("model", (("data", 2), ("model", 2)))
 DATA_2 = Spec("data", (("data", 2),))
 MODEL_2 = Spec("model", (("model", 2),))
 
+# XLA partitions programs as ever, and then spends less time on making each faster: they run for a few steps only.
+QUICK_JAX = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -35,7 +38,7 @@ class Setting:
     specs: tuple[Spec, ...] = ()
 
     def world(self) -> ProcessWorld:
-        env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+        env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
         return ProcessWorld(
             self.processes,
             launcher=self.launcher,
