@@ -74,7 +74,8 @@ def test_a_model_is_created_in_shards():
 @pytest.mark.processes
 def test_callbacks_write_once(world, tmp_path):
     assert world.call(cases.checkpoints, str(tmp_path)) == [True, True]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.keras", "model.h5", "w.weights.h5"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best.keras", "log.csv", "model.h5", "w.weights.h5"]
+    assert [line.split(",")[0] for line in (tmp_path / "log.csv").read_text().splitlines()] == ["epoch", "0", "1"]
 
 
 @pytest.mark.processes
