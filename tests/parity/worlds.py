@@ -90,7 +90,7 @@ class Alone:
 class Worlds:
     """The settings' worlds. Those not used for longest are ended where more than `limit` processes would run."""
 
-    def __init__(self, limit: int = 6) -> None:
+    def __init__(self, limit: int = 12) -> None:
         self._limit = limit
         self._open: dict[str, ProcessWorld] = {}
         self._results: dict[Any, list[Result]] = {}
