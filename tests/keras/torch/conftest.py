@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "torch")
-
 import pytest
 
 import unidist
+
+# Keras reads the variable when it is imported; no other test shall see it.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("KERAS_BACKEND", "torch")
+    import keras
+
+assert keras.config.backend() == "torch"
 
 
 @pytest.fixture(autouse=True)
