@@ -19,7 +19,7 @@ def pytest_configure() -> None:
         del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Keras imports TensorFlow where it finds it: only the tests of tf.data let it (WITH_TENSORFLOW).
-    hidden = str(Path(__file__).parent / "without_tensorflow")
+    hidden = str(Path(__file__).parent.parent / "ci" / "without_tensorflow")
     sys.path.insert(0, hidden)
     os.environ["PYTHONPATH"] = os.pathsep.join([hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
 

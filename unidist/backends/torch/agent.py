@@ -64,6 +64,8 @@ def configuration(task: dict[str, Any]) -> LaunchConfig:
 
 def main(task: dict[str, Any]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
+    logging.raiseExceptions = False
     failed: list[tuple[int, int]] = []
     try:
         launch_agent(configuration(task), sys.executable, list(task["command"]))
