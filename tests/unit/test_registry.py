@@ -161,9 +161,7 @@ def keras_on(backend: str) -> ModuleType:
 
 def test_keras_on_another_backend_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "keras", keras_on("openvino"))
-    with pytest.raises(
-        BackendMismatchError, match=r"needs Keras on torch or jax, .* on 'openvino'.*KERAS"
-    ):
+    with pytest.raises(BackendMismatchError, match=r"needs Keras on torch or jax, .* on 'openvino'.*KERAS"):
         unidist.use("sim")
     with pytest.raises(BackendNotAvailableError):
         registry.current()
