@@ -98,9 +98,9 @@ def distributed(spec: Spec | None, case: Case) -> Iterator[None]:
         yield
 
 
-def compiled(case: Case) -> Any:
+def compiled(case: Case, **options: Any) -> Any:
     model = case.build()
-    model.compile(optimizer=models.optimizer(case.optimizer), loss=models.losses(case), **case.compile)
+    model.compile(optimizer=models.optimizer(case.optimizer), loss=models.losses(case), **case.compile, **options)
     return model
 
 
@@ -110,12 +110,13 @@ def build(model: Any, case: Case, data: dict[str, Any]) -> None:
         model(data["x"][:2])
 
 
-def train(name: str, spec: Spec | None, *, numpy_weights: bool = False) -> Result:
+def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **options: Any) -> Result:
     """Trains a case, then evaluates and predicts.
 
     Args:
         numpy_weights: the first weights come from NumPy instead of Keras's initializers, which draw other numbers on
             each Keras backend.
+        options: further arguments of `compile`.
     """
     import keras
 
@@ -124,7 +125,7 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False) -> Resul
     case = CASES[name]
     data = case.data()
     with distributed(spec, case):
-        model = compiled(case)
+        model = compiled(case, **options)
         build(model, case, data)
         if numpy_weights:
             model.set_weights(weights_from_numpy(model))

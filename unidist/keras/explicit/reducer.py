@@ -129,6 +129,7 @@ class Reducer:
 
         return before_accumulation
 
+    @torch.compiler.disable  # jit_compile=True: what starts a collective is no part of a program
     def _arrived(self, p: torch.nn.Parameter) -> None:
         if self._paused:
             return
@@ -150,6 +151,7 @@ class Reducer:
             bucket.handle = backend.comm.all_reduce_inplace(bucket.flat, bucket.group, "sum")
         self._next += 1
 
+    @torch.compiler.disable
     def _finish(self) -> None:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
         while self._next < len(self.buckets):
