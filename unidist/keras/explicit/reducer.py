@@ -7,8 +7,8 @@ fills them, a small first one, launched strictly in order so that all ranks agre
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,13 @@ from unidist.keras.explicit.world import RankWorld
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _untraced(function: _F) -> _F:
+    """Kept out of torch.compile's programs: starting a collective is no part of one."""
+    return cast(_F, torch.compiler.disable(function))
 
 
 class Bucket:
@@ -129,7 +136,7 @@ class Reducer:
 
         return before_accumulation
 
-    @torch.compiler.disable  # jit_compile=True: what starts a collective is no part of a program
+    @_untraced
     def _arrived(self, p: torch.nn.Parameter) -> None:
         if self._paused:
             return
@@ -151,7 +158,7 @@ class Reducer:
             bucket.handle = backend.comm.all_reduce_inplace(bucket.flat, bucket.group, "sum")
         self._next += 1
 
-    @torch.compiler.disable
+    @_untraced
     def _finish(self) -> None:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
         while self._next < len(self.buckets):
