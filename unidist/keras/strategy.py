@@ -18,6 +18,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, replicated
+from unidist.strategies.zero import STAGES
 
 
 class UnidistDistribution(Distribution):  # type: ignore[misc]
@@ -25,6 +26,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
+        _check_zero(strategy.zero)
         self.strategy = strategy
         self.layout_map = layout_map
         batch = strategy.data_axes[0] if strategy.data_axes else None
@@ -74,7 +76,8 @@ class DataParallel(UnidistDistribution):
     Args:
         mesh: a Mesh or Keras DeviceMesh; None: all devices on one axis, "data".
         data_axis: the axis or axes that cut the batch; None: all of them.
-        zero: stage of sharded gradients, optimizer states and parameters (ZeRO).
+        zero: 1 or 2: each data shard reduces, and keeps the optimizer's slots of, its part of each variable; 3: it
+            keeps only its part of the variables too, and gathers a layer's for its call (ZeRO, FSDP).
         auto_shard_dataset: each process reads its part of the data that every process was given. False: each
             process was given its own part.
 
@@ -91,9 +94,8 @@ class DataParallel(UnidistDistribution):
         auto_shard_dataset: bool = True,
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
-        _check_zero(zero)
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset))
+        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, _uneven()))
 
 
 class ModelParallel(UnidistDistribution):
@@ -105,7 +107,8 @@ class ModelParallel(UnidistDistribution):
         data_axis: the axis or axes that cut the batch. None: the axis named "data" or "batch", else the first of
             several axes, else none.
         model_axis: the axes of the rules; None: all others.
-        zero: stage of sharded gradients, optimizer states and parameters (ZeRO).
+        zero: 1 or 2: each data shard reduces, and keeps the optimizer's slots of, its part of each variable; 3: it
+            keeps only its part of the variables too, and gathers a layer's for its call (ZeRO, FSDP).
         auto_shard_dataset: see DataParallel.
 
     Raises:
@@ -122,7 +125,6 @@ class ModelParallel(UnidistDistribution):
         zero: int = 0,
         auto_shard_dataset: bool = True,
     ) -> None:
-        _check_zero(zero)
         if isinstance(layout_map, str):
             raise CapabilityError(
                 f"layout_map={layout_map!r}: layouts are not found automatically in this version; "
@@ -133,7 +135,8 @@ class ModelParallel(UnidistDistribution):
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
         data, _ = choose_axes(grid, data_axis, model_axis)
-        super().__init__(Strategy(grid, data, rules.layout_for, auto_shard_dataset), rules)
+        strategy = Strategy(grid, data, rules.layout_for, auto_shard_dataset, zero, _uneven())
+        super().__init__(strategy, rules)
 
 
 def mesh_of_map(layout_map: Any) -> Mesh:
@@ -228,8 +231,20 @@ def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
     return Mesh({axis: len(session.list_devices())}) if mesh is None else as_mesh(mesh)
 
 
+def _uneven() -> bool:
+    """Whether variables may lie in uneven shards: the partitioned engines' arrays must divide."""
+    return bool(keras.config.backend() == "torch")
+
+
+# The stages of ZeRO that each Keras backend's engine serves.
+_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0,), "jax": (0,)}
+
+
 def _check_zero(zero: int) -> None:
-    if zero:
+    name = keras.config.backend()
+    served = _STAGES_SERVED.get(name, (0,))
+    if zero in STAGES and zero not in served:
         raise CapabilityError(
-            f"zero={zero}: sharded gradients and optimizer states (ZeRO) are not in this version; use zero=0"
+            f"zero={zero}: sharded gradients and optimizer states (ZeRO) are not in this version with Keras on "
+            f"{name!r}; use one of zero={served}"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import MeshError
+from unidist.strategies.zero import STAGES, spread
 
 Rule = Callable[[str, tuple[int, ...]], Layout]
 
@@ -36,17 +37,26 @@ def replicated(path: str, shape: tuple[int, ...]) -> Layout:
 class Strategy:
     """A mesh, the axes that cut the batch, and a rule for the variables.
 
+    Attributes:
+        zero: 0: every data shard keeps everything; 1 or 2: gradients are reduced to, and slots live in, shards over
+            the data axes; 3: the values rest there too. Only `variable` looks at it: all else follows the layouts.
+        uneven: whether a variable may be cut into shards of different sizes.
+
     Raises:
-        MeshError: a data axis that the mesh has not.
+        MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
     """
 
     mesh: Mesh
     data_axes: Axes
     rule: Rule = field(default=replicated, compare=False)
     auto_shard_dataset: bool = True
+    zero: int = 0
+    uneven: bool = True
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)
+        if self.zero not in STAGES:
+            raise ValueError(f"zero={self.zero!r}: a stage of ZeRO is one of {STAGES}")
 
     @property
     def model_axes(self) -> Axes:
@@ -58,9 +68,13 @@ class Strategy:
         return self.mesh.axis_size(self.data_axes) if self.data_axes else 1
 
     def variable(self, path: str, shape: tuple[int, ...]) -> VariableLayouts:
-        storage = self.rule(path, shape)
-        compute = storage.with_axis(self.data_axes, "F") if self.data_axes else storage
-        return VariableLayouts(storage=storage, compute=compute, state=storage)
+        """The layouts of a variable, by its path and global shape."""
+        ruled = self.rule(path, shape)
+        compute = ruled.with_axis(self.data_axes, "F") if self.data_axes else ruled
+        if not self.zero:
+            return VariableLayouts(storage=ruled, compute=compute, state=ruled)
+        state = spread(ruled, shape, self.data_axes, self.mesh, uneven=self.uneven)
+        return VariableLayouts(storage=state if self.zero == 3 else ruled, compute=compute, state=state)
 
     def batch(self) -> Layout:
         """The layout of a batch: its first dim over the data axes."""

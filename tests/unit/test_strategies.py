@@ -1,0 +1,61 @@
+"""Strategies: the three layouts of a variable."""
+
+import pytest
+
+from unidist.algebra import Layout, Mesh
+from unidist.errors import MeshError
+from unidist.strategies import Strategy
+from unidist.strategies.zero import spread
+
+GRID = Mesh({"data": 2, "model": 2}, devices=range(4))
+
+
+def test_data_parallel_stores_replicas_and_computes_fanned_out() -> None:
+    found = Strategy(GRID, ("data",)).variable("kernel", (4, 6))
+    assert (found.storage, found.compute, found.state) == (Layout(), Layout(fanout="data"), Layout())
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_sharded_states_leave_the_storage_whole(zero: int) -> None:
+    found = Strategy(GRID, ("data",), zero=zero).variable("kernel", (4, 6))
+    assert (found.storage, found.compute, found.state) == (Layout(), Layout(fanout="data"), Layout("data"))
+
+
+def test_sharded_values_rest_where_their_states_live() -> None:
+    found = Strategy(GRID, ("data",), zero=3).variable("kernel", (4, 6))
+    assert (found.storage, found.compute, found.state) == (Layout("data"), Layout(fanout="data"), Layout("data"))
+
+
+def test_stages_combine_with_a_rule_of_the_model_axis() -> None:
+    rule = {"kernel": Layout("model")}
+    found = Strategy(GRID, ("data",), lambda path, shape: rule[path], zero=3).variable("kernel", (8, 6))
+    assert (found.storage, found.compute) == (Layout(("model", "data")), Layout("model", fanout="data"))
+    found = Strategy(GRID, ("data",), lambda path, shape: rule[path], zero=1).variable("kernel", (6, 4))
+    assert (found.storage, found.state) == (Layout("model"), Layout("model", "data"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "uneven", "wanted"),
+    [
+        ((4, 6), False, Layout("data")),
+        ((3, 6), False, Layout(None, "data")),
+        ((3, 5), False, Layout()),
+        ((3, 5), True, Layout(None, "data")),
+        ((1,), True, Layout("data")),
+        ((), True, Layout()),
+        ((0, 4), True, Layout(None, "data")),
+    ],
+)
+def test_the_dim_that_is_cut(shape: tuple[int, ...], uneven: bool, wanted: Layout) -> None:
+    assert spread(Layout(), shape, ("data",), GRID, uneven=uneven) == wanted
+
+
+def test_a_rule_that_uses_the_data_axis_is_left_as_it_is() -> None:
+    assert spread(Layout(None, "data"), (4, 4), ("data",), GRID, uneven=True) == Layout(None, "data")
+
+
+def test_unknown_stages_and_axes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"zero=4: a stage of ZeRO is one of \(0, 1, 2, 3\)"):
+        Strategy(GRID, ("data",), zero=4)
+    with pytest.raises(MeshError):
+        Strategy(GRID, ("rows",))

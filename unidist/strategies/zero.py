@@ -1,0 +1,35 @@
+"""ZeRO as layouts: which dim the data axes cut where states, or stored values, are spread over the data ranks.
+
+Source: ZeRO (Rajbhandari et al., SC 2020, arXiv:1910.02054); one layout a variable as in PyTorch FSDP2.
+"""
+
+from __future__ import annotations
+
+from unidist.algebra import Axes, Layout, Mesh
+
+STAGES = (0, 1, 2, 3)
+
+
+def spread(layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh, *, uneven: bool) -> Layout:
+    """`layout` with the data axes that it leaves whole on one dim as well, behind the axes that cut it already.
+
+    The first dim that divides evenly is cut, since a cut of dim 0 is one contiguous piece. Where none divides the
+    largest dim is cut unevenly if the backend can (`uneven`), else the variable stays as it is; so do scalars.
+
+    Args:
+        layout: where the variable lies; S and I only.
+        shape: its global shape.
+        axes: the data axes.
+        uneven: whether shards may differ in size (torch.chunk's rule).
+    """
+    free = tuple(axis for axis in axes if layout.state(axis) == "I" and mesh.axis_size(axis) > 1)
+    if not free or not shape:
+        return layout
+    parts = mesh.axis_size(free)
+    already = [mesh.axis_size(a) if (a := layout.dim_axes(dim)) else 1 for dim in range(len(shape))]
+    dim = next((d for d, size in enumerate(shape) if size and size % (parts * already[d]) == 0), None)
+    if dim is None:
+        if not uneven:
+            return layout
+        dim = max(range(len(shape)), key=lambda d: shape[d] // already[d])
+    return layout.with_axis(free, "S", dim=dim)
