@@ -117,7 +117,7 @@ class DistributionBackend(Protocol):
 
 def dtype_name(x: Any) -> str:
     """The dtype of a native or NumPy array as NumPy spells it ("float32", "bfloat16")."""
-    return str(x.dtype).rsplit(".", 1)[-1]
+    return str(getattr(x.dtype, "name", x.dtype)).rsplit(".", 1)[-1]
 
 
 def itemsize(dtype: str) -> int:

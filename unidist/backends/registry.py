@@ -63,6 +63,12 @@ _entries: dict[str, Entry] = {
         requires=("jax",),
         distribution="jax",
     ),
+    "tensorflow": Entry(
+        target="unidist.backends.tensorflow.backend:TensorflowBackend",
+        hint='pip install "keras-unidist[tensorflow]"',
+        requires=("tensorflow",),
+        distribution="tensorflow",
+    ),
 }
 _current: DistributionBackend | None = None
 _joined: Literal["no", "by launcher", "by initialize"] = "no"

@@ -6,7 +6,11 @@ import importlib
 
 import keras
 
-_ENGINES = {"torch": "unidist.keras.explicit.install", "jax": "unidist.keras.partitioned.install"}
+_ENGINES = {
+    "torch": "unidist.keras.explicit.install",
+    "jax": "unidist.keras.partitioned.install",
+    "tensorflow": "unidist.keras.dtensor.install",
+}
 
 
 def _engine() -> object:

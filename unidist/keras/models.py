@@ -13,13 +13,17 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
 
-_ENGINES = {"torch": "unidist.keras.explicit.models", "jax": "unidist.keras.partitioned.models"}
+_ENGINES = {
+    "torch": "unidist.keras.explicit.models",
+    "jax": "unidist.keras.partitioned.models",
+    "tensorflow": "unidist.keras.dtensor.models",
+}
 
 
 def _engine() -> Any:
     name = keras.config.backend()
     if name not in _ENGINES:
-        raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch or jax")
+        raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch, jax or tensorflow")
     return importlib.import_module(_ENGINES[name])
 
 

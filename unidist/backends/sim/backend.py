@@ -27,7 +27,7 @@ class SimBackend:
     """
 
     name: ClassVar[str] = "sim"
-    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "jax")
+    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "jax", "tensorflow")
     capabilities: ClassVar[Capabilities] = Capabilities(
         view="local", dtypes=ALL_DTYPES, differentiable=False, processes=False
     )

@@ -22,7 +22,7 @@ def around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if original is None:
         where = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
         raise BackendMismatchError(
-            f"unidist steps into Keras on JAX at {where}.{name}, which Keras {keras.__version__} does not have: "
+            f"unidist steps into Keras at {where}.{name}, which Keras {keras.__version__} does not have: "
             f"install keras {MADE_FOR}, for which this unidist was made"
         )
     setattr(owner, name, make(original))

@@ -1,0 +1,1 @@
+"""The engine of Keras on TensorFlow: variables are DTensors, a step is one tf.function that DTensor partitions."""

@@ -1,0 +1,74 @@
+"""Installs the DTensor engine into Keras on TensorFlow. Made for Keras 3.15."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow import distribution_lib as keras_distribution_lib
+from keras.src.backend.tensorflow import optimizer as keras_optimizer
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from unidist import session
+from unidist.backends import registry
+from unidist.keras.dtensor import placing, saving, trainer, worlds
+from unidist.keras.partitioned.interception import around
+
+_state = SimpleNamespace(installed=False)
+
+
+def install() -> None:
+    """Adds the hooks, once. They do nothing where no distribution is active or remembered.
+
+    With the simulator, TensorFlow's virtual CPU devices are its ranks; they are counted here, each time it is chosen.
+
+    Raises:
+        BackendMismatchError: a Keras that unidist was not made for, or TensorFlow runs with other devices already.
+    """
+    if registry.has_current() and registry.current().name == "sim":
+        worlds.backend()
+    if _state.installed:
+        return
+    _install_distribution()
+    steps: Any = keras_trainer.TensorFlowTrainer
+    around(steps, "__init__", placing.making_model)
+    for name in trainer.ENTRANCES:
+        around(steps, name, trainer.entering)
+    around(steps, "_maybe_symbolic_build", trainer.building)
+    for kind in ("train", "test", "predict"):
+        around(steps, f"make_{kind}_function", trainer.making(f"{kind}_function", f"{kind}_step"))
+    around(steps, "get_metrics_result", trainer.telling_metrics)
+    around(keras.Model, "__call__", trainer.calling)
+    around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
+    around(BaseOptimizer, "apply", trainer.applying)
+    saving.install()
+    _state.installed = True
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    worlds.align_seeds()
+
+
+def _install_distribution() -> None:
+    """What keras.distribution asks of a Keras backend, answered by the backend in use."""
+    here: Any = keras_distribution_lib
+
+    def list_devices(device_type: str | None = None) -> list[str]:
+        return session.list_devices(device_type.lower() if device_type else None)
+
+    def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
+        session.initialize(job_addresses.split(",")[0] if job_addresses else None, num_processes, process_id)
+
+    def distribute_tensor(tensor: Any, layout: Any) -> Any:
+        """DTensor chooses how results of layers lie: their values do not depend on it."""
+        return tensor
+
+    here.list_devices = list_devices
+    here.get_device_count = lambda device_type=None: len(list_devices(device_type))
+    here.initialize = initialize
+    here.num_processes = session.process_count
+    here.process_id = session.process_index
+    here.distribute_tensor = distribute_tensor

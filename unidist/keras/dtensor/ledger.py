@@ -1,0 +1,58 @@
+"""What a step communicates, predicted from the layouts: DTensor keeps the programs that it makes to itself."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from keras import tree
+
+from unidist import events
+from unidist.algebra import Axes, Layout, Mesh, ring_bytes
+from unidist.backends.protocol import itemsize
+from unidist.keras.dtensor import placing, worlds
+from unidist.keras.strategy import UnidistDistribution
+
+
+def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any) -> None:
+    """Tells the ledger of what one run of a step needs at least, with the word "predicted".
+
+    In a training step every gradient is reduced over the data axes, where the rows of the batch lie over them. A kernel
+    that is gathered when read is gathered once. A weight whose contracted dim is sharded reduces the layer's result,
+    and one whose other dim is sharded the gradient of its input: of these the rows of one device are counted, as wide
+    as the unsharded dim.
+    """
+    if not events.listening():
+        return
+    strategy, mesh = distribution.strategy, worlds.in_order(distribution.mesh)
+    rows = next((int(leaf.shape[0]) for leaf in tree.flatten(batch) if leaf is not None and len(leaf.shape)), 0)
+    cut = bool(strategy.data_axes) and rows % strategy.data_shards == 0
+    purpose = f"{kind.replace('_', ' ')} (predicted)"
+    trained = kind == "train_step"
+    trainable = {id(variable) for variable in model.trainable_variables}
+    for variable in model.weights:
+        layout: Layout = getattr(variable, placing.LAYOUT)
+        shape, size = tuple(variable.shape), itemsize(str(variable.dtype))
+        held = prod(shape) * size // (mesh.axis_size(_axes(layout)) if _axes(layout) else 1)
+        if trained and cut and id(variable) in trainable:
+            _emit("all_reduce", strategy.data_axes, mesh, held, purpose)
+        if not _axes(layout):
+            continue
+        if variable._value.whole_when_read:
+            _emit("all_gather", _axes(layout), mesh, prod(shape) * size, purpose)
+        elif len(shape) > 1:
+            contracted = bool(layout.dim_axes(0))
+            if contracted or trained:
+                share = rows // strategy.data_shards if cut else rows
+                _emit("all_reduce", _axes(layout), mesh, share * shape[1 if contracted else 0] * size, purpose)
+
+
+def _axes(layout: Layout) -> Axes:
+    return tuple(axis for axes in layout.dims for axis in axes)
+
+
+def _emit(op: str, axes: Axes, mesh: Mesh, full: int, purpose: str) -> None:
+    group = mesh.group(axes, worlds.backend().local_ranks()[0])
+    sent: Fraction = ring_bytes(op, group.size, full)
+    events.emit(events.Event(op, axes, group.ranks, sent, purpose))

@@ -1,0 +1,67 @@
+"""What models.py asks of the DTensor engine: rows, gather_weights, parallelize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tensorflow.experimental import dtensor
+
+from unidist.backends.protocol import Array, itemsize
+from unidist.keras.dtensor import placing, values
+from unidist.keras.rows import Row
+
+
+def parallelize(model: Any, distribution: Any) -> None:
+    """Places a built model, its metrics and its optimizer's slots in place.
+
+    Raises:
+        LayoutError: a rule does not fit a variable, or a strict one matches none.
+        CapabilityError: a layout that DTensor has not.
+    """
+    placing.check_rules(model, distribution)
+    placing.place_model(model, distribution)
+
+
+def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
+    """(path, full value) of every weight in the model's order, on every process. A collective of the world."""
+    _place(model)
+    for variable in model.weights:
+        yield variable.path, values.whole(variable._value)
+
+
+def rows(model: Any) -> Iterator[Row]:
+    """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold."""
+    _place(model)
+    optimizer = getattr(model, "optimizer", None)
+    slots = optimizer.variables if optimizer is not None else []
+    for variable in [*model.variables, *slots]:
+        yield _row(variable)
+
+
+def _place(model: Any) -> None:
+    """What was made under a scope lies on its mesh from its first use; this is one."""
+    distribution = placing.distribution_of(model)
+    if distribution is not None and model.built:
+        placing.check_rules(model, distribution)
+        placing.place_model(model, distribution)
+
+
+def _row(variable: Any) -> Row:
+    shape, dtype = tuple(variable.shape), str(variable.dtype)
+    spread = isinstance(variable._value, values.SpreadVariable)
+    held = [tuple(part.shape) for part in dtensor.unpack(variable._value.read_value())] if spread else [shape]
+    sizes = []
+    for local in held:
+        size = itemsize(dtype) if dtype != "string" else 0
+        for n in local:
+            size *= n
+        sizes.append(size)
+    return Row(
+        path=variable.path,
+        shape=shape,
+        dtype=dtype,
+        layout=getattr(variable, placing.LAYOUT) if spread else None,
+        local_shape=held[0],
+        bytes_per_device=max(sizes),
+    )

@@ -1,0 +1,186 @@
+"""Which strategy a model trains under, and how its variables become DTensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import keras
+from keras.src.layers.convolutional.base_conv import BaseConv
+from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
+from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
+from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+from tensorflow.experimental import dtensor
+
+from unidist.algebra import Layout
+from unidist.keras.dtensor import values, worlds
+from unidist.keras.strategy import UnidistDistribution, adopt
+
+_REFERENCE = "_unidist_reference"
+LAYOUT = "_unidist_layout"
+_PLACED = "_unidist_distribution"
+_CONVOLUTIONS = (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
+
+_made_under: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
+
+
+def current() -> UnidistDistribution | None:
+    """Keras's distribution of this thread as one of ours, or None."""
+    found = keras.distribution.distribution()
+    return None if found is None else adopt(found)
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Inside, Keras sees no distribution: what it would do with one, DTensor does."""
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
+
+
+def making_model(original: Any) -> Any:
+    """TensorFlowTrainer.__init__: remembers the distribution under which a model was made."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
+        original(self, *args, **kwargs)
+        distribution = current()
+        if distribution is not None:
+            _made_under[self] = distribution
+
+    return __init__
+
+
+def adding_slot(original: Any) -> Any:
+    """Optimizer.add_variable_from_reference: remembers whose slot it is."""
+
+    @functools.wraps(original)
+    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, reference_variable, *args, **kwargs)
+        setattr(slot, _REFERENCE, ref(reference_variable))
+        return slot
+
+    return add_variable_from_reference
+
+
+def distribution_of(model: Any) -> UnidistDistribution | None:
+    """The active distribution, else the one that the model was made or placed under."""
+    found = current()
+    return found if found is not None else _made_under.get(model)
+
+
+def all_variables(model: Any) -> list[Any]:
+    """A model's variables, those of its metrics and those of its optimizer, each once."""
+    found = list(model.variables) + list(getattr(model, "metrics_variables", ()))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        found += optimizer.variables
+    return list({id(variable): variable for variable in found}.values())
+
+
+def is_placed(model: Any) -> bool:
+    return any(hasattr(variable, _PLACED) for variable in model.variables)
+
+
+def place_model(model: Any, distribution: UnidistDistribution) -> None:
+    """Makes DTensors of what is not yet one under the distribution: variables, metrics, the optimizer's slots.
+
+    Compiled steps are dropped where anything moved.
+
+    Raises:
+        LayoutError: a rule does not fit a variable, or a strict one matches none.
+        CapabilityError: a layout that DTensor has not.
+    """
+    strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
+    _made_under[model] = distribution
+    if not strangers:
+        return
+    ruled = {id(variable) for variable in model.weights}
+    gathered = _read_whole(model)
+    for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
+        layout = _layout_of(variable, distribution, id(variable) in ruled)
+        _place_variable(variable, layout, distribution, id(variable) in gathered)
+    _key_anew(getattr(model, "optimizer", None))
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def _read_whole(model: Any) -> set[int]:
+    """Variables that DTensor can use only gathered: kernels of convolutions."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, _CONVOLUTIONS)]
+    return {id(variable) for layer in layers for variable in layer.variables}
+
+
+def _layout_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> Layout:
+    """A slot lies as the variable that it belongs to; what else is no weight is replicated."""
+    shape = tuple(variable.shape)
+    reference = getattr(variable, _REFERENCE, lambda: None)()
+    if reference is not None:
+        same = tuple(reference.shape) == shape and hasattr(reference, LAYOUT)
+        found: Layout = getattr(reference, LAYOUT) if same else Layout()
+        return found
+    if not ruled:
+        return Layout()
+    if distribution.layout_map is not None:
+        distribution.layout_map.match(variable.path)
+    return distribution.strategy.variable(variable.path, shape).storage
+
+
+def _place_variable(variable: Any, layout: Layout, distribution: UnidistDistribution, gathered: bool) -> None:
+    setattr(variable, _PLACED, distribution)
+    setattr(variable, LAYOUT, layout)
+    value = variable._value
+    if value is None:
+        return
+    native = worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
+    host = values.whole(value)
+    if worlds.several() and not isinstance(value, dtensor.DVariable):
+        # Made on its own in each process: the seeds may have differed.
+        host = worlds.from_first(host)
+    with dtensor.default_mesh(native.mesh):
+        spread = values.SpreadVariable(values.put(host, native), trainable=variable.trainable, name=variable.name)
+    spread.whole_when_read = gathered and bool(layout.dims)
+    variable._value = spread
+
+
+def _key_anew(optimizer: Any) -> None:
+    """Keras finds a variable's slots by the identity of its tf.Variable, which is another now."""
+    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if one is not None and hasattr(one, "_trainable_variables_indices") and one.built:
+            one._trainable_variables_indices = {one._var_key(v): i for i, v in enumerate(one._trainable_variables)}
+
+
+def check_rules(model: Any, distribution: UnidistDistribution) -> None:
+    """Raises LayoutError, once for a built model, where strict rules match none of its variables."""
+    if _checked.get(model) is distribution:
+        return
+    paths = [variable.path for variable in model.variables]
+    paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
+    distribution.check_model(paths)
+    _checked[model] = distribution
+
+
+def remember(model: Any, distribution: UnidistDistribution) -> None:
+    """Makes a distribution that of the model from here on."""
+    _made_under[model] = distribution
+
+
+def placed_under(model: Any) -> UnidistDistribution | None:
+    """The distribution on which the model lies, or None where it lies on one device."""
+    found = _made_under.get(model)
+    return found if found is not None and is_placed(model) else None
+
+
+def prepare(model: Any, distribution: UnidistDistribution) -> None:
+    """Checks the rules of a built model, builds its optimizer and places all."""
+    check_rules(model, distribution)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and hasattr(optimizer, "build"):
+        optimizer.build(model.trainable_variables)
+    place_model(model, distribution)

@@ -1,0 +1,59 @@
+"""Saving in several processes: all gather, process 0 writes, and all learn how it went."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+from keras.src.saving import saving_api
+
+from unidist.errors import UnidistError
+from unidist.keras.dtensor import placing, values, worlds
+from unidist.keras.partitioned.interception import around
+
+_SAVERS = ("save_model", "save_weights")
+
+
+class SavingFailedError(UnidistError, OSError):
+    """Process 0, which writes for all, could not save."""
+
+
+def install() -> None:
+    """Wraps Keras's savers, under every public name that they have."""
+    for name in _SAVERS:
+        original = getattr(saving_api, name, None)
+        around(saving_api, name, one_writer)
+        for module in [m for n, m in sys.modules.items() if n == "keras" or n.startswith("keras.")]:
+            if vars(module).get(name) is original:
+                setattr(module, name, getattr(saving_api, name))
+
+
+def one_writer(original: Any) -> Any:
+    """A saver that every process calls and process 0 runs. Returns when the file is there. A collective of the world.
+
+    Raises:
+        SavingFailedError: on the other processes, where process 0's saver raised.
+    """
+
+    @functools.wraps(original)
+    def save(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not placing.is_placed(model) or not worlds.several():
+            return original(model, *args, **kwargs)
+        spread = [v._value for v in placing.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+        for value in spread:
+            value.held = values.whole(value)
+        failed = True
+        try:
+            found = original(model, *args, **kwargs) if worlds.is_first() else None
+            failed = False
+        finally:
+            for value in spread:
+                value.held = None
+            failed = bool(worlds.from_first(np.array([failed], np.int32))[0])
+        if failed:
+            raise SavingFailedError("process 0 could not save for all: its own error tells why")
+        return found
+
+    return save

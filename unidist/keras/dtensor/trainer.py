@@ -1,0 +1,242 @@
+"""The entrances and steps of Keras's TensorFlow trainer: batches are packed, one tf.function a step, results on host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import tree
+from keras.src.layers.rnn.rnn import RNN
+from tensorflow.experimental import dtensor
+
+from unidist import events
+from unidist.errors import CapabilityError
+from unidist.keras.dtensor import ledger, placing, values, worlds
+from unidist.keras.strategy import UnidistDistribution
+
+ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
+
+
+def entering(original: Any) -> Any:
+    """An entrance (fit, predict...) that works under the model's distribution. Only process 0 shows progress."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
+        distribution = placing.distribution_of(self)
+        if distribution is None:
+            return original(self, *args, **kwargs)
+        if worlds.several() and not distribution.strategy.auto_shard_dataset:
+            raise CapabilityError(
+                "auto_shard_dataset=False: Keras on TensorFlow takes the same data on every process in this version; "
+                "leave it True and give every process all of it"
+            )
+        if original.__name__ == "fit":
+            worlds.align_seeds()
+        bound = signature.bind(self, *args, **kwargs)
+        if "verbose" in signature.parameters and not worlds.is_first():
+            bound.arguments["verbose"] = 0
+        with placing.hidden():
+            placing.remember(self, distribution)
+            return original(*bound.args, **bound.kwargs)
+
+    return entrance
+
+
+def building(original: Any) -> Any:
+    """_maybe_symbolic_build: builds metrics and losses before the step is traced, as their variables must be placed."""
+
+    @functools.wraps(original)
+    def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        if placing.distribution_of(self) is None:
+            return original(self, iterator=iterator, data_batch=data_batch)
+        if data_batch is not None:
+            data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
+        return self._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+    return _maybe_symbolic_build
+
+
+def making(name: str, step: str) -> Callable[[Any], Any]:
+    """make_train_function and its like: places what is not placed yet, and makes the step."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def make_function(self: Any, force: bool = False) -> Any:
+            distribution = placing.distribution_of(self)
+            if distribution is None:
+                return original(self, force)
+            placing.prepare(self, distribution)
+            if getattr(self, name) is None or force:
+                found = _Step(self, distribution, getattr(self, step), step)
+                setattr(self, name, found.predict if step == "predict_step" else found.run)
+            return getattr(self, name)
+
+        return make_function
+
+    return make
+
+
+class _Step:
+    """One of a model's steps as a program of DTensor."""
+
+    def __init__(self, model: Any, distribution: UnidistDistribution, step: Callable[[Any], Any], kind: str) -> None:
+        self._model = model
+        self._distribution = distribution
+        self._mesh = worlds.native_mesh(distribution.mesh)
+        self._kind = kind
+        self._step = step
+        self._programs: dict[Any, Callable[[Any], Any]] = {}
+
+    def run(self, iterator: Any) -> Any:
+        """As many batches as steps_per_execution says; the results of the last."""
+        outputs = None
+        for k in range(self._model.steps_per_execution):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if not k:
+                    raise StopIteration from None
+                break
+            outputs = self._on_batch(batch)
+        return outputs
+
+    def predict(self, batches: list[Any]) -> Any:
+        outputs = [self._on_batch(batch) for batch in batches]
+        return tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs) if len(outputs) > 1 else outputs[0]
+
+    def _on_batch(self, batch: Any) -> Any:
+        packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), batch)
+        ledger.record(self._model, self._distribution, self._kind, packed)
+        try:
+            with dtensor.default_mesh(self._mesh), _unrolled(self._model), events.for_purpose(self._kind):
+                outputs = self._program(packed)(packed)
+        except (tf.errors.OpError, ValueError, TypeError) as error:
+            if (told := _without_rule(error, self._model)) is not None:
+                raise told from error
+            raise
+        return tree.map_structure(values.on_host, outputs)
+
+    def _program(self, batch: Any) -> Callable[[Any], Any]:
+        """A tf.function for each shape of batch: TensorFlow warns of one that is traced often."""
+        if self._model.run_eagerly:
+            return self._step
+        key = str(tree.map_structure(lambda leaf: None if leaf is None else (tuple(leaf.shape), leaf.dtype), batch))
+        if key not in self._programs:
+            self._programs[key] = tf.function(functools.partial(self._step), autograph=False)
+        return self._programs[key]
+
+
+def pack(value: Any, distribution: UnidistDistribution) -> Any:
+    """An array of a batch on the mesh: its rows over the data axes, or whole everywhere where they do not divide (the
+    last rows of an epoch; every number is then computed from all of them, so the results are the same)."""
+    if value is None or isinstance(value, tf.experimental.Optional):
+        return None
+    if values.is_spread(value):
+        return value
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        raise CapabilityError(f"DTensor takes no {type(value).__name__}: make it dense before it is fed to the model")
+    host = np.asarray(value)
+    strategy = distribution.strategy
+    layout = strategy.batch()
+    if not host.ndim or host.shape[0] % strategy.data_shards or not host.shape[0]:
+        layout = type(layout)()
+    return values.put(host, worlds.native_layout(layout, host.shape, distribution.mesh))
+
+
+@contextlib.contextmanager
+def _unrolled(model: Any) -> Iterator[None]:
+    """Recurrent layers are traced step by step: DTensor cannot partition the lists of tensors in TensorFlow's loops."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and not layer.unroll]
+    for layer in layers:
+        layer.unroll = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.unroll = False
+
+
+def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
+    """An error that names layer and op, where DTensor could not partition one."""
+    text = str(error)
+    if not _NO_RULE.search(text):
+        return None
+    node = re.search(r"(?:tf\.|[Oo]p:? ?['\"]?)([A-Z]\w+)", text)
+    names = [layer.name for layer in model._flatten_layers() if re.search(rf"\b{re.escape(layer.name)}\b", text)]
+    where = f"layer {names[-1]!r}" if names else f"model {model.name!r}"
+    op = node.group(1) if node else "an op"
+    return CapabilityError(
+        f"{where}: DTensor cannot run {op} on shards ({text.strip().splitlines()[0][:300]}). Leave this layer's "
+        f"variables replicated, or let every device compute it whole: set "
+        f"DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF.{op.upper()}=1 before TensorFlow runs; or use torch or jax"
+    )
+
+
+def telling_metrics(original: Any) -> Any:
+    """Trainer.get_metrics_result: outside of a step, values on the host."""
+
+    @functools.wraps(original)
+    def get_metrics_result(self: Any) -> Any:
+        found = original(self)
+        return tree.map_structure(values.on_host, found) if tf.executing_eagerly() else found
+
+    return get_metrics_result
+
+
+def calling(original: Any) -> Any:
+    """Layer.__call__ of a model that is placed, outside of a step: takes and gives arrays on the host."""
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 (Keras's name)
+        distribution = placing.placed_under(self)
+        if distribution is None or not tf.executing_eagerly() or not _is_host(args, kwargs):
+            return original(self, *args, **kwargs)
+        args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
+        with placing.hidden(), dtensor.default_mesh(worlds.native_mesh(distribution.mesh)), _unrolled(self):
+            return tree.map_structure(values.on_host, original(self, *args, **kwargs))
+
+    return __call__
+
+
+def _is_host(args: Any, kwargs: Any) -> bool:
+    leaves = [leaf for leaf in tree.flatten((args, kwargs)) if isinstance(leaf, np.ndarray | tf.Tensor)]
+    return bool(leaves) and not any(tf.is_symbolic_tensor(leaf) or values.is_spread(leaf) for leaf in leaves)
+
+
+def _packed(leaf: Any, distribution: UnidistDistribution) -> Any:
+    return pack(leaf, distribution) if isinstance(leaf, np.ndarray | tf.Tensor) else leaf
+
+
+def applying(original: Any) -> Any:
+    """Optimizer.apply: each gradient lies as its variable before it is used. See backends/tensorflow/guards.py."""
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        own = self._trainable_variables if trainable_variables is None else trainable_variables
+        grads, own = list(grads), list(own)
+        if not any(isinstance(getattr(v, "_value", None), values.SpreadVariable) for v in own):
+            return original(self, grads, trainable_variables)
+        laid = [_laid(grad, variable) for grad, variable in zip(grads, own, strict=True)]
+        mesh = next(v._value.layout.mesh for v in own if isinstance(v._value, values.SpreadVariable))
+        with dtensor.default_mesh(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
+            return original(self, laid, own if trainable_variables is not None else None)
+
+    return apply
+
+
+RELAY = True
+
+
+def _laid(gradient: Any, variable: Any) -> Any:
+    value = getattr(variable, "_value", None)
+    if not RELAY or gradient is None or not isinstance(value, values.SpreadVariable):
+        return gradient
+    return dtensor.relayout(tf.convert_to_tensor(gradient), value.layout)

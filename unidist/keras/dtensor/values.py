@@ -1,0 +1,105 @@
+"""Values between the host and DTensor: packed onto a layout from whole arrays, gathered back, and the variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from unidist.backends.protocol import Array
+
+U = dtensor.UNSHARDED
+
+
+def replicated(mesh: dtensor.Mesh, ndim: int) -> dtensor.Layout:
+    return dtensor.Layout([U] * ndim, mesh)
+
+
+def put(value: Any, layout: dtensor.Layout) -> Any:
+    """A DTensor from the same full value on every process. Its dims must divide."""
+    whole = np.asarray(value)
+    parts = []
+    for place in layout.mesh.local_device_locations():
+        slices = []
+        for size, axis in zip(whole.shape, layout.sharding_specs, strict=True):
+            if axis == U:
+                slices.append(slice(None))
+                continue
+            step = size // layout.mesh.dim_size(axis)
+            slices.append(slice(place[axis] * step, (place[axis] + 1) * step))
+        parts.append(tf.constant(whole[tuple(slices)]))
+    return dtensor.pack(parts, layout)
+
+
+def is_spread(x: Any) -> bool:
+    """Whether x is a DTensor outside of tf.function."""
+    return isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x) and dtensor.is_dtensor(x)
+
+
+def on_host(x: Any) -> Any:
+    """The whole value as a plain tensor, whose gradient is spread again. A collective where x is sharded."""
+    if not is_spread(x):
+        return x
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def gather(value: Any) -> tuple[Any, Any]:
+        layout = dtensor.fetch_layout(value)
+        whole = value
+        if not layout.is_fully_replicated():
+            whole = dtensor.relayout(value, replicated(layout.mesh, len(value.shape)))
+
+        def spread(gradient: Any) -> Any:
+            return put(gradient, layout)
+
+        return tf.identity(dtensor.unpack(whole)[0]), spread
+
+    return gather(x)
+
+
+def whole(x: Any) -> Array:
+    """The full value of a tensor or variable as NumPy. A collective where it is sharded."""
+    value = x.read_value() if isinstance(x, tf.Variable) else x
+    return np.asarray(on_host(value).numpy())
+
+
+class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
+    """A DVariable that takes and gives whole values on the host.
+
+    Attributes:
+        whole_when_read: gathered for each use, for ops that DTensor cannot run on shards (convolutions).
+        held: the whole value, while a model is being saved by a process that must not ask the others.
+    """
+
+    whole_when_read = False
+    held: Array | None = None
+
+    def numpy(self) -> Array:
+        return whole(self) if self.held is None else self.held
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly() and not is_spread(value):
+            value = put(np.asarray(value), self.layout)
+        return super().assign(value, *args, **kwargs)
+
+    def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """DTensor has no scatter into variables: the gradient is made dense."""
+        return self.assign_sub(tf.convert_to_tensor(sparse_delta))
+
+    def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.assign_add(tf.convert_to_tensor(sparse_delta))
+
+    def value(self) -> Any:
+        found = super().value()
+        if self.whole_when_read:
+            return dtensor.relayout(found, replicated(self.layout.mesh, len(found.shape)))
+        return found
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+        if self.whole_when_read:
+            return self.value()
+        return super()._dense_var_to_tensor(dtype, name, as_ref)

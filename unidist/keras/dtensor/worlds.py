@@ -1,0 +1,85 @@
+"""Which devices a strategy's mesh means: those of the tensorflow backend, or of the simulator as virtual ones."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from unidist import session
+from unidist.algebra import Layout, Mesh, Sharding
+from unidist.backends.protocol import Array
+from unidist.backends.tensorflow.backend import TensorflowBackend
+from unidist.errors import CapabilityError
+
+
+@lru_cache(maxsize=4)
+def _simulated(count: int) -> TensorflowBackend:
+    return TensorflowBackend(devices=count)
+
+
+def backend() -> TensorflowBackend:
+    """The backend in use; for the simulator one with as many virtual CPU devices as it has ranks."""
+    found = session.backend()
+    return found if isinstance(found, TensorflowBackend) else _simulated(len(found.list_devices()))
+
+
+def several() -> bool:
+    return backend().process_count() > 1
+
+
+def is_first() -> bool:
+    return backend().process_index() == 0
+
+
+def in_order(mesh: Mesh) -> Mesh:
+    """The mesh with its devices in the order of ranks.
+
+    On a mesh in another order DTensor's all_to_all misorders what it moves, and any step may contain one. Which of the
+    mesh's devices holds which part makes no difference to the numbers.
+    """
+    return Mesh(dict(mesh.axes), sorted(mesh.devices))
+
+
+def native_mesh(mesh: Mesh) -> dtensor.Mesh:
+    return backend().mesh(in_order(mesh))
+
+
+def native_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> dtensor.Layout:
+    """DTensor's layout of a variable or batch.
+
+    Raises:
+        CapabilityError: several axes on one dim, which DTensor cannot say.
+    """
+    for dim in range(len(shape)):
+        if len(axes := layout.dim_axes(dim)) > 1:
+            raise CapabilityError(
+                f"DTensor shards a dim over one axis, but {layout} shards dim {dim} of shape {shape} over {axes}: use "
+                "a mesh in which these axes are one"
+            )
+    return backend().layout(Sharding(in_order(mesh), layout, shape))
+
+
+def from_first(value: Any) -> Array:
+    """Process 0's array on every process; all give one of the same shape and dtype. A collective of the world."""
+    here = backend()
+    mesh = Mesh({"rank": len(here.list_devices())})
+    given = np.asarray(value)
+    sharding = Sharding(mesh, Layout(), given.shape)
+    held = here.from_local([given] * len(here.local_ranks()), sharding)
+    return here.gather(here.broadcast(held, sharding, ("rank",), 0), sharding)
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    if not several():
+        return
+    drawn = np.array([random.getrandbits(31), np.random.randint(2**31 - 1)], np.int64)
+    python, numpy = (int(n) for n in from_first(drawn))
+    random.seed(python)
+    np.random.seed(numpy)
+    tf.random.set_seed(python)
