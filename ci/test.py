@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 EXTRAS = ("dev", "torch", "jax", "demo")
 # Fast first: a failure shows early.
-FOLDERS = ("unit", "sim", "torch", "jax", "launch", "keras", "parity", "docs")
+FOLDERS = ("unit", "sim", "torch", "jax", "tensorflow", "launch", "keras", "parity", "docs")
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),

@@ -17,8 +17,16 @@ from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_4, SETTINGS, Alone, 
 
 pytestmark = pytest.mark.processes
 
-# JAX compiles every training anew, for seconds: there each strategy meets those cases that can break it.
-_ON_JAX = {
+# JAX and DTensor compile every training anew, for seconds: there each strategy meets the cases that can break it.
+# Not the tagger on TensorFlow: test_tensorflow.py tells why.
+_COMPILED = {
+    "sim-tensorflow": {GRID: ("mlp_ragged_adam",)},
+    "tensorflow-4": {
+        DATA_4: ("mlp", "mlp_ragged_adam", "mlp_sample_weight", "conv_norm"),
+        MODEL_4: ("mlp_clipped", "functional"),
+        GRID: tuple(case for case in CASES if case != "tagger"),
+    },
+    "tensorflow-2x2": {DATA_4: ("mlp_ragged_adam",), MODEL_4: ("mlp",), GRID: ("mlp_class_weight", "conv_norm")},
     "sim-jax": {DATA_4: ("mlp_ragged_adam",), MODEL_4: ("mlp",), GRID: ("conv_norm",)},
     "jax-4": {DATA_4: ("mlp_ragged_adam", "conv_norm"), MODEL_4: ("residual",), GRID: tuple(CASES)},
     "jax-2x2": {
@@ -45,7 +53,7 @@ def _trainings() -> list[tuple[str, Spec, str]]:
         (setting.name, spec, case)
         for setting in SETTINGS.values()
         for spec in setting.specs
-        for case in _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras == "torch" else ())
+        for case in _COMPILED.get(setting.name, {}).get(spec, CASES if setting.keras == "torch" else ())
     ]
 
 
@@ -122,7 +130,7 @@ def _slots(case: Case) -> int:
 
 @pytest.mark.parametrize(
     ("setting", "spec"),
-    [("sim-torch", GRID), ("torch-4", GRID), ("jax-4", GRID)],
+    [("sim-torch", GRID), ("torch-4", GRID), ("jax-4", GRID), ("tensorflow-4", GRID)],
     ids=lambda p: p if isinstance(p, str) else p.name,
 )
 @pytest.mark.parametrize("case", ["mlp_ragged_adam", "conv_norm"])
@@ -138,7 +146,7 @@ def test_every_backend_gives_the_numbers_of_one_device_on_the_other_keras_backen
         assert_same_values(result.weights, wanted.weights)
 
 
-@pytest.mark.parametrize("setting", ["sim-torch", "torch-4", "jax-4"])
+@pytest.mark.parametrize("setting", ["sim-torch", "torch-4", "jax-4", "tensorflow-4"])
 def test_devices_in_another_order_change_nothing(setting: str, alone: Alone, worlds: Worlds) -> None:
     wanted = alone.train(SETTINGS[setting].keras, "mlp_ragged_adam")
     turned = Spec("model", GRID.axes, devices=(3, 1, 0, 2))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.parity.train import Result, Spec, start
+from tests.visible import WITH_TENSORFLOW
 from unidist.testing.processes import Launcher, ProcessWorld
 
 DATA_4 = Spec("data", (("data", 4),))
@@ -39,6 +40,8 @@ class Setting:
 
     def world(self) -> ProcessWorld:
         env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
+        if self.keras == "tensorflow":
+            env |= WITH_TENSORFLOW
         return ProcessWorld(
             self.processes,
             launcher=self.launcher,
@@ -49,7 +52,7 @@ class Setting:
         )
 
 
-ALONE = {keras: Setting(f"{keras}-alone", keras) for keras in ("torch", "jax")}
+ALONE = {keras: Setting(f"{keras}-alone", keras) for keras in ("torch", "jax", "tensorflow")}
 FOUR = (DATA_4, MODEL_4, GRID)
 SETTINGS = {
     setting.name: setting
@@ -59,6 +62,9 @@ SETTINGS = {
         Setting("torch-2", "torch", "torch", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
         Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
+        Setting("sim-tensorflow", "tensorflow", "sim", devices=4, specs=FOUR),
+        Setting("tensorflow-4", "tensorflow", "tensorflow", devices=4, specs=FOUR),
+        Setting("tensorflow-2x2", "tensorflow", "tensorflow", 2, devices=2, launcher="torchrun", specs=FOUR),
         Setting("jax-2x2", "jax", "jax", 2, devices=2, launcher="jax", specs=FOUR),
     )
 }

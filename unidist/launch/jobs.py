@@ -1,4 +1,4 @@
-"""The two ways in which processes are started: by ourselves (JAX), and by torchrun's elastic agent (torch)."""
+"""The two ways in which processes are started: by ourselves (JAX, TensorFlow), and by torchrun's elastic agent (torch)."""
 
 from __future__ import annotations
 
@@ -106,6 +106,25 @@ class LocalProcesses(Job):
         return failures if failures or None not in codes else None
 
 
+class Clients(LocalProcesses):
+    """TensorFlow: as JAX's processes, told by torchrun's variables, with which its adapter lets them meet."""
+
+    def _variables(self, address: str, local_index: int) -> dict[str, str]:
+        request = self.request
+        host, _, port = address.rpartition(":")
+        variables = {
+            "RANK": str(request.rank(local_index)),
+            "WORLD_SIZE": str(request.world_size),
+            "LOCAL_RANK": str(local_index),
+            "LOCAL_WORLD_SIZE": str(request.processes),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        }
+        if request.devices_per_process is not None:
+            variables["UNIDIST_CPU_DEVICES"] = str(request.devices_per_process)
+        return variables
+
+
 class ElasticAgent(Job):
     """torch: torchrun's agent, in a process of its own, starts the others and tells how they ended."""
 
@@ -152,4 +171,4 @@ class ElasticAgent(Job):
             self._verdict.close()
 
 
-JOBS: dict[str, type[Job]] = {"torch": ElasticAgent, "jax": LocalProcesses}
+JOBS: dict[str, type[Job]] = {"torch": ElasticAgent, "jax": LocalProcesses, "tensorflow": Clients}

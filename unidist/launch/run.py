@@ -25,7 +25,6 @@ _POLL = 0.05
 _ELSEWHERE = {
     "sim": "its ranks live in one process: start the script with python",
     "horovod": "start the script with horovodrun -np N python train.py; unidist reads what horovodrun tells it",
-    "tensorflow": "start one process a host yourself, and tell each with unidist.initialize(address, count, index)",
 }
 
 
@@ -54,7 +53,7 @@ def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = Non
         if name not in _ELSEWHERE:
             registry.find(name)
         how = _ELSEWHERE.get(name, "start its processes with its own launcher")
-        raise CapabilityError(f"`unidist run` starts {' and '.join(JOBS)}, not {name!r}: {how}")
+        raise CapabilityError(f"`unidist run` starts {', '.join(JOBS)}, not {name!r}: {how}")
     job = JOBS[name](request)
     registry.find(name)
     console = Console(out or sys.stdout, err or sys.stderr)

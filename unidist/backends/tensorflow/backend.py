@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from unidist.algebra.layout import ReduceOp
 from unidist.backends.local import check_local_shape
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize
 from unidist.backends.tensorflow import arrays, guards, steps
-from unidist.backends.tensorflow.devices import find, kind_of, make_virtual, task_of
+from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
 from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
 from unidist.backends.tensorflow.joining import World, join
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
@@ -41,6 +42,8 @@ class TensorflowBackend:
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
         guards.prepare()
+        if devices is None and (told := os.environ.get(DEVICES)):
+            devices = int(told)
         if isinstance(devices, int):
             make_virtual(devices)
         self._wanted = devices
@@ -64,10 +67,9 @@ class TensorflowBackend:
         self._forget()
 
     def shutdown(self) -> None:
-        """Leaves the world. TensorFlow can join no other afterwards where it had several processes."""
-        world, self._world = self._world, None
-        if world is not None and world.count > 1:
-            dtensor.shutdown_accelerator_system()
+        """Leaves the world. Where it had several processes TensorFlow itself stays in it until the process ends, and
+        no other world can be joined: DTensor cannot shut down a world of several clients."""
+        self._world = None
         self._forget()
 
     @property

@@ -9,6 +9,10 @@ import tensorflow as tf
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
 
 
+# Set by `unidist run --devices-per-process`: as many virtual CPU devices, where the program names no number.
+DEVICES = "UNIDIST_CPU_DEVICES"
+
+
 def make_virtual(count: int) -> None:
     """Gives this process `count` virtual CPU devices. TensorFlow must not have started otherwise.
 

@@ -13,6 +13,7 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
 from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+from keras.src.layers.rnn.rnn import RNN
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
@@ -22,7 +23,7 @@ from unidist.keras.strategy import UnidistDistribution, adopt
 _REFERENCE = "_unidist_reference"
 LAYOUT = "_unidist_layout"
 _PLACED = "_unidist_distribution"
-_CONVOLUTIONS = (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
+_WHOLE = (RNN, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
 
 _made_under: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
@@ -112,8 +113,8 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 
 
 def _read_whole(model: Any) -> set[int]:
-    """Variables that DTensor can use only gathered: kernels of convolutions."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, _CONVOLUTIONS)]
+    """Variables that DTensor can use only gathered: kernels of convolutions, and of cells, which split their gates."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, _WHOLE)]
     return {id(variable) for layer in layers for variable in layer.variables}
 
 

@@ -1,0 +1,219 @@
+"""Programs of users on TensorFlow that the parity suite runs in worlds of four devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+BEHAVIOURS = (
+    "numpy_in_and_out",
+    "custom_train_step",
+    "several_steps_an_execution",
+    "single_batches",
+    "parallelized_when_trained",
+    "keras_distribution",
+)
+
+
+def _data(rows: int = 32) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 16)).astype("float32"), rng.integers(0, 10, rows).astype("int32")
+
+
+def _model(optimizer: str = "adam", cls: Any = None, **options: Any) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((16,))
+    hidden = keras.layers.Dense(8, activation="relu", name="up")(inputs)
+    model = (cls or keras.Model)(inputs, keras.layers.Dense(10, name="head")(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
+    return model
+
+
+def _grid() -> Any:
+    import unidist
+
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"up/kernel": (None, "model")}))
+
+
+def _same(found: Any, wanted: Any) -> None:
+    for path, value in wanted.items():
+        np.testing.assert_allclose(found[path], value, atol=1e-5, rtol=1e-5, err_msg=path)
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    import unidist
+
+    return unidist.gather_weights(model)
+
+
+def _compare(run: Any, cls: Any = None, **options: Any) -> None:
+    """The same program on one device and on the grid."""
+    alone = _model(cls=cls, **options)
+    wanted = run(alone)
+    with _grid().scope():
+        spread = _model(cls=cls, **options)
+    found = run(spread)
+    _same({"result": found}, {"result": wanted})
+    _same(_weights(spread), _weights(alone))
+    import unidist
+
+    assert unidist.describe(spread).sharded
+
+
+def numpy_in_and_out() -> None:
+    x, y = _data()
+
+    def run(model: Any) -> Any:
+        model.fit(x, y, batch_size=8, verbose=0)
+        return np.asarray(model(x))
+
+    _compare(run)
+
+
+def custom_train_step() -> None:
+    import keras
+    import tensorflow as tf
+
+    class Mine(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    x, y = _data()
+    _compare(lambda model: model.fit(x, y, batch_size=10, epochs=2, verbose=0).history["loss"], cls=Mine)
+
+
+def several_steps_an_execution() -> None:
+    x, y = _data()
+
+    def run(model: Any) -> Any:
+        model.fit(x, y, batch_size=6, epochs=2, verbose=0, validation_data=(x, y))
+        return model.predict(x, batch_size=6, verbose=0)
+
+    _compare(run, steps_per_execution=3)
+
+
+def single_batches() -> None:
+    x, y = _data()
+
+    def run(model: Any) -> Any:
+        first = model.train_on_batch(x, y)
+        return [*first, *model.test_on_batch(x, y), *model.predict_on_batch(x).ravel()]
+
+    _compare(run)
+
+
+def parallelized_when_trained() -> None:
+    import unidist
+
+    x, y = _data()
+    alone, later = _model(), _model()
+    for model in (alone, later):
+        model.fit(x, y, batch_size=8, verbose=0)
+    unidist.parallelize(later, _grid())
+    for model in (alone, later):
+        model.fit(x, y, batch_size=8, verbose=0)
+    _same(_weights(later), _weights(alone))
+
+
+def keras_distribution() -> None:
+    import keras
+
+    x, y = _data()
+    alone = _model()
+    wanted = alone.fit(x, y, batch_size=8, verbose=0).history["loss"]
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
+    try:
+        spread = _model()
+        found = spread.fit(x, y, batch_size=8, verbose=0).history["loss"]
+        _same({"loss": found, **_weights(spread)}, {"loss": wanted, **_weights(alone)})
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def without_a_rule() -> tuple[str, str]:
+    import keras
+
+    import unidist
+
+    mesh = unidist.Mesh({"model": 4})
+    with unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"up/kernel": (None, "model")})).scope():
+        inputs = keras.Input((16,))
+        halves = keras.ops.split(keras.layers.Dense(8, use_bias=False, name="up")(inputs), 2, axis=-1)
+        model = keras.Model(inputs, halves[0] + halves[1])
+    try:
+        model.predict(_data()[0], verbose=0)
+    except unidist.UnidistError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def purposes() -> list[str]:
+    import unidist
+
+    x, y = _data()
+    with _grid().scope():
+        model = _model()
+    with unidist.ledger() as book:
+        model.fit(x, y, batch_size=8, verbose=0)
+    return sorted({event.purpose for event in book.events})
+
+
+def combined(combiner: str, relay: bool) -> float:
+    """The largest error of the weights after steps with momentum. Traced arguments x and y order the graph."""
+    import unidist
+
+    unidist.use("tensorflow", devices=4)
+    import os
+
+    import keras
+    import tensorflow as tf
+    from tensorflow.experimental import dtensor
+
+    from unidist.keras.dtensor import placing, trainer, values, worlds
+
+    os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = combiner
+    trainer.RELAY = relay
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(3, 32, 16)).astype("float32")
+    classes = rng.integers(0, 10, (3, 32)).astype("int32")
+
+    def made() -> Any:
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((16,)), keras.layers.Dense(8, activation="relu", name="d1")]
+        model = keras.Sequential([*layers, keras.layers.Dense(10, name="d3")])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss=loss)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    def step_of(model: Any) -> Any:
+        def f(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = model.loss(y, model(x, training=True))
+            own = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, [v.value for v in own]), own)
+            return (loss,)
+
+        return tf.function(f)
+
+    alone, spread = made(), made()
+    distribution = unidist.DataParallel(unidist.Mesh({"batch": 4}))
+    placing.place_model(spread, distribution)
+    mesh = worlds.native_mesh(distribution.mesh)
+    on_one, on_four = step_of(alone), step_of(spread)
+    for x, y in zip(rows, classes, strict=True):
+        on_one(tf.constant(x), tf.constant(y))
+        with dtensor.default_mesh(mesh):
+            on_four(trainer.pack(x, distribution), trainer.pack(y, distribution))
+    pairs = zip(alone.trainable_variables, spread.trainable_variables, strict=True)
+    return max(float(np.abs(a.numpy() - values.whole(b._value)).max()) for a, b in pairs)
