@@ -84,8 +84,9 @@ def _supervise(job: Job, console: Console) -> int:
 
 def _environ(backend: str, run_id: str) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
-    environ = {"KERAS_BACKEND": backend, **without_launcher(os.environ)}
-    environ |= {"UNIDIST_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
+    environ = without_launcher(os.environ)
+    # What is asked for here goes before what an earlier program left in the shell.
+    environ |= {"UNIDIST_BACKEND": backend, "KERAS_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
     mark(environ, run_id)
     return environ
 
