@@ -22,9 +22,10 @@ from unidist.launch.jobs import JOBS, Failure, Job
 from unidist.launch.request import Request
 
 _POLL = 0.05
+# What Keras runs on where nobody says, for backends that are no Keras backend themselves.
+_KERAS = {"horovod": "torch"}
 _ELSEWHERE = {
     "sim": "its ranks live in one process: start the script with python",
-    "horovod": "start the script with horovodrun -np N python train.py; unidist reads what horovodrun tells it",
     "tensorflow": "start one process a host yourself, and tell each with unidist.initialize(address, count, index)",
 }
 
@@ -54,7 +55,7 @@ def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = Non
         if name not in _ELSEWHERE:
             registry.find(name)
         how = _ELSEWHERE.get(name, "start its processes with its own launcher")
-        raise CapabilityError(f"`unidist run` starts {' and '.join(JOBS)}, not {name!r}: {how}")
+        raise CapabilityError(f"`unidist run` starts {', '.join(JOBS)}, not {name!r}: {how}")
     job = JOBS[name](request)
     registry.find(name)
     console = Console(out or sys.stdout, err or sys.stderr)
@@ -84,7 +85,7 @@ def _supervise(job: Job, console: Console) -> int:
 
 def _environ(backend: str, run_id: str) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
-    environ = {"KERAS_BACKEND": backend, **without_launcher(os.environ)}
+    environ = {"KERAS_BACKEND": _KERAS.get(backend, backend), **without_launcher(os.environ)}
     environ |= {"UNIDIST_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
     mark(environ, run_id)
     return environ

@@ -166,9 +166,7 @@ class TorchComm(HorovodComm[torch.Tensor]):
 
         return Waiting(pending, finish)
 
-    def reduce_scatter_into(
-        self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp
-    ) -> Waiting | Done:
+    def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> Waiting | Done:
         """Starts to reduce `x` (group.size equal parts along dim 0); `out` is this place's part, in rank order.
 
         Both contiguous; `x` must stay as it is until the wait. Moves (n-1)/n of x.

@@ -2,9 +2,10 @@
 
 Run by path it serves one node of `unidist run` and imports no unidist:
 
-    python -P .../rendezvous.py '{"host": "127.0.0.1", "port": 0, "hosts": 1, "per_host": 4, "serves": true}'
+    python -P .../rendezvous.py '{"host": "127.0.0.1", "port": 0, "hosts": 1, "host_number": 0, "per_host": 4}'
 
-It prints the port (0: a free one) once processes may start, and ends when its standard input ends.
+Once its processes may start it prints the environment of each (port 0: a free one); it ends when its standard input
+ends. Host number 0 serves, the others wait until it does.
 """
 
 from __future__ import annotations
@@ -74,17 +75,23 @@ def wait_for(host: str, port: int, seconds: float) -> None:
             time.sleep(0.1)
 
 
-def main(task: dict[str, Any]) -> None:
+def main(task: dict[str, Any]) -> int:
     host, port = task["host"], task["port"]
     world = slots(task["hosts"], task["per_host"])
-    if task["serves"]:
-        port = serve(host, port, world).server_address[1]
-    else:
-        wait_for(host, port, _REACH_SECONDS)
-    own = [slot for slot in world if slot.cross_rank == task["host_number"]]
-    print(json.dumps([variables(slot, host, port) for slot in own]), flush=True)
+    try:
+        if task["host_number"] == 0:
+            port = serve(host, port, world).server_address[1]
+        else:
+            wait_for(host, port, _REACH_SECONDS)
+        own = [slot for slot in world if slot.cross_rank == task["host_number"]]
+        known = [variables(slot, host, port) for slot in own]
+    except OSError as error:  # TimeoutError too
+        print(f"unidist: Horovod's rendezvous at {host}:{port}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(known), flush=True)
     sys.stdin.read()
+    return 0
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.exit(main(json.loads(sys.argv[1])))
