@@ -66,6 +66,7 @@ def commands() -> list[Command]:
             "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
         ),
         Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
+        Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
         Command("run", "Start a script in several processes", _add_run, _run),
     ]
 
@@ -80,6 +81,10 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 
 def _demo(parsed: argparse.Namespace) -> int:
     return int(importlib.import_module("unidist.demo").main(parsed.arguments))
+
+
+def _parity(parsed: argparse.Namespace) -> int:
+    return int(importlib.import_module("unidist.parity").main(parsed.arguments))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -22,8 +22,8 @@ from unidist.launch.jobs import JOBS, Failure, Job
 from unidist.launch.request import Request
 
 _POLL = 0.05
-# What Keras runs on where nobody says, for backends that are no Keras backend themselves.
-_KERAS = {"horovod": "torch"}
+# What Keras may run on under a backend that is no Keras backend itself; the first where the shell says nothing of these.
+_KERAS = {"horovod": ("torch", "tensorflow")}
 _ELSEWHERE = {
     "sim": "its ranks live in one process: start the script with python",
     "tensorflow": "start one process a host yourself, and tell each with unidist.initialize(address, count, index)",
@@ -85,10 +85,17 @@ def _supervise(job: Job, console: Console) -> int:
 
 def _environ(backend: str, run_id: str) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
-    environ = {"KERAS_BACKEND": _KERAS.get(backend, backend), **without_launcher(os.environ)}
-    environ |= {"UNIDIST_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
+    environ = without_launcher(os.environ)
+    # What is asked for here goes before what an earlier program left in the shell.
+    keras = _keras(backend, environ.get("KERAS_BACKEND"))
+    environ |= {"UNIDIST_BACKEND": backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
     mark(environ, run_id)
     return environ
+
+
+def _keras(backend: str, said: str | None) -> str:
+    served = _KERAS.get(backend, (backend,))
+    return said if said in served else served[0]
 
 
 def _report(failures: list[Failure], request: Request, console: Console) -> int:
