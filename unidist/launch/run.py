@@ -22,7 +22,7 @@ from unidist.launch.jobs import JOBS, Failure, Job
 from unidist.launch.request import Request
 
 _POLL = 0.05
-# What Keras may run on under a backend that is no Keras backend itself; the first where the shell says nothing of these.
+# What Keras may run on under a backend that is none itself; the first where the shell says none of these.
 _KERAS = {"horovod": ("torch", "tensorflow")}
 _ELSEWHERE = {
     "sim": "its ranks live in one process: start the script with python",
@@ -95,7 +95,7 @@ def _environ(backend: str, run_id: str) -> dict[str, str]:
 
 def _keras(backend: str, said: str | None) -> str:
     served = _KERAS.get(backend, (backend,))
-    return said if said in served else served[0]
+    return said if said is not None and said in served else served[0]
 
 
 def _report(failures: list[Failure], request: Request, console: Console) -> int:

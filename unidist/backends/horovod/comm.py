@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.horovod.sets import Wire
+from unidist.backends.local import Handle
+from unidist.errors import CapabilityError
 
 A = TypeVar("A")
 
@@ -67,6 +69,10 @@ class HorovodComm(Generic[A]):
         if group.size == 1:
             return x
         return self._ways.all_to_all(x, self.wire(group), split, split_sizes, concat, concat_sizes)
+
+    def all_reduce_inplace(self, x: A, group: Group, op: ReduceOp) -> Handle:
+        """Starts to reduce a buffer in place. Raises CapabilityError where the framework's arrays do not change."""
+        raise CapabilityError(f"{type(x).__name__} cannot be reduced in place: use all_reduce")
 
     def broadcast(self, x: A, group: Group, root: int) -> A:
         return x if group.size == 1 else self._ways.broadcast(x, self.wire(group), root)
