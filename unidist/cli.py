@@ -93,7 +93,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=os.environ.get("UNIDIST_BACKEND", "torch"),
-        help="torch or jax (default: UNIDIST_BACKEND, else torch)",
+        help="torch, jax or horovod (default: UNIDIST_BACKEND, else torch)",
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many processes (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0 (default: 0)")
