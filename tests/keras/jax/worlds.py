@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 
-_ENV = {"KERAS_BACKEND": "jax"}
+# XLA partitions programs as ever, and then spends less time on making each faster: they run for a few steps only.
+_ENV = {"KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def strict() -> None:

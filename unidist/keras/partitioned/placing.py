@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +18,6 @@ from unidist.keras.strategy import UnidistDistribution, adopt
 
 # Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it.
 _PLACED = "_unidist_distribution"
-_GIVEN = "_unidist_given_layout"
 _REFERENCE = "_unidist_reference"
 # The whole value on the host, while a model is being saved.
 WHOLE = "_unidist_whole"
@@ -25,6 +25,7 @@ WHOLE = "_unidist_whole"
 # The distribution under which a model object was made: all that is known of one that has no variables yet.
 _made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_making = threading.local()
 
 
 def current() -> Any:
@@ -48,6 +49,8 @@ def initializing_layout(original: Any) -> Any:
 
     @functools.wraps(original)
     def _initialize_layout(variable: Any) -> None:
+        if getattr(_making, "metric", False):
+            setattr(variable, layouts.OF_METRIC, True)
         distribution = current()
         if distribution is None:
             original(variable)
@@ -55,7 +58,9 @@ def initializing_layout(original: Any) -> Any:
         given = variable._layout
         if given is None:
             variable._layout = layouts.of_variable(variable, distribution)
-        setattr(variable, _GIVEN, given)
+        if not hasattr(variable, _PLACED):
+            # Keras asks twice for a variable with an initializer; by then it has our layout.
+            setattr(variable, layouts.GIVEN, given)
         setattr(variable, _PLACED, distribution)
 
     return _initialize_layout
@@ -99,11 +104,41 @@ def adding_slot(original: Any) -> Any:
 
     @functools.wraps(original)
     def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(self, reference_variable, *args, **kwargs)
+        distribution = current()
+        if distribution is None or getattr(reference_variable, "_layout", None) is None:
+            slot = original(self, reference_variable, *args, **kwargs)
+        else:
+            state = layouts.placement(reference_variable, distribution).state
+            slot = original(self, _Laid(reference_variable, state), *args, **kwargs)
         setattr(slot, _REFERENCE, ref(reference_variable))
         return slot
 
     return add_variable_from_reference
+
+
+class _Laid:
+    """A variable that seems to lie elsewhere: Keras gives a slot the layout of the variable that it belongs to."""
+
+    def __init__(self, variable: Any, layout: Any) -> None:
+        self._variable = variable
+        self._layout = layout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variable, name)
+
+
+def adding_to_metric(original: Any) -> Any:
+    """Metric.add_variable: lets the variable be known as a metric's before it is given its place."""
+
+    @functools.wraps(original)
+    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _making.metric = getattr(_making, "metric", False), True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _making.metric = before
+
+    return add_variable
 
 
 def making_model(original: Any) -> Any:
@@ -173,11 +208,11 @@ def _place_variable(variable: Any, distribution: Any) -> None:
 
 
 def _kept_layout(variable: Any, distribution: Any) -> Any:
-    """A slot lies as the variable that it belongs to; a layout given by hand is kept on its own mesh."""
+    """A slot lies where the gradient of its variable is reduced to; a layout given by hand is kept on its mesh."""
     reference = getattr(variable, _REFERENCE, lambda: None)()
     if reference is not None and tuple(reference.shape) == tuple(variable.shape):
-        return reference._layout
-    given = getattr(variable, _GIVEN, None)
+        return None if reference._layout is None else layouts.placement(reference, distribution).state
+    given = getattr(variable, layouts.GIVEN, None)
     if given is None:
         return None
     on_mesh = layouts.native(given, distribution).mesh == distribution.device_mesh.backend_mesh
