@@ -46,7 +46,7 @@ def one_writer(original: Any) -> Any:
             return original(model, *args, **kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_gathered(model))
-            stack.enter_context(_told_to_all())
+            stack.enter_context(told_to_all())
             return original(model, *args, **kwargs) if processes.is_first() else None
 
     return save
@@ -72,7 +72,7 @@ def _gathered(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told_to_all() -> Iterator[None]:
+def told_to_all() -> Iterator[None]:
     """Waits for process 0, and lets the others fail if it does."""
     failure = ""
     try:
