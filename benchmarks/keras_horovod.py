@@ -2,8 +2,8 @@
 
     unidist run --backend horovod -n 2 benchmarks/keras_horovod.py [--rounds 15] [--steps 10]
 
-Both programs run in one world, in turns, on an MLP 784-1024-1024-10 with 256 rows a rank and SGD with momentum: fit's own
-step under DataParallel, and PyTorch by hand with hvd.DistributedOptimizer around torch.optim. Prints the median of the
+Both programs run in one world, in turns, on an MLP 784-1024-1024-10 with 256 rows a rank and SGD with momentum: fit's
+own step under DataParallel, and PyTorch by hand with hvd.DistributedOptimizer around torch.optim. Prints the median of the
 paired ratios; absolute times depend on the machine.
 """
 
@@ -110,7 +110,9 @@ def main() -> None:
     found = ratios(step, horovods_own(), arguments.rounds, arguments.steps)
     if unidist.process_index() == 0:
         low, middle, high = statistics.quantiles(found, n=4)
-        print(f"DP: unidist / Horovod's DistributedOptimizer {middle:.2f} (quartiles {low:.2f}-{high:.2f}; aim <= {AIM})")
+        print(
+            f"DP: unidist / Horovod's DistributedOptimizer {middle:.2f} (quartiles {low:.2f}-{high:.2f}; aim <= {AIM})"
+        )
 
 
 if __name__ == "__main__":

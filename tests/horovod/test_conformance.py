@@ -13,7 +13,6 @@ from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
 
-
 # Other tests run without it (tests/conftest.py).
 WITH_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
 

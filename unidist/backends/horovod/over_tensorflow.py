@@ -44,6 +44,12 @@ _FOLD: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     "min": tf.minimum,
     "prod": tf.multiply,
 }
+_FOLD_BOOLS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": tf.logical_or,
+    "max": tf.logical_or,
+    "min": tf.logical_and,
+    "prod": tf.logical_and,
+}
 
 
 class Waiter:
@@ -141,11 +147,7 @@ class TensorFlowWays:
             return tf.zeros(shape, x.dtype)
         parts = [tf.reshape(part, [-1]) for part in tf.split(x, list(sizes), dim)]
         came = self._exchange("reduce_scatter", wire, parts, [prod(shape)] * wire.size, x.dtype)
-        if x.dtype == tf.bool:
-            fold = tf.logical_or if _OF_BOOLS[op] == "max" else tf.logical_and
-        else:
-            fold = _FOLD[op]
-        out = reduce(fold, came)
+        out = reduce((_FOLD_BOOLS if x.dtype == tf.bool else _FOLD)[op], came)
         return tf.reshape(out / wire.size if op == "mean" else out, shape)
 
     def all_to_all(
