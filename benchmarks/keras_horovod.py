@@ -3,8 +3,8 @@
     unidist run --backend horovod -n 2 benchmarks/keras_horovod.py [--rounds 15] [--steps 10]
 
 Both programs run in one world, in turns, on an MLP 784-1024-1024-10 with 256 rows a rank and SGD with momentum: fit's
-own step under DataParallel, and PyTorch by hand with hvd.DistributedOptimizer around torch.optim. Prints the median of the
-paired ratios; absolute times depend on the machine.
+own step under DataParallel, and PyTorch by hand with hvd.DistributedOptimizer around torch.optim. Prints the median of
+the paired ratios; absolute times depend on the machine.
 """
 
 from __future__ import annotations

@@ -375,10 +375,9 @@ def eager_tensors_agree_or_are_told() -> str:
     with pytest.raises(CapabilityError, match="in place"):
         backend().comm.all_reduce_inplace(tf.ones(2), group, "sum")
     partial = Sharding(Mesh({"x": 2}), Layout(partial="x"), (2,))
+    whole = partial.with_layout(Layout())
+    traced = tf.function(lambda x: backend().redistribute(x, partial, whole), autograph=False)
     with pytest.raises(CapabilityError, match=r"tf\.py_function"):
-        traced = tf.function(
-            lambda x: backend().redistribute(x, partial, partial.with_layout(Layout())), autograph=False
-        )
         traced(tf.ones(2))
     return str(caught.value)
 
