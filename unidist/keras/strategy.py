@@ -248,7 +248,7 @@ def _check_served() -> None:
 
 
 # The stages of ZeRO that each Keras backend's engine serves.
-_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0,), "jax": (0,)}
+_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0, 1, 2, 3), "jax": (0,)}
 
 
 def _check_zero(zero: int) -> None:
