@@ -27,7 +27,9 @@ class LayoutMap(MutableMapping[str, Layout]):
         LayoutError: a rule names an unknown axis or is no regular expression; a path matches two rules.
     """
 
-    def __init__(self, mesh: Any, rules: Mapping[str, Any] | None = None, strict: bool = True, uneven: bool = False) -> None:
+    def __init__(
+        self, mesh: Any, rules: Mapping[str, Any] | None = None, strict: bool = True, uneven: bool = False
+    ) -> None:
         self.mesh: Mesh = as_mesh(mesh)
         self.strict = strict
         self.uneven = uneven

@@ -43,7 +43,7 @@ BACKBONES: dict[str, Callable[[], Any]] = {
     "albert": lambda: M.AlbertBackbone(**_ABSOLUTE, embedding_dim=8),
     "bart": lambda: M.BartBackbone(**_ABSOLUTE),
     "bloom": lambda: M.BloomBackbone(**_PLAIN, num_heads=4),
-    "gpt-neox": lambda: M.GPTNeoXBackbone(**_ABSOLUTE),
+    "gpt-neox": lambda: M.GPTNeoXBackbone(**_ABSOLUTE, rotary_percentage=0.5),
     "falcon": lambda: M.FalconBackbone(**_PLAIN, num_attention_heads=4),
 }
 
@@ -83,7 +83,9 @@ def inputs(model: Any) -> Any:
     rng = np.random.default_rng(4)
     if not isinstance(model.input, dict):
         return rng.normal(size=(ROWS, *model.input.shape[1:])).astype("float32")
-    top = min(layer.input_dim for layer in model._flatten_layers() if hasattr(layer, "input_dim") and "token" in layer.name)
+    top = min(
+        layer.input_dim for layer in model._flatten_layers() if hasattr(layer, "input_dim") and "token" in layer.name
+    )
     mask = np.ones((ROWS, LENGTH), "int32")
     mask[1, 4:] = mask[2, 3:] = 0
     made = {}
@@ -113,29 +115,39 @@ def with_head(backbone: Any) -> Any:
     return keras.Model(backbone.input, keras.layers.Dense(3, name="head")(x))
 
 
+class _Forgets(keras.callbacks.Callback):
+    """Clears all gradients: on one device Keras 3.15 forgets a variable whose path another one has too (T5's biases),
+    so that its gradients pile up from step to step."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for variable in self.model.trainable_variables:
+            if not hasattr(variable, "_place"):
+                variable.value.grad = None
+
+
 def train(build: Callable[[], Any], strategy: Any = None, *, steps: int = STEPS, **compiled: Any) -> Trained:
     """A few steps of AdamW, with the same seed, under a strategy or on one device."""
     keras.utils.set_random_seed(7)
     with strategy.scope() if strategy is not None else contextlib.nullcontext(), warnings.catch_warnings():
         # keras_hub's own: T5 layers drop masks that they do not use.
         warnings.filterwarnings("ignore", "Layer .* was passed an input with a mask attached")
+        # The part of an untied table that makes logits is not used by a backbone.
+        warnings.filterwarnings("ignore", "Gradients do not exist for variables .*reverse_embeddings")
         model = with_head(build())
         # epsilon: a gradient that is zero in truth (a key's bias) is noise, which Adam would blow up to a step.
         optimizer = keras.optimizers.AdamW(1e-3, epsilon=1e-3)
         model.compile(optimizer, loss="mse", **compiled)
         y = np.random.default_rng(5).normal(size=(ROWS, 3)).astype("float32")
         x = inputs(model)
-        history = model.fit(x, y, batch_size=ROWS, epochs=steps, shuffle=False, verbose=0)
+        history = model.fit(x, y, batch_size=ROWS, epochs=steps, shuffle=False, verbose=0, callbacks=[_Forgets()])
     return Trained(model, history.history["loss"], [np.asarray(v) for v in model.weights])
 
 
 def assert_equal(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(found.losses, wanted.losses, atol=tolerance, rtol=tolerance)
-    moved = 0.0
     for variable, a, b in zip(found.model.weights, found.weights, wanted.weights, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=0, err_msg=variable.path)
-    moved = wanted.losses[0] - wanted.losses[-1]
-    assert moved != 0.0, "the training changed nothing"
+    assert wanted.losses[0] != wanted.losses[-1], "the training changed nothing"
 
 
 def pairs_of(model: Any) -> dict[str, list[str]]:

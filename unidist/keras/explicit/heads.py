@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Heads:
             class has none.
         key_value: the projections of key and value.
         cut: keyword arguments of the call that hold a value for each head, and the dim of the heads.
+        within: layers that treat each head alike: each rank's part of their weights' gradients is summed.
         adapt: further changes of the view.
     """
 
@@ -43,6 +44,7 @@ class Heads:
     groups: str = ""
     key_value: tuple[str, ...] = ()
     cut: tuple[tuple[str, int], ...] = ()
+    within: tuple[str, ...] = ()
     adapt: Callable[[Any, Any, Rule], None] | None = None
 
 
@@ -98,13 +100,11 @@ TABLE: dict[str, Heads] = {
         key_value=("_key_dense", "_value_dense"),
     ),
     "CachedGemmaAttention": _GEMMA,
-    "CachedGemma3Attention": _GEMMA,
+    "CachedGemma3Attention": replace(_GEMMA, within=("query_norm", "key_norm")),
     "BloomAttention": Heads(output="_output_dense", divided=("num_heads",), adapt=_slopes),
     "FalconAttention": Heads(output="output_dense", divided=("num_heads",), cut=(("alibi", 1),)),
     "GPTNeoXAttention": Heads(output="_output_dense", divided=("num_heads", "hidden_dim")),
-    "T5MultiHeadAttention": Heads(
-        output="output_projector", divided=("num_heads", "inner_dim"), adapt=_relative_bias
-    ),
+    "T5MultiHeadAttention": Heads(output="output_projector", divided=("num_heads", "inner_dim"), adapt=_relative_bias),
 }
 
 
@@ -180,9 +180,16 @@ def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) 
             heads.adapt(view, layer, row)
         for name, dim in heads.cut:
             kwargs[name] = _own_part(row, frame, kwargs[name], dim)
-        return type(layer).call(view, *args, **kwargs)
+        with frame.reading(_fanned_weights(layer, heads, row, frame)):
+            return type(layer).call(view, *args, **kwargs)
 
     object.__setattr__(layer, "call", call)
+
+
+def _fanned_weights(layer: Any, heads: Heads, row: Rule, frame: Frame) -> dict[int, torch.Tensor]:
+    sublayers = [getattr(layer, name, None) for name in heads.within]
+    weights = [v for sublayer in sublayers if sublayer is not None for v in sublayer.trainable_variables]
+    return {id(v): fan_out(frame, v._place.whole(frame, differentiable=True), row.axes) for v in weights}
 
 
 def _view(layer: Any) -> Any:
