@@ -51,6 +51,7 @@ class Frame:
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
+        fanned: (tensor, how, result) of the last fan-out, which the next layer may share (rules.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
     """
 
@@ -67,6 +68,7 @@ class Frame:
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    fanned: tuple[torch.Tensor, Any, torch.Tensor] | None = None
     seed_place: int = 0
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from keras.src.utils.torch_utils import TorchModuleWrapper
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit import context, data, metrics, pairs, placing, rules
+from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, rules
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
@@ -109,6 +109,8 @@ class Engine:
             if rule is not None:
                 rules.install_rule(rule)
                 self.rules.append(rule)
+        for layer in self.model._flatten_layers():
+            heads.install_heads(layer, self.rules)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
