@@ -356,3 +356,84 @@ def test_a_rank_that_stalls_in_the_middle_of_fit_is_told() -> None:
     with ProcessWorld(2, setup=join, setup_args=(3.0,), env={"KERAS_BACKEND": "torch"}) as processes:
         text = processes.call(stall_in_fit, 8.0)[0]
     assert re.match(r"all_reduce for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
+
+
+# TensorFlow -----------------------------------------------------------------------------------------------------------
+
+
+def join_tensorflow(timeout: float | None = None) -> None:
+    unidist.use("horovod", framework="tensorflow", timeout=timeout)
+
+
+def eager_tensors_agree_or_are_told() -> str:
+    import tensorflow as tf
+
+    group = everyone()
+    with pytest.raises(DesyncError, match="all_reduce for 'a test' over ranks") as caught, events.for_purpose("a test"):
+        backend().comm.all_reduce(tf.ones(2 + backend().rank), group, "sum")
+    assert backend().comm.all_reduce(tf.ones(2), group, "sum").numpy().tolist() == [2.0, 2.0]
+    with pytest.raises(CapabilityError, match="in place"):
+        backend().comm.all_reduce_inplace(tf.ones(2), group, "sum")
+    partial = Sharding(Mesh({"x": 2}), Layout(partial="x"), (2,))
+    whole = partial.with_layout(Layout())
+    traced = tf.function(lambda x: backend().redistribute(x, partial, whole), autograph=False)
+    with pytest.raises(CapabilityError, match=r"tf\.py_function"):
+        traced(tf.ones(2))
+    return str(caught.value)
+
+
+def lose_over_tensorflow(how: str) -> tuple[float, str]:
+    import tensorflow as tf
+
+    group = everyone()
+    backend().barrier()
+    if backend().rank == 1:
+        if how == "dies":
+            os._exit(9)
+        time.sleep(6)
+        return 0.0, ""
+    start = time.monotonic()
+    with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
+        backend().comm.all_gather(tf.ones(2), group, 0, (2, 2))
+    return time.monotonic() - start, str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
+    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    limit = 2.0 if how == "stalls" else 60.0
+    with ProcessWorld(2, setup=join_tensorflow, setup_args=(limit,), env=env) as processes:
+        for text in processes.call(eager_tensors_agree_or_are_told):
+            assert "the ranks disagree: Mismatched" in text, text
+        outcomes = processes.outcomes(lose_over_tensorflow, how)
+    assert outcomes[0].failure is None, outcomes[0].failure
+    seconds, text = outcomes[0].value
+    assert seconds < 10
+    assert text.startswith("all_gather for 'a test' over ranks [0, 1]: another process of the group ended"), text
+    assert ("waited 2 s" in text) == (how == "stalls"), text
+
+
+def keras_on_tensorflow() -> str:
+    unidist.use("horovod")
+    import keras
+
+    assert (keras.config.backend(), backend().framework) == ("tensorflow", "tensorflow")
+    with pytest.raises(CapabilityError) as caught:
+        unidist.DataParallel()
+    return str(caught.value)
+
+
+def test_keras_on_tensorflow_is_refused_with_the_remedy() -> None:
+    env = {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with ProcessWorld(1, launcher=None, env=env) as world:
+        assert "KERAS_BACKEND=torch" in world.call(keras_on_tensorflow)[0]
+
+
+def keras_on_torch_where_nobody_says() -> tuple[str, str]:
+    unidist.use("horovod")
+    return os.environ["KERAS_BACKEND"], backend().framework
+
+
+def test_keras_runs_on_torch_where_nobody_says() -> None:
+    with ProcessWorld(1, launcher=None, env={"KERAS_BACKEND": None, "KERAS_HOME": "/nowhere"}) as world:
+        assert world.call(keras_on_torch_where_nobody_says) == [("torch", "torch")]

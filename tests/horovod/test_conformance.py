@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,6 +12,9 @@ import unidist
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
+
+# Other tests run without it (tests/conftest.py).
+WITH_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def torch_world(layout_pairs: int = 60) -> World:
@@ -42,6 +46,41 @@ def _vjp(function: Callable[[Any], Any], x: Any, y: Any) -> Any:
     return gradient
 
 
+def tensorflow_world(layout_pairs: int = 30) -> World:
+    return World(
+        backend=unidist.use("horovod", framework="tensorflow"),
+        array=_eager,
+        numpy=_eager_array,
+        vjp=_eager_vjp,
+        layout_pairs=layout_pairs,
+    )
+
+
+def tensorflow_world_of_four() -> World:
+    return tensorflow_world(layout_pairs=4)
+
+
+def _eager(value: Array, dtype: str) -> Any:
+    import tensorflow as tf
+
+    return tf.cast(tf.constant(value), dtype)
+
+
+def _eager_array(x: Any) -> Array:
+    import tensorflow as tf
+
+    return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
+
+
+def _eager_vjp(function: Callable[[Any], Any], x: Any, y: Any) -> Any:
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        out = function(x)
+    return tape.gradient(out, x, output_gradients=y, unconnected_gradients="zero")
+
+
 class TestTwoProcesses(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:torch_world"
@@ -52,4 +91,19 @@ class TestFourProcesses(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:torch_world_of_four"
     processes = 4
+    timeout = 200.0
+
+
+class TestTwoProcessesOfTensorFlow(ConformanceSuite):
+    backend = "horovod"
+    world = f"{__name__}:tensorflow_world"
+    processes = 2
+    env: ClassVar = WITH_TENSORFLOW
+
+
+class TestFourProcessesOfTensorFlow(ConformanceSuite):
+    backend = "horovod"
+    world = f"{__name__}:tensorflow_world_of_four"
+    processes = 4
+    env: ClassVar = WITH_TENSORFLOW
     timeout = 200.0

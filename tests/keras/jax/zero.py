@@ -38,6 +38,7 @@ def _strategy(name: str, kind: str | None, zero: int) -> Any:
 def _measured(model: Any, name: str, kind: str | None) -> Result:
     """Bytes on the first device, and what the rules alone would leave there."""
     rules = CASES[name].rules if kind not in (None, "dp") else {}
+    described = unidist.describe(model)
     weights, slots = model.trainable_variables, [v for v in model.optimizer.variables if v.shape]
     ruled = [v.value.nbytes // (2 if any(re.fullmatch(rule, v.path) for rule in rules) else 1) for v in weights]
     others = model.metrics_variables + [v for v in model.non_trainable_variables if "seed" in v.path]
@@ -45,7 +46,7 @@ def _measured(model: Any, name: str, kind: str | None) -> Result:
         "ruled": sum(ruled),
         "values": _held(weights),
         "states": _held(slots),
-        "described slots": sum(row.is_sharded for row in unidist.describe(model).rows[len(model.variables) :]),
+        "described slots": sum(row.is_sharded for row in described.rows if row.kind == "slots"),
         "slot count": len(slots),
         "others whole": all(v.value.is_fully_replicated for v in others),
     }
