@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.keras.jax.comparing import same
+from tests.launch.runs import run
 from unidist.testing.processes import ProcessWorld
 
 RUN = "tests.keras.jax.contract:{}".format
@@ -112,3 +113,24 @@ def test_tensorboard_is_written_once(pair: ProcessWorld, tmp_path: Path) -> None
     for found in pair.call(RUN("boarded"), "dp", str(tmp_path)):
         assert found == [str(tmp_path)]
     assert len(list((tmp_path / "train").glob("events*"))) == 1
+
+
+FAULTY = """
+import unidist
+
+unidist.use("jax")
+from tests.keras.jax.contract import raising
+
+raising()
+"""
+
+
+@pytest.mark.processes
+def test_data_that_raises_on_one_process_ends_the_run(tmp_path: Path) -> None:
+    """The others wait for that process in a collective; none is left waiting."""
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY)
+    done = run(["-n", "2", "--backend", "jax", "--devices-per-process", "2", str(script)], tmp_path)
+    assert done.code != 0
+    assert "the disk of process 1 is gone" in done.out + done.err
+    assert done.seconds < 60
