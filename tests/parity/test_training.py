@@ -61,7 +61,7 @@ def _trainings() -> list[tuple[str, Spec, str]]:
 def _cases(setting: Setting, spec: Spec) -> Iterable[str]:
     if setting.name == "horovod-4":
         return _ON_HOROVOD[spec]
-    return _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras == "torch" else ())
+    return _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras != "jax" else ())
 
 
 @pytest.fixture(scope="session", params=_trainings(), ids=lambda p: f"{p[0]}-{p[1].name}-{p[2]}")
