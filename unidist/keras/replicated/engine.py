@@ -69,7 +69,12 @@ class Engine:
         try:
             align_seeds()
             self.prepare()
+            self.traced.failure = None
             yield
+        except tf.errors.OpError as error:
+            if self.traced.failure is None:
+                raise
+            raise self.traced.failure from error
         finally:
             _current.reset(token)
 

@@ -20,6 +20,7 @@ from keras.src.saving import saving_lib
 from keras.src.trainers.trainer import Trainer
 
 from unidist import session
+from unidist.keras import strategy as strategies
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
 
@@ -35,6 +36,7 @@ def install() -> None:
         return
     for name in _ENTRANCES:
         setattr(TensorFlowTrainer, name, _in_session(getattr(TensorFlowTrainer, name)))
+    _patch(TensorFlowTrainer, "__init__", _made)
     _patch(BaseOptimizer, "apply", _apply)
     _patch(BatchNormalization, "_moments", _moments)
     _patch(SeedGenerator, "next", _next)
@@ -71,6 +73,14 @@ def _in_session(original: Any) -> Any:
             return original(*bound.args, **bound.kwargs)
 
     return entrance
+
+
+def _made(self: Any, *args: Any, **kwargs: Any) -> None:
+    """A model that is made inside of a scope is distributed, wherever it is trained."""
+    _originals["__init__"](self, *args, **kwargs)
+    distribution = strategies.current()
+    if distribution is not None:
+        object.__setattr__(self, "_unidist_distribution", distribution)
 
 
 def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
+from unidist.errors import UnidistError
 from unidist.keras.strategy import UnidistDistribution
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
@@ -21,6 +22,9 @@ class Traced:
     Args:
         distribution: whose mesh and data axes these are.
         backend: the adapter in use.
+
+    Attributes:
+        failure: what a collective raised. TensorFlow tells of it by an error of its own.
     """
 
     def __init__(self, distribution: UnidistDistribution, backend: Any) -> None:
@@ -29,6 +33,7 @@ class Traced:
         self.backend = backend
         group = self.mesh.group(self.axes, backend.rank)
         self.count, self.place = group.size, group.index
+        self.failure: UnidistError | None = None
 
     def rows(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """(start, length) of this rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
@@ -47,7 +52,7 @@ class Traced:
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def join(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-            whole = _called(move, "outputs", [value, total], value.dtype, [None, *value.shape[1:]])
+            whole = self._called(move, "outputs", [value, total], value.dtype, [None, *value.shape[1:]])
             return whole, lambda gradient: self.count * gradient[start : start + length]
 
         return join(local)
@@ -66,8 +71,10 @@ class Traced:
             def back(x: Tensor) -> Tensor:
                 return self.backend.redistribute(x, back_from, back_to)
 
-            whole = _called(move, "batch statistics", [value], value.dtype, fan.shape)
-            return whole, lambda gradient: _called(back, "batch statistics", [gradient], value.dtype, [1, *row.shape])
+            whole = self._called(move, "batch statistics", [value], value.dtype, fan.shape)
+            return whole, lambda gradient: self._called(
+                back, "batch statistics", [gradient], value.dtype, [1, *row.shape]
+            )
 
         return gather(row[tf.newaxis])
 
@@ -78,7 +85,7 @@ class Traced:
             partial = Sharding(self.mesh, Layout(partial=dict.fromkeys(self.axes, "mean")), tuple(value.shape))
             return self.backend.redistribute(value, partial, partial.with_layout(Layout()))
 
-        return _called(move, what, [x], x.dtype, x.shape)
+        return self._called(move, what, [x], x.dtype, x.shape)
 
     def mean_of_shares(self, value: Tensor, share: Tensor) -> Tensor:
         """The sum over the ranks of share * value, where the shares add up to one."""
@@ -91,29 +98,52 @@ class Traced:
         return weigh(value)
 
     def mean_gradients(self, gradients: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-        """Each gradient's mean over the ranks, by one all_reduce for each dtype; sparse ones become dense.
+        """Each gradient's mean over the ranks, by one all_reduce for each dtype. Sparse ones stay sparse, with the rows
+        of all ranks: Keras's optimizers leave rows alone that no gradient names.
 
         Args:
             shapes: of their variables: a gradient of a lookup does not know its own.
         """
-        dense: list[Any] = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        out = list(dense)
-        for dtype in dict.fromkeys(g.dtype for g in dense if g is not None):
-            places = [k for k, g in enumerate(dense) if g is not None and g.dtype == dtype]
+        out = [self._mean_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        dense = {k: g for k, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)}
+        for dtype in dict.fromkeys(g.dtype for g in dense.values()):
+            places = [k for k, g in dense.items() if g.dtype == dtype]
             flat = tf.concat([tf.reshape(dense[k], [-1]) for k in places], 0)
             sizes = [prod(shapes[k]) for k in places]
             for k, part in zip(places, tf.split(self.mean(flat, "gradient"), sizes), strict=True):
                 out[k] = tf.reshape(part, shapes[k])
         return out
 
+    def _mean_rows(self, gradient: Any) -> Any:
+        """A sparse gradient with the rows of all ranks, in the order of the batch."""
+        comm, group = self.backend.comm, self.mesh.group(self.axes, self.backend.rank)
 
-def _called(function: Callable[..., Tensor], what: str, given: list[Tensor], dtype: Any, shape: Any) -> Tensor:
-    """function(*given), called when the program runs."""
+        def move(x: Tensor) -> Tensor:
+            own = tf.constant([x.shape[0]])
+            self.backend.record("all_gather", self.axes, group, tf.zeros([group.size], tf.int32))
+            sizes = [int(n) for n in comm.all_gather(own, group, 0, (1,) * group.size)]
+            joined = comm.all_gather(x, group, 0, sizes)
+            self.backend.record("all_gather", self.axes, group, joined)
+            return joined
 
-    def call(*values: Tensor) -> Tensor:
-        with events.for_purpose(what):
-            return function(*values)
+        values, indices = gradient.values, gradient.indices
+        whole = self._called(move, "gradient", [values], values.dtype, [None, *values.shape[1:]])
+        named = self._called(move, "gradient", [indices], indices.dtype, [None])
+        return tf.IndexedSlices(whole / self.count, named, gradient.dense_shape)
 
-    out = tf.py_function(call, given, dtype)
-    out.set_shape(shape)
-    return out
+    def _called(
+        self, function: Callable[..., Tensor], what: str, given: list[Tensor], dtype: Any, shape: Any
+    ) -> Tensor:
+        """function(*given), called when the program runs."""
+
+        def call(*values: Tensor) -> Tensor:
+            try:
+                with events.for_purpose(what):
+                    return function(*values)
+            except UnidistError as error:
+                self.failure = error
+                raise
+
+        out = tf.py_function(call, given, dtype)
+        out.set_shape(shape)
+        return out
