@@ -22,7 +22,10 @@ from unidist.errors import BackendMismatchError
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 PLACES: dict[str, Any] = {
     "JaxVariable": (JaxVariable, ("_initialize_layout", "_direct_assign", "__array__")),
-    "BaseOptimizer": (BaseOptimizer, ("add_variable_from_reference", "stateless_apply")),
+    "BaseOptimizer": (
+        BaseOptimizer,
+        ("add_variable_from_reference", "_overwrite_model_variables_with_average_value", "stateless_apply"),
+    ),
     "Layer": (Layer, ("stateless_call",)),
     "Metric": (Metric, ("add_variable",)),
     "JAXTrainer": (trainer.JAXTrainer, ("__init__", "_make_function")),

@@ -54,6 +54,7 @@ def _install_variables() -> None:
     around(keras_distribution_lib, "distribute_tensor", layouts.constraining)
     around(keras_distribution_lib, "initialize", processes.joining)
     around(BaseOptimizer, "add_variable_from_reference", placing.adding_slot)
+    around(BaseOptimizer, "_overwrite_model_variables_with_average_value", placing.overwriting)
     around(BaseOptimizer, "stateless_apply", redistribution.updating)
     around(Layer, "stateless_call", redistribution.calling)
     around(Metric, "add_variable", placing.adding_to_metric)

@@ -190,6 +190,21 @@ def place_model(model: Any, distribution: Any) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
+def overwriting(original: Any) -> Any:
+    """Optimizer._overwrite_model_variables_with_average_value: variables get copies of the averages, where Keras gives
+    them the arrays themselves, which the next step would donate away from under the averages."""
+
+    @functools.wraps(original)
+    def overwrite(self: Any, trainable_variables: Any) -> None:
+        original(self, trainable_variables)
+        for variable in trainable_variables:
+            value = variable._value
+            if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+                variable._value = jax.numpy.copy(value)
+
+    return overwrite
+
+
 def _place_variable(variable: Any, distribution: Any) -> None:
     value, before = variable._value, getattr(variable, _PLACED, None)
     variable._layout = _kept_layout(variable, distribution)

@@ -5,30 +5,64 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from keras.callbacks import BackupAndRestore, CSVLogger, TensorBoard
 from keras.src import tree
 
-from unidist.keras.partitioned import processes
-from unidist.keras.partitioned.saving import told_to_all
+from unidist.errors import UnidistError
+
+
+class SavingFailedError(UnidistError, OSError):
+    """Process 0, which writes for all, could not save."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Several processes, of which one writes.
+
+    Attributes:
+        is_first: whether this is the one.
+        share: the first process's text, on every process. A collective of the world.
+    """
+
+    is_first: bool
+    share: Callable[[str], str]
+
+    @contextlib.contextmanager
+    def told_to_all(self) -> Iterator[None]:
+        """Waits for process 0, and lets the others fail if it does."""
+        failure = ""
+        try:
+            yield
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            told = self.share(failure)
+        if told:
+            raise SavingFailedError(f"process 0 could not save for all: {told}")
 
 
 @contextlib.contextmanager
-def by_one(callbacks: Any) -> Iterator[None]:
+def by_one(callbacks: Any, crew: Crew | None) -> Iterator[None]:
     """While this is entered the callbacks of the other processes write nowhere, and take part where all must.
 
     Callbacks that save through the model (ModelCheckpoint) need nothing: the savers have one writer.
+
+    Args:
+        callbacks: what `fit` was given. crew: None where this process is the only one.
     """
-    if not processes.several():
+    if crew is None:
         yield
         return
     with contextlib.ExitStack() as stack:
         for callback in tree.flatten(callbacks):
             if isinstance(callback, BackupAndRestore):
-                _share_backup(callback, stack)
-            elif processes.is_first():
+                _share_backup(callback, crew, stack)
+            elif crew.is_first:
                 continue
             elif isinstance(callback, CSVLogger):
                 _set(callback, "filename", os.devnull, stack)
@@ -38,20 +72,20 @@ def by_one(callbacks: Any) -> Iterator[None]:
         yield
 
 
-def _share_backup(callback: Any, stack: contextlib.ExitStack) -> None:
+def _share_backup(callback: Any, crew: Crew, stack: contextlib.ExitStack) -> None:
     """Process 0 keeps the backup; all learn when it is gone, since the next training looks for one at its start."""
     ending = callback.on_train_end
 
     def on_train_end(logs: Any = None) -> None:
-        with told_to_all():
-            if processes.is_first():
+        with crew.told_to_all():
+            if crew.is_first:
                 ending(logs)
 
     def save() -> None:
         callback.model.save_weights(callback._weights_path, overwrite=True)
 
     _set(callback, "on_train_end", on_train_end, stack)
-    if not processes.is_first():
+    if not crew.is_first:
         _set(callback, "_save_model", save, stack)
 
 
