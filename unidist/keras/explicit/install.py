@@ -23,6 +23,7 @@ from unidist.keras.explicit import (
     data,
     distribution_lib,
     engine,
+    generation,
     initializing,
     losses,
     metrics,
@@ -57,6 +58,7 @@ def install() -> None:
     data.install()
     saving.install()
     optimizers.install()
+    generation.install()
     _patch_trainer()
     _patch_layer()
 
