@@ -1,10 +1,13 @@
-"""Tasks of keras_hub under tensor parallelism: fit and generate."""
+"""Tasks of keras_hub under tensor parallelism: training and generating."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np  # isort: skip
+import keras_hub
+import numpy as np
+import pytest
 
 import unidist
 from tests.keras.hub import tasks, zoo
@@ -12,22 +15,28 @@ from unidist.testing.processes import ProcessWorld
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_classifier_fits(ranks: int) -> None:
-    found = tasks.fit(tasks.classifier, zoo.strategy("bert", ranks), per_token=False)
-    zoo.assert_equal(found, tasks.fit(tasks.classifier, None, per_token=False))
+def test_a_classifier_trains(ranks: int) -> None:
+    found = tasks.train(tasks.classifier, zoo.strategy("bert", ranks), per_token=False)
+    zoo.assert_equal(found, tasks.train(tasks.classifier, None, per_token=False))
     assert len(zoo.pairs_of(found.model)) == 4
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama gqa"])
-def test_a_causal_model_fits(kind: str) -> None:
+def test_a_causal_model_trains(kind: str) -> None:
     """Its table makes the logits too, and the padding is weighted away."""
-    found = tasks.fit(lambda: tasks.causal(kind), zoo.strategy(kind, 4), per_token=True)
-    zoo.assert_equal(found, tasks.fit(lambda: tasks.causal(kind), None, per_token=True))
+    found = tasks.train(lambda: tasks.causal(kind), zoo.strategy(kind, 4), per_token=True)
+    zoo.assert_equal(found, tasks.train(lambda: tasks.causal(kind), None, per_token=True))
     assert len(zoo.pairs_of(found.model)) == 4
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "top_k", "beam"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama gqa", "llama mqa", "gemma mqa"])
+CASES = [
+    *((kind, "greedy") for kind in ("gpt2", "llama gqa", "llama mqa", "gemma mqa")),
+    ("gpt2", "top_k"),
+    ("llama gqa", "beam"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sampler"), CASES)
 def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> None:
     wanted, _ = tasks.generate(kind, None, _seeded(sampler))
     with unidist.ledger() as traffic:
@@ -35,25 +44,53 @@ def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> No
     np.testing.assert_array_equal(found, wanted)
     assert unidist.describe(model).sharded
     assert any(e.purpose == "generate" for e in traffic.events)
-    # Asked again it goes on where it was: the tokens of another call are the same for a sampler without chance.
+    # Asked again, a sampler without chance gives the same tokens.
     if sampler != "top_k":
         again = model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"]
         np.testing.assert_array_equal(again, wanted)
 
 
-def _seeded(sampler: str):  # type: ignore[no-untyped-def]
-    import keras_hub
-
+def _seeded(sampler: str) -> str | keras_hub.samplers.Sampler:
     return keras_hub.samplers.TopKSampler(k=5, seed=2) if sampler == "top_k" else sampler
 
 
-def test_a_fitted_model_generates() -> None:
+def test_a_trained_model_generates() -> None:
     wanted, _ = tasks.generate("gpt2", fitted=True)
     found, _ = tasks.generate("gpt2", zoo.strategy("gpt2", 4), fitted=True)
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.processes
-def test_two_processes() -> None:
-    with ProcessWorld(2, env={"KERAS_BACKEND": "torch"}, setup=tasks.start, timeout=200) as world:
-        world.call(tasks.in_a_process)
+# Strings go through tf.data: in processes of their own, which see TensorFlow.
+SEES_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[3]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> Iterator[ProcessWorld]:
+    env = {**SEES_TENSORFLOW, "KERAS_BACKEND": "torch"}
+    with ProcessWorld(2, env=env, setup=tasks.start, setup_args=("torch", 2), timeout=200) as world:
+        yield world
+
+
+def test_text_in_two_processes(two_processes: ProcessWorld) -> None:
+    two_processes.call(tasks.check_text, 2)
+
+
+def test_generating_in_two_processes(two_processes: ProcessWorld) -> None:
+    two_processes.call(tasks.check_generating, 2)
+
+
+def test_backbones_in_two_processes(two_processes: ProcessWorld) -> None:
+    two_processes.call(tasks.check_backbones)
+
+
+def test_text_in_the_simulator() -> None:
+    env = {**SEES_TENSORFLOW, "KERAS_BACKEND": "torch"}
+    with ProcessWorld(1, launcher=None, env=env, setup=tasks.start, setup_args=("sim", 4), timeout=200) as world:
+        world.call(tasks.check_text, 4)
+
+
+def test_generating_on_jax() -> None:
+    """JAX's compiler partitions the weights; generating is Keras's own program."""
+    flags = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    with ProcessWorld(1, launcher=None, env=flags, setup=tasks.start, setup_args=("jax", 2), timeout=200) as world:
+        world.call(tasks.check_generating, 2)

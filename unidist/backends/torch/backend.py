@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +41,8 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     keras_backends: ClassVar[tuple[str, ...]] = ("torch",)
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
+    compiles: ClassVar[bool] = True
+
     comm: TorchComm
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
@@ -49,6 +52,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._has_joined = False
         self._meshes: dict[Mesh, Any] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._is_tracing = False
         self.ops = TorchOps()
         self.comm = TorchComm(Wires(Cluster().timeout))  # of the world of one, until another is joined
         self._traced = self.comm
@@ -103,7 +107,16 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     @property
     def reports(self) -> bool:
-        return not torch.compiler.is_compiling()  # what is traced is not sent now
+        return not (torch.compiler.is_compiling() or self._is_tracing)  # what is traced is not sent now
+
+    @contextlib.contextmanager
+    def into_program(self) -> Iterator[None]:
+        """Inside, moves become part of the program: for tracers other than torch.compile's own."""
+        before, self._is_tracing = self._is_tracing, True
+        try:
+            yield
+        finally:
+            self._is_tracing = before
 
     def process_index(self) -> int:
         return self.world.rank
@@ -154,13 +167,13 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
             return super().gather(x.detach(), sharding)
 
     def redistribute(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_tracing:
             number = self._traced_move(tracing.parts(src), tracing.parts(dst))
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().redistribute(x, src, dst)
 
     def broadcast(self, x: torch.Tensor, sharding: Sharding, axes: Axes, root: int) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_tracing:
             number = self._traced_broadcast(tracing.parts(sharding), axes, root)
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().broadcast(x, sharding, axes, root)
@@ -168,7 +181,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     def permute(
         self, x: torch.Tensor, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_tracing:
             number = self._traced_permute(tracing.parts(sharding), axes, pairs)
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().permute(x, sharding, axes, pairs)

@@ -17,6 +17,7 @@ from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.keras.explicit import engine, placing
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.places import Lies
 from unidist.keras.explicit.variables import place
 
 
@@ -25,7 +26,7 @@ def install() -> None:
     original = Trainer.compile
 
     @functools.wraps(original)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A001 (Keras's name)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if hasattr(self, "make_generate_function"):
             _adopt(self)
@@ -80,5 +81,5 @@ class GenerateFunction:
         states = list(getattr(self.engine.model.sampler, "variables", ()))
         for state in states:
             if not placing.is_placed(state):
-                place(state, world, Sharding(world.mesh, Layout(), tuple(state.shape)))
+                place(state, world, Lies.alike(Sharding(world.mesh, Layout(), tuple(state.shape))))
                 placing.equalize([state], world)

@@ -29,6 +29,7 @@ from unidist.keras.explicit import (
     metrics,
     optimizers,
     placing,
+    programs,
     saving,
     statistics,
 )
@@ -134,9 +135,17 @@ def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engi
 def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
-        original(self, force=force)
-        function = getattr(self, attribute)
         found = engine.current_engine()
+        if found is not None and programs.is_compiled(self):
+            # The model's call is the program: the step around it is run as it is.
+            self.jit_compile = False
+            try:
+                original(self, force=force)
+            finally:
+                self.jit_compile = True
+        else:
+            original(self, force=force)
+        function = getattr(self, attribute)
         if found is not None and not isinstance(function, engine.StepFunction):
             setattr(self, attribute, engine.StepFunction(found, function, kind))
 

@@ -45,7 +45,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     _place: Place
 
     @property
-    def _value(self) -> torch.nn.Parameter:
+    def _value(self) -> torch.Tensor:
         return self._place.local(context.frame())
 
     @_value.setter
