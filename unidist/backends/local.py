@@ -152,8 +152,8 @@ class LocalViewBackend(ABC, Generic[A]):
         if max(mesh.devices) >= count:
             raise MeshError(f"{mesh} names rank {max(mesh.devices)}, but the world has {count} devices")
 
-    def into_program(self) -> AbstractContextManager[None]:
-        """Inside, moves become part of the program that is being traced.
+    def into_program(self) -> AbstractContextManager[list[events.Event]]:
+        """Inside, moves become part of the program that is being traced; gives what each run of it will send.
 
         Raises:
             CapabilityError: they cannot (`compiles` is False).

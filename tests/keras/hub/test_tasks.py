@@ -71,26 +71,31 @@ def two_processes() -> Iterator[ProcessWorld]:
         yield world
 
 
+@pytest.mark.processes
 def test_text_in_two_processes(two_processes: ProcessWorld) -> None:
-    two_processes.call(tasks.check_text, 2)
+    two_processes.call(tasks.check_text, ("gpt2",), 2)
 
 
+@pytest.mark.processes
 def test_generating_in_two_processes(two_processes: ProcessWorld) -> None:
-    two_processes.call(tasks.check_generating, 2)
+    two_processes.call(tasks.check_generating, 2, True)
 
 
+@pytest.mark.processes
 def test_backbones_in_two_processes(two_processes: ProcessWorld) -> None:
     two_processes.call(tasks.check_backbones)
 
 
+@pytest.mark.processes
 def test_text_in_the_simulator() -> None:
     env = {**SEES_TENSORFLOW, "KERAS_BACKEND": "torch"}
     with ProcessWorld(1, launcher=None, env=env, setup=tasks.start, setup_args=("sim", 4), timeout=200) as world:
-        world.call(tasks.check_text, 4)
+        world.call(tasks.check_text, ("bert", "gpt2"), 4)
 
 
+@pytest.mark.processes
 def test_generating_on_jax() -> None:
     """JAX's compiler partitions the weights; generating is Keras's own program."""
     flags = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with ProcessWorld(1, launcher=None, env=flags, setup=tasks.start, setup_args=("jax", 2), timeout=200) as world:
-        world.call(tasks.check_generating, 2)
+        world.call(tasks.check_generating, 2, False)

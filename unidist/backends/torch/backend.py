@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from unidist import events
 from unidist.algebra import Axes, Mesh, Sharding, plan
 from unidist.backends.local import Both, LocalViewBackend, Move
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
@@ -53,6 +54,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._meshes: dict[Mesh, Any] = {}
         self._numbers: dict[Hashable, int] = {}
         self._is_tracing = False
+        self._sent: list[events.Event] = []
         self.ops = TorchOps()
         self.comm = TorchComm(Wires(Cluster().timeout))  # of the world of one, until another is joined
         self._traced = self.comm
@@ -110,13 +112,23 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         return not (torch.compiler.is_compiling() or self._is_tracing)  # what is traced is not sent now
 
     @contextlib.contextmanager
-    def into_program(self) -> Iterator[None]:
-        """Inside, moves become part of the program: for tracers other than torch.compile's own."""
-        before, self._is_tracing = self._is_tracing, True
+    def into_program(self) -> Iterator[list[events.Event]]:
+        """Inside, moves become part of the program: for tracers other than torch.compile's own. Gives what each run of
+        the program, backward included, will send: the list is filled while moves are made."""
+        before = self._is_tracing, self._sent
+        self._is_tracing, self._sent = True, []
         try:
-            yield
+            yield self._sent
         finally:
-            self._is_tracing = before
+            self._is_tracing, self._sent = before
+
+    def _note_sent(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> None:
+        move, size = self._move(src, dst), x.element_size()
+        both = (move, move.adjoint) if x.requires_grad and torch.is_grad_enabled() else (move,)
+        for step, group in [pair for one in both for pair in one.steps]:
+            if step.is_collective:
+                sent = step.bytes(size, self.rank)
+                self._sent.append(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
 
     def process_index(self) -> int:
         return self.world.rank
@@ -168,6 +180,8 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     def redistribute(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> torch.Tensor:
         if torch.compiler.is_compiling() or self._is_tracing:
+            if self._is_tracing:
+                self._note_sent(x, src, dst)
             number = self._traced_move(tracing.parts(src), tracing.parts(dst))
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().redistribute(x, src, dst)

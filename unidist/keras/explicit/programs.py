@@ -21,6 +21,7 @@ from keras.src.backend.torch.core import get_device
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.utils.torch_utils import TorchModuleWrapper
 
+from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
@@ -114,6 +115,7 @@ class Program:
         self.places = [v._place for v in model.variables if isinstance(v, DistributedVariable)]
         self.out: _Given | None = None
         self.losers: list[Any] = []  # the layers that added losses, once for each
+        self.sent: list[events.Event] = []
         _programs[id(self)] = self
         self.compiled = torch.compile(_entry(id(self)), fullgraph=True, dynamic=False)
 
@@ -128,6 +130,8 @@ class Program:
             ) from error
         if self.out is None:
             raise RuntimeError("a compiled program that was never traced")
+        for event in self.sent if events.listening() else ():
+            events.emit(event)
         count = len(found) - len(self.losers)
         for layer, loss in zip(self.losers, found[count:], strict=True):
             layer._losses.append(loss)
@@ -144,14 +148,14 @@ class Program:
         added = [len(layer._losses) for layer in self.layers]
         args, kwargs = self.given.filled(tensors[count:])
         try:
-            with frame.world.backend.into_program():
+            with frame.world.backend.into_program() as sent:
                 out = _Given(self.function(*args, **kwargs))
             losses = [(layer, loss) for layer, n in zip(self.layers, added, strict=True) for loss in layer._losses[n:]]
         finally:
             frame.inputs, frame.fanned = None, before
             for layer, n in zip(self.layers, added, strict=True):
                 del layer._losses[n:]
-        self.out = out
+        self.out, self.sent = out, sent
         self.losers = [layer for layer, _ in losses]
         return (*out.tensors, *(loss for _, loss in losses))
 
