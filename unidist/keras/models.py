@@ -10,17 +10,17 @@ import keras
 
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import hooks
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
 
-_ENGINES = {"torch": "unidist.keras.explicit.models", "jax": "unidist.keras.partitioned.models"}
-
 
 def _engine() -> Any:
-    name = keras.config.backend()
-    if name not in _ENGINES:
+    found = hooks.engine()
+    if found is None:
+        name = keras.config.backend()
         raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch or jax")
-    return importlib.import_module(_ENGINES[name])
+    return importlib.import_module(f"{found}.models")
 
 
 def parallelize(model: Any, strategy: Any) -> Any:
