@@ -2,7 +2,8 @@
 """All checks, on a machine with nothing but Python: `python3 ci/test.py`.
 
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
-Then ruff, import-linter and mypy, then every test in one pytest run, the fast folders first. Ends at the first failure.
+Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
+import-linter and mypy, then every test in one pytest run, the fast folders first. Ends at the first failure.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -25,9 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+HOROVOD = ROOT / "ci" / "install_horovod.sh"
 EXTRAS = ("dev", "torch", "jax", "demo")
 # Fast first: a failure shows early.
-FOLDERS = ("unit", "sim", "torch", "jax", "launch", "keras", "parity", "docs")
+FOLDERS = ("unit", "sim", "torch", "horovod", "jax", "launch", "keras", "parity", "docs")
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
@@ -55,7 +57,7 @@ def main(arguments: list[str]) -> int:
 def environment() -> Path:
     """The Python of the virtual environment, made where it is missing or was left half made."""
     wanted = requirements()
-    content = "\n".join([sys.version, *wanted, CONSTRAINTS.read_text()])
+    content = "\n".join([sys.version, *wanted, CONSTRAINTS.read_text(), HOROVOD.read_text()])
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unidist-ci"
     base.mkdir(parents=True, exist_ok=True)
     home = base / hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -66,7 +68,7 @@ def environment() -> Path:
             say(f"making {home}")
             venv.create(home, clear=True, with_pip=True)
             pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-            if code := run(*pip, "--constraint", CONSTRAINTS, *wanted):
+            if code := run(*pip, "--constraint", CONSTRAINTS, *wanted) or run(HOROVOD, home / "bin" / "python"):
                 sys.exit(code)
         done.touch()
         forget_unused(base)
@@ -77,7 +79,7 @@ def requirements() -> list[str]:
     """What the package and the extras under test depend on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    # tensorflow-cpu: tests feed tf.data to models on torch and JAX.
+    # tensorflow-cpu: tests feed tf.data to models on torch and JAX, and Horovod moves its tensors.
     return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra]), "tensorflow-cpu"]
 
 

@@ -58,6 +58,8 @@ SETTINGS = {
         Setting("sim-jax", "jax", "sim", devices=4, specs=FOUR),
         Setting("torch-2", "torch", "torch", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
         Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),
+        Setting("horovod-2", "torch", "horovod", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
+        Setting("horovod-4", "torch", "horovod", 4, launcher="torchrun", specs=FOUR),
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
         Setting("jax-2x2", "jax", "jax", 2, devices=2, launcher="jax", specs=FOUR),
     )

@@ -63,6 +63,13 @@ _entries: dict[str, Entry] = {
         requires=("jax",),
         distribution="jax",
     ),
+    "horovod": Entry(
+        target="unidist.backends.horovod.backend:HorovodBackend",
+        hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it (docs/horovod.md); the rest comes by "
+        'pip install "keras-unidist[horovod]"',
+        requires=("horovod",),
+        distribution="horovod",
+    ),
 }
 _current: DistributionBackend | None = None
 _joined: Literal["no", "by launcher", "by initialize"] = "no"

@@ -26,6 +26,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
+        _check_served()
         _check_zero(strategy.zero)
         self.strategy = strategy
         self.layout_map = layout_map
@@ -234,6 +235,16 @@ def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
 def _uneven() -> bool:
     """Whether variables may lie in uneven shards: the partitioned engines' arrays must divide."""
     return bool(keras.config.backend() == "torch")
+
+
+def _check_served() -> None:
+    """Raises CapabilityError where nothing would distribute a model: Keras on TensorFlow over Horovod."""
+    backend, name = session.backend().name, keras.config.backend()
+    if backend == "horovod" and name == "tensorflow":
+        raise CapabilityError(
+            "use('horovod') trains Keras models on torch, but Keras runs on 'tensorflow': set KERAS_BACKEND=torch "
+            "before Keras is imported. Arrays of TensorFlow can be moved (unidist.distribute, all_reduce...)"
+        )
 
 
 # The stages of ZeRO that each Keras backend's engine serves.
