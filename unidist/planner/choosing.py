@@ -67,12 +67,12 @@ class Chooser:
 
     def _pair(self, row: LayerFact, dim: int, reaches: list[Reach]) -> None:
         columns = [self.facts.layers[reach.source] for reach in reaches]
-        names = ", ".join(layer.path for layer in columns)
+        names = ", ".join(nearby(layer.path, row.path) for layer in columns)
         for reach, layer in zip(reaches, columns, strict=True):
-            self._cut_outputs(layer, reach.dim, f"column: first of a pair with {row.path}")
+            self._cut_outputs(layer, reach.dim, f"column: first of a pair with {nearby(row.path, layer.path)}")
         self.choices[row.kernel] = Choice(cut_dim(dim, self.axes), f"row: second of a pair with {names}")
         if row.bias is not None:
-            self.choices[row.bias] = Choice(Layout(), f"replicated: added once to the sum of {row.path}")
+            self.choices[row.bias] = Choice(Layout(), "replicated: added once to the sum")
 
     def _beside(self, row: int, layer: LayerFact) -> None:
         """Small products that meet a pair without dividing, as keys and values of few heads, stay whole: each device
@@ -84,9 +84,8 @@ class Chooser:
             meets = row in reach.spread or any(arrival == row for arrival, _ in reach.arrivals)
             if meets and other.kernel not in self.choices and 2 * self._bytes(reach.source) <= widest:
                 shape = self.facts.variables[other.kernel].shape
-                whole = Choice(
-                    Layout(), f"replicated: {shape} has no {self.parts} equal parts that meet {layer.path}'s"
-                )
+                why = f"{shape} has no {self.parts} equal parts that meet those of {nearby(layer.path, other.path)}"
+                whole = Choice(Layout(), f"replicated: {why}")
                 for index in (other.kernel, other.bias):
                     if index is not None:
                         self.choices[index] = whole
@@ -99,7 +98,7 @@ class Chooser:
         if layer.bias is not None:
             along = layer.outputs[dim]
             layout = Layout() if along is None else cut_dim(along, self.axes)
-            self.choices[layer.bias] = Choice(layout, f"as {layer.path}'s outputs")
+            self.choices[layer.bias] = Choice(layout, "as its kernel's outputs")
 
     # alone --------------------------------------------------------------------------------------------------------
 
@@ -134,9 +133,9 @@ class Chooser:
         dims = [dim for dim in range(len(variable.shape)) if self._divides(index, dim)]
         free = [dim for dim in dims if dim not in variable.whole_dims]
         if free:
-            self.choices[index] = Choice(cut_dim(free[0], self.axes), f"gathered: for each call of {variable.layer}")
+            self.choices[index] = Choice(cut_dim(free[0], self.axes), "gathered: for each call of its layer")
         elif dims:
-            reason = f"replicated: a cut of dim {dims[0]} would run through {variable.layer}'s gates"
+            reason = f"replicated: a cut of dim {dims[0]} would run through gates"
             self.choices[index] = Choice(Layout(), reason)
 
     def _divides(self, index: int, dim: int) -> bool:
@@ -166,12 +165,18 @@ class Chooser:
         return Choice(Layout(), f"replicated: no dim of {variable.shape} divides by {self.parts}")
 
 
+def nearby(path: str, seen_from: str) -> str:
+    """A path without what it has in common with another."""
+    parts, others = path.split("/"), seen_from.split("/")
+    while len(parts) > 1 and others and parts[0] == others[0]:
+        parts, others = parts[1:], others[1:]
+    return "/".join(parts)
+
+
 def size_text(size: float) -> str:
     """Bytes for people: 4 KB, 1.5 MB."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            break
-        size /= 1000
-    else:
-        unit = "TB"
-    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
+    units = ("B", "KB", "MB", "GB", "TB")
+    power = min(len(str(int(size))) // 3 if size >= 1000 else 0, len(units) - 1)
+    power -= power > 0 and size < 1000**power
+    size /= 1000**power
+    return f"{size:.0f} {units[power]}" if size >= 100 or size == int(size) else f"{size:.1f} {units[power]}"

@@ -131,4 +131,3 @@ def local_bytes(variable: VariableFact, layout: Layout, mesh: Mesh, size: int | 
     whole = prod(variable.shape)
     held = variable.bytes if size is None else size
     return held * prod(parts) // whole if whole else 0
-

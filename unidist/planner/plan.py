@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import LayoutError
@@ -13,7 +13,7 @@ from unidist.ledger import Ledger
 from unidist.planner.choosing import Choice, Chooser, size_text
 from unidist.planner.facts import Facts, local_bytes
 from unidist.planner.layout_map import LayoutMap
-from unidist.planner.predicting import Step, predict, roles
+from unidist.planner.predicting import Step, pairs, predict, roles
 from unidist.strategies import Strategy, VariableLayouts
 
 
@@ -55,6 +55,7 @@ class Plan:
         rows: one for each variable, in the model's order.
         predicted: a Ledger of one training step, by unidist's own rules, of `batch` rows of `sequence` places. Where
             a compiler partitions (JAX) it is the shape of what to expect; small sums (losses, metrics) are left out.
+        pairs: (column paths..., row path) of the layers between which activations stay cut.
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
     """
@@ -63,6 +64,7 @@ class Plan:
     mesh: Mesh
     data_axes: Axes
     rows: tuple[PlanRow, ...]
+    pairs: tuple[tuple[str, ...], ...]
     predicted: Ledger = field(compare=False)
     layout_map: LayoutMap = field(compare=False)
     batch: int
@@ -88,16 +90,6 @@ class Plan:
         total = sum(row.bytes for row in self.rows)
         return sum(row.bytes for row in self.rows if row.is_sharded) / total if total else 0.0
 
-    @property
-    def pairs(self) -> tuple[tuple[str, ...], ...]:
-        """(column paths..., row path) of each pair."""
-        mark = "row: second of a pair with "
-        return tuple(
-            (*row.reason[len(mark) :].split(", "), row.path.rsplit("/", 1)[0])
-            for row in self.rows
-            if row.reason.startswith(mark)
-        )
-
     def __str__(self) -> str:
         return self.show()
 
@@ -107,7 +99,7 @@ class Plan:
         table = importlib.import_module("rich.table").Table
         console = importlib.import_module("rich.console").Console(file=io.StringIO(), width=width)
 
-        def add(title: str, head: tuple[str, ...], body: list[tuple[str, ...]], numbers: frozenset[int]) -> None:
+        def add(title: str, head: tuple[str, ...], body: Sequence[tuple[str, ...]], numbers: frozenset[int]) -> None:
             drawn = table(title=title, title_justify="left", box=box, pad_edge=False)
             for k, name in enumerate(head):
                 drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold")
@@ -167,7 +159,7 @@ def make_plan(
         )
     else:
         choices = _ruled(facts, rules)
-    layouts = [choice.layout for choice in choices]
+    layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
     strategy = Strategy(mesh, data_axes)
     rows = []
     for k, (variable, choice) in enumerate(zip(facts.variables, choices, strict=True)):
@@ -187,8 +179,25 @@ def make_plan(
             )
         )
     step = Step(mesh, data_axes, batch, sequence)
-    predicted = predict(facts, layouts, step)
-    return Plan(facts.name, mesh, data_axes, tuple(rows), predicted, rules, batch, sequence, facts.optimizer)
+    return Plan(
+        name=facts.name,
+        mesh=mesh,
+        data_axes=data_axes,
+        rows=tuple(rows),
+        pairs=tuple(
+            tuple(facts.layers[k].path for k in (*columns, row)) for row, columns in pairs(facts, layouts).items()
+        ),
+        predicted=predict(facts, layouts, step),
+        layout_map=rules,
+        batch=batch,
+        sequence=sequence,
+        optimizer=facts.optimizer,
+    )
+
+
+def _without_idle_axes(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout without axes of one place: they cut nothing."""
+    return Layout(*(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in layout.dims))
 
 
 def _ruled(facts: Facts, rules: LayoutMap) -> list[Choice]:
@@ -211,7 +220,7 @@ def _ruled(facts: Facts, rules: LayoutMap) -> list[Choice]:
         raise LayoutError(problems[0])
     if problems:
         raise LayoutError(f"{len(problems)} problems:\n- " + "\n- ".join(problems))
-    layouts = [layout for layout, _ in found]
+    layouts = [_without_idle_axes(layout, rules.mesh) for layout, _ in found]
     notes: dict[int, str] = {}
     for layer, role in zip(facts.layers, roles(facts, layouts), strict=True):
         if role.name != "whole":

@@ -35,16 +35,25 @@ class Role:
 def roles(facts: Facts, layouts: list[Layout]) -> list[Role]:
     """The role of each layer, from the layout of its kernel; pairs where a measured reach joins two cuts."""
     found = [_role(layer, layouts[layer.kernel]) for layer in facts.layers]
-    paired: set[int] = set()
+    paired = {k for row, columns in pairs(facts, layouts).items() for k in (row, *columns)}
+    return [Role(role.name, role.axes, k in paired) for k, role in enumerate(found)]
+
+
+def pairs(facts: Facts, layouts: list[Layout]) -> dict[int, tuple[int, ...]]:
+    """Row layer -> its column layers, where a measured reach joins their cuts."""
+    found: dict[int, tuple[int, ...]] = {}
     for reach in facts.reaches:
         if reach.target is None:
             continue
         row, dim = reach.target
-        cuts = layouts[facts.layers[reach.source].kernel].dim_axes(reach.dim)
-        meets = layouts[facts.layers[row].kernel].dim_axes(dim)
-        if cuts and cuts == meets and found[reach.source].name == "column" and found[row].name == "row":
-            paired |= {reach.source, row}
-    return [Role(role.name, role.axes, k in paired) for k, role in enumerate(found)]
+        source, target = facts.layers[reach.source], facts.layers[row]
+        cuts, meets = layouts[source.kernel].dim_axes(reach.dim), layouts[target.kernel].dim_axes(dim)
+        alone = all(
+            _role(layer, layouts[layer.kernel]).name == name for layer, name in ((source, "column"), (target, "row"))
+        )
+        if cuts and cuts == meets and alone:
+            found[row] = (*found.get(row, ()), reach.source)
+    return found
 
 
 def _role(layer: LayerFact, layout: Layout) -> Role:

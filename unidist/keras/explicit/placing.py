@@ -14,7 +14,7 @@ from unidist.array import as_layout
 from unidist.errors import CapabilityError
 from unidist.keras import strategy as strategies
 from unidist.keras.explicit.context import frame
-from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
+from unidist.keras.explicit.variables import DistributedVariable, Place, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.strategy import UnidistDistribution
 
@@ -99,6 +99,30 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+def move_model(model: Any, distribution: UnidistDistribution) -> None:
+    """Moves the placed variables of a model, and its optimizer's slots, to where the strategy says now: one by one,
+    so that one whole variable exists at a time. A collective of the mesh."""
+    world = world_of(distribution)
+    for variable in model.variables:
+        if is_placed(variable) and not variable._place.layout.partial:
+            storage = distribution.strategy.variable(variable.path, variable._place.sharding.shape).storage
+            _move(variable, world, Sharding(distribution.mesh, storage, variable._place.sharding.shape))
+    for slot in _optimizer_variables(model):
+        reference = _reference_of(slot, model) if is_placed(slot) else None
+        if reference is not None:
+            _move(slot, world, reference._place.sharding)
+
+
+def _move(variable: Any, world: RankWorld, sharding: Sharding) -> None:
+    if variable._place.sharding == sharding:
+        return
+    value = variable._place.whole(None).detach()
+    held = Place(world, sharding, variable.path)
+    held.fill(value, trainable=variable._trainable)
+    variable._place = held
+    variable._layout = PlacedLayout(sharding)
 
 
 def equalize(variables: Iterable[Any], world: RankWorld) -> None:

@@ -43,10 +43,10 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     with runner.installed():
         trace, longer = _run(runner, model, inputs)
         reaches = Reacher(runner, model, parts).all() if parts > 1 else []
+        slots, optimizer = _slots(model, variables)
     place = {id(v): k for k, v in enumerate(variables)}
     order = sorted(range(len(candidates)), key=lambda k: _first_call(trace, k))
     renumbered = {k: n for n, k in enumerate(order)}
-    slots, optimizer = _slots(model, variables)
     return Facts(
         name=model.name,
         variables=tuple(_variables(model, variables, layers)),

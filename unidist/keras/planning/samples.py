@@ -35,8 +35,8 @@ def sample(model: Any, given: Any, length: int) -> Any:
         found = next(iter(shapes.values()))
         return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), length), found)
     raise LayoutError(
-        f"model {model.name!r} does not say what it takes: give plan(model, mesh, inputs=...) a batch, or KerasTensors, "
-        "as it is called with; then ModelParallel(mesh, that_plan.layout_map)"
+        f"model {model.name!r} does not say what it takes: give plan(model, mesh, inputs=...) a batch, or "
+        "KerasTensors, as it is called with; then ModelParallel(mesh, that_plan.layout_map)"
     )
 
 
