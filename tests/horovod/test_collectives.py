@@ -418,15 +418,25 @@ def keras_on_tensorflow() -> str:
     import keras
 
     assert (keras.config.backend(), backend().framework) == ("tensorflow", "tensorflow")
+    mesh = Mesh({"x": 1})
+    with pytest.raises(CapabilityError, match="data parallel only"):
+        unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {".*kernel": (None, "x")}))
+    with (
+        pytest.raises(CapabilityError, match="auto_shard_dataset"),
+        unidist.DataParallel(auto_shard_dataset=False).scope(),
+    ):
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).predict(np.ones((2, 2)), verbose=0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(CapabilityError) as caught:
-        unidist.DataParallel()
+        unidist.parallelize(model, unidist.DataParallel())
     return str(caught.value)
 
 
-def test_keras_on_tensorflow_is_refused_with_the_remedy() -> None:
+def test_what_keras_on_tensorflow_cannot_is_refused_with_the_remedy() -> None:
     env = {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with ProcessWorld(1, launcher=None, env=env) as world:
-        assert "KERAS_BACKEND=torch" in world.call(keras_on_tensorflow)[0]
+        assert "jit_compile=False" in world.call(keras_on_tensorflow)[0]
 
 
 def keras_on_torch_where_nobody_says() -> tuple[str, str]:

@@ -78,7 +78,10 @@ def test_a_model_that_is_distributed_already(worlds: Worlds) -> None:
     assert (kind, "already" in message) == ("LayoutError", True), message
 
 
-@pytest.mark.parametrize(("setting", "lost"), [("torch-4", 0), ("torch-4", 1), ("horovod-2", 0), ("horovod-2", 1)])
+_LOST = [("torch-4", 0), ("torch-4", 1), ("horovod-2", 0), ("horovod-2", 1), ("horovod-2-tensorflow", 0)]
+
+
+@pytest.mark.parametrize(("setting", "lost"), _LOST)
 def test_a_killed_process_ends_the_others_with_an_error_in_time(setting: str, lost: int, tmp_path: Path) -> None:
     count = SETTINGS[setting].processes
     with SETTINGS[setting].world() as world:

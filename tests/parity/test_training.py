@@ -61,7 +61,7 @@ def _trainings() -> list[tuple[str, Spec, str]]:
 def _cases(setting: Setting, spec: Spec) -> Iterable[str]:
     if setting.name == "horovod-4":
         return _ON_HOROVOD[spec]
-    return _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras == "torch" else ())
+    return _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras != "jax" else ())
 
 
 @pytest.fixture(scope="session", params=_trainings(), ids=lambda p: f"{p[0]}-{p[1].name}-{p[2]}")
@@ -120,7 +120,9 @@ def test_something_was_sent(training: Training) -> None:
             # Every gradient is reduced over all devices in every step: at least the ring bound of an all-reduce.
             n = spec.size("data")
             bound = Fraction(2 * (n - 1), n) * result.trainable_bytes * case.steps
-            assert sent["all_reduce"] >= bound
+            # (On TensorFlow gradients of lookups are sparse: their rows are gathered.)
+            reduced = sum(sent.values()) if SETTINGS[training.setting].keras == "tensorflow" else sent["all_reduce"]
+            assert reduced >= bound
 
 
 def _size(shape: tuple[int, ...]) -> int:

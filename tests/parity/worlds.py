@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.parity.train import Result, Spec, start
 from unidist.testing.processes import Launcher, ProcessWorld
+
+ROOT = Path(__file__).parents[2]
 
 DATA_4 = Spec("data", (("data", 4),))
 MODEL_4 = Spec("model", (("model", 4),))
@@ -39,6 +42,8 @@ class Setting:
 
     def world(self) -> ProcessWorld:
         env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
+        if self.keras == "tensorflow":  # which the other tests do without (tests/conftest.py)
+            env |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
         return ProcessWorld(
             self.processes,
             launcher=self.launcher,
@@ -49,7 +54,7 @@ class Setting:
         )
 
 
-ALONE = {keras: Setting(f"{keras}-alone", keras) for keras in ("torch", "jax")}
+ALONE = {keras: Setting(f"{keras}-alone", keras) for keras in ("torch", "jax", "tensorflow")}
 FOUR = (DATA_4, MODEL_4, GRID)
 SETTINGS = {
     setting.name: setting
@@ -60,6 +65,7 @@ SETTINGS = {
         Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),
         Setting("horovod-2", "torch", "horovod", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
         Setting("horovod-4", "torch", "horovod", 4, launcher="torchrun", specs=FOUR),
+        Setting("horovod-2-tensorflow", "tensorflow", "horovod", 2, launcher="torchrun", specs=(DATA_2,)),
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
         Setting("jax-2x2", "jax", "jax", 2, devices=2, launcher="jax", specs=FOUR),
     )

@@ -35,7 +35,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
-        _check_served()
+        _check_served(strategy, layout_map)
         _check_zero(strategy.zero)
         self.strategy = strategy
         self.layout_map = layout_map
@@ -256,18 +256,19 @@ def _uneven() -> bool:
     return bool(keras.config.backend() == "torch")
 
 
-def _check_served() -> None:
-    """Raises CapabilityError where nothing would distribute a model: Keras on TensorFlow over Horovod."""
-    backend, name = session.backend().name, keras.config.backend()
-    if backend == "horovod" and name == "tensorflow":
+def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises CapabilityError where Keras on TensorFlow over Horovod cannot do it: there every process holds all."""
+    if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
+        return
+    if layout_map is not None or strategy.data_shards != strategy.mesh.size:
         raise CapabilityError(
-            "use('horovod') trains Keras models on torch, but Keras runs on 'tensorflow': set KERAS_BACKEND=torch "
-            "before Keras is imported. Arrays of TensorFlow can be moved (unidist.distribute, all_reduce...)"
+            "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
+            "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
         )
 
 
 # The stages of ZeRO that each Keras backend's engine serves.
-_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0,), "jax": (0,)}
+_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0, 1, 2, 3), "jax": (0,)}
 
 
 def _check_zero(zero: int) -> None:

@@ -70,9 +70,16 @@ class HorovodComm(Generic[A]):
             return x
         return self._ways.all_to_all(x, self.wire(group), split, split_sizes, concat, concat_sizes)
 
+    # What works on buffers: only where the framework's arrays can be written to.
+
     def all_reduce_inplace(self, x: A, group: Group, op: ReduceOp) -> Handle:
-        """Starts to reduce a buffer in place. Raises CapabilityError where the framework's arrays do not change."""
         raise CapabilityError(f"{type(x).__name__} cannot be reduced in place: use all_reduce")
+
+    def reduce_scatter_into(self, out: A, x: A, group: Group, op: ReduceOp) -> Handle:
+        raise CapabilityError(f"{type(x).__name__} cannot be filled: use reduce_scatter")
+
+    def all_gather_into(self, out: A, x: A, group: Group) -> Handle:
+        raise CapabilityError(f"{type(x).__name__} cannot be filled: use all_gather")
 
     def broadcast(self, x: A, group: Group, root: int) -> A:
         return x if group.size == 1 else self._ways.broadcast(x, self.wire(group), root)

@@ -81,6 +81,33 @@ class RankCollectives:
         self._world.exchange(group.ranks, call, x.detach(), combine)
         return Done()
 
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, group: Group, op: ReduceOp) -> Done:
+        self._check_length("reduce_scatter", x, group, 0, group.size * out.shape[0])
+        call = self._call("reduce_scatter", x, op=op, inplace=True)
+
+        def combine(parts: list[tuple[Tensor, Tensor]]) -> list[None]:
+            # Added up part by part: a whole sum would be one more tensor of the whole's size.
+            for place, (own, _) in enumerate(parts):
+                own.copy_(self._reduced([whole.chunk(len(parts))[place] for _, whole in parts], op))
+            return [None] * len(parts)
+
+        self._world.exchange(group.ranks, call, (out.detach(), x.detach()), combine)
+        return Done()
+
+    def all_gather_into(self, out: Tensor, x: Tensor, group: Group) -> Done:
+        self._check_length("all_gather", out, group, 0, group.size * x.shape[0])
+        call = self._call("all_gather", x, inplace=True)
+
+        def combine(parts: list[tuple[Tensor, Tensor]]) -> list[None]:
+            for whole, _ in parts:
+                for piece, (_, own) in zip(whole.chunk(len(parts)), parts, strict=True):
+                    if piece.data_ptr() != own.data_ptr():
+                        piece.copy_(own)
+            return [None] * len(parts)
+
+        self._world.exchange(group.ranks, call, (out.detach(), x.detach()), combine)
+        return Done()
+
     def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
         self._check_length("all_gather", x, group, dim, sizes[group.index])
         call = self._call("all_gather", x, open_dims=(dim,), dim=dim, sizes=tuple(sizes))

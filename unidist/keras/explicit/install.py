@@ -36,9 +36,9 @@ from unidist.keras.explicit.world import rank_world
 _installed = False
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MAKERS = (
-    ("make_train_function", "train_function", False),
-    ("make_test_function", "test_function", False),
-    ("make_predict_function", "predict_function", True),
+    ("make_train_function", "train_function", "train"),
+    ("make_test_function", "test_function", "test"),
+    ("make_predict_function", "predict_function", "predict"),
 )
 
 
@@ -81,8 +81,8 @@ def _give_distribution() -> None:
 def _patch_trainer() -> None:
     for name in _ENTRANCES:
         setattr(TorchTrainer, name, _in_session(getattr(TorchTrainer, name)))
-    for maker, attribute, gathers in _MAKERS:
-        setattr(TorchTrainer, maker, _making_steps(getattr(TorchTrainer, maker), attribute, gathers))
+    for maker, attribute, kind in _MAKERS:
+        setattr(TorchTrainer, maker, _making_steps(getattr(TorchTrainer, maker), attribute, kind))
 
 
 def _in_session(original: Any) -> Any:
@@ -129,14 +129,14 @@ def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engi
     return given.get("verbose", "auto") in ("auto", 1, True) or heard or custom
 
 
-def _making_steps(original: Any, attribute: str, gathers: bool) -> Any:
+def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
         original(self, force=force)
         function = getattr(self, attribute)
         found = engine.current_engine()
         if found is not None and not isinstance(function, engine.StepFunction):
-            setattr(self, attribute, engine.StepFunction(found, function, gathers))
+            setattr(self, attribute, engine.StepFunction(found, function, kind))
 
     return make
 
@@ -158,7 +158,8 @@ def _patch_layer() -> None:
             return
         for variable in self.trainable_variables:
             if placing.is_placed(variable):
-                variable._place.local(frame).grad = None
+                if not frame.keeps_gradients:
+                    variable._place.forget_gradients(frame.rank)
             elif variable.value.grad is not None:
                 variable.value.grad = None
 
@@ -169,4 +170,4 @@ def _patch_layer() -> None:
 
 def _parameter(variable: Any) -> Any:
     """What torch sees of a variable: of a placed one this process's (first) shard, never a gathered copy."""
-    return variable._place.local(None) if placing.is_placed(variable) else variable.value
+    return variable._place.parameter() if placing.is_placed(variable) else variable.value

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from keras.src import backend
+from keras.src.backend.torch import random as torch_random
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.random.seed_generator import SeedGenerator
 
@@ -19,11 +20,14 @@ SEED_STRIDE = 0x9E3779B1
 
 
 def install() -> None:
-    """Patches BatchNormalization._moments and SeedGenerator.next (Keras 3.15); without a frame they are as before."""
+    """Patches BatchNormalization._moments, SeedGenerator.next and the torch backend's dropout (Keras 3.15); without a
+    frame they are as before."""
     _originals["moments"] = BatchNormalization._moments
     _originals["next"] = SeedGenerator.next
     BatchNormalization._moments = _moments
     SeedGenerator.next = _next
+    _originals["dropout"] = torch_random.dropout
+    torch_random.dropout = _dropout
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:
@@ -76,3 +80,11 @@ def _next(self: Any, ordered: bool = True) -> Any:
         return seed
     offset = (here.seed_place * SEED_STRIDE) & 0x7FFFFFFF
     return seed + torch.tensor([offset, 0], dtype=seed.dtype, device=seed.device)
+
+
+def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    """Where a rank is at work, every dropout draws by its seed: without one Keras would take torch's own random
+    numbers, of which ranks know nothing: replicas would drop different units."""
+    if frame() is not None and noise_shape is None and isinstance(seed, SeedGenerator):
+        noise_shape = tuple(inputs.shape)
+    return _originals["dropout"](inputs, rate, noise_shape=noise_shape, seed=seed)
