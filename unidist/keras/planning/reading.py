@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,7 +16,8 @@ from unidist.keras.planning.reaching import Reacher
 from unidist.keras.planning.running import Runner, Trace
 from unidist.planner.facts import Affine, Calls, Facts, LayerFact, VariableFact
 
-LENGTHS = (8, 16)
+# Lengths of sequences to run a model on: the first two that it takes.
+LENGTHS = ((8, 16), (4, 8), (2, 4))
 # What NumPy alone does not know.
 _SMALL = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1}
 
@@ -41,16 +43,16 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     known = {id(c.layer) for c in candidates}
     runner = Runner(candidates, [x for x in layers if id(x) not in known and any(id(y) in known for y in inside(x))])
     with runner.installed():
-        trace, longer = _run(runner, model, inputs)
+        runs = _run(runner, model, inputs)
         reaches = Reacher(runner, model, parts).all() if parts > 1 else []
         slots, optimizer = _slots(model, variables)
     place = {id(v): k for k, v in enumerate(variables)}
-    order = sorted(range(len(candidates)), key=lambda k: _first_call(trace, k))
+    order = sorted(range(len(candidates)), key=lambda k: _first_call(runs.near, k))
     renumbered = {k: n for n, k in enumerate(order)}
     return Facts(
         name=model.name,
         variables=tuple(_variables(model, variables, layers)),
-        layers=tuple(_layer(candidates[k], k, place, runner, trace, longer) for k in order),
+        layers=tuple(_layer(candidates[k], k, place, runner, runs) for k in order),
         reaches=tuple(sorted((_renumber(r, renumbered) for r in reaches), key=lambda r: (r.source, r.dim))),
         parts=parts,
         slots=slots,
@@ -58,26 +60,37 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     )
 
 
-def _run(runner: Runner, model: Any, inputs: Any) -> tuple[Trace, Trace | None]:
-    """The model's run, and one on longer sequences where they may be longer."""
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The model's run, and one on longer sequences (the same one where none can be longer)."""
+
+    near: Trace
+    far: Trace
+    lengths: tuple[int, int]
+
+
+def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
     kwargs = {"training": False} if model._call_has_training_arg else {}
     described = inputs if inputs is not None else getattr(model, "_inputs_struct", None)
     if described is None and getattr(model, "_functional", None) is not None:
         described = model._functional._inputs_struct
-    try:
-        longer = None
-        if samples.is_open(described):
-            longer = runner.run(model, (samples.sample(model, inputs, LENGTHS[1]),), kwargs)
-        return runner.run(model, (samples.sample(model, inputs, LENGTHS[0]),), kwargs, capture=True), longer
-    except UnidistError:
-        raise
-    except Exception as error:
-        # Whatever a model may raise: the user must learn that it was the plan that ran it.
-        raise LayoutError(
-            f"model {model.name!r} could not be run on a small random batch to find its layouts: "
-            f"{type(error).__name__}: {error}. Give plan(model, mesh, inputs=...) a batch that it takes, or "
-            "ModelParallel a LayoutMap"
-        ) from error
+    is_open = samples.is_open(described)
+    problems = []
+    for near, far in LENGTHS if is_open else LENGTHS[:1]:
+        try:
+            longer = runner.run(model, (samples.sample(model, inputs, far),), kwargs) if is_open else None
+            trace = runner.run(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
+            return _Runs(trace, longer or trace, (near, far))
+        except UnidistError:
+            raise
+        except Exception as error:
+            # Whatever a model may raise: it may be the length, and if not, the user must learn that the plan ran it.
+            problems.append(error)
+    raise LayoutError(
+        f"model {model.name!r} could not be run on a small random batch to find its layouts: "
+        f"{type(problems[0]).__name__}: {problems[0]}. Give plan(model, mesh, inputs=...) a batch that it takes, or "
+        "ModelParallel a LayoutMap"
+    ) from problems[0]
 
 
 def _first_call(trace: Trace, index: int) -> tuple[int, int]:
@@ -119,9 +132,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
     return out
 
 
-def _layer(
-    found: Candidate, index: int, place: dict[int, int], runner: Runner, trace: Trace, longer: Trace | None
-) -> LayerFact:
+def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: _Runs) -> LayerFact:
     def of(variable: Any) -> int | None:
         return None if variable is None else place[id(variable)]
 
@@ -133,13 +144,13 @@ def _layer(
         reverse=of(found.reverse),
         outputs={dim: found.biases.get(dim) for dim in found.outputs},
         inputs=tuple(found.inputs),
-        calls=_calls(found, index, trace, longer, reverse=False),
-        scores=_calls(found, index, trace, longer, reverse=True),
+        calls=_calls(found, index, runs, reverse=False),
+        scores=_calls(found, index, runs, reverse=True),
         read_elsewhere=index in runner.read_elsewhere,
     )
 
 
-def _calls(found: Candidate, index: int, trace: Trace, longer: Trace | None, *, reverse: bool) -> Calls:
+def _calls(found: Candidate, index: int, runs: _Runs, *, reverse: bool) -> Calls:
     def counted(of: Trace) -> tuple[int, int]:
         """Elements taken and given for one row."""
         taken = given = 0
@@ -148,15 +159,16 @@ def _calls(found: Candidate, index: int, trace: Trace, longer: Trace | None, *, 
                 taken, given = taken + prod(x.shape), given + prod(shape)
         return taken // samples.ROWS, given // samples.ROWS
 
+    trace = runs.near
     inputs = tuple(
         id(x)
         for x, (_, scores) in zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
         if scores is reverse
     )
-    near = counted(trace)
-    far = counted(longer) if longer is not None else near
-    slopes = [(b - a) / (LENGTHS[1] - LENGTHS[0]) for a, b in zip(near, far, strict=True)]
-    lines = [Affine(a - slope * LENGTHS[0], slope) for a, slope in zip(near, slopes, strict=True)]
+    near, far = counted(trace), counted(runs.far)
+    short, long = runs.lengths
+    slopes = [(b - a) / (long - short) for a, b in zip(near, far, strict=True)]
+    lines = [Affine(a - slope * short, slope) for a, slope in zip(near, slopes, strict=True)]
     return Calls(len(inputs), lines[0], lines[1], inputs, itemsize(found.layer.compute_dtype))
 
 
