@@ -22,6 +22,7 @@ from unidist.keras.explicit import context, data, heads, metrics, pairs, placing
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
@@ -78,6 +79,8 @@ class Engine:
         if self._state() == self._prepared:
             return
         fresh = not self._prepared
+        if fresh and settle(model, self.distribution):
+            placing.move_model(model, self.distribution)
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
