@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 
-_ENV = {"KERAS_BACKEND": "jax"}
+# Compiling is most of the time that a test takes.
+_ENV = {
+    "KERAS_BACKEND": "jax",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}
 
 
 def strict() -> None:
