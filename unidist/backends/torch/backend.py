@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from unidist.backends.torch.joining import DeviceType, World, alone, join
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced
 from unidist.backends.torch.wires import Wires
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
+
+TensorKind: TypeAlias = Literal["native", "dtensor"]
 
 
 class TorchBackend(LocalViewBackend[torch.Tensor]):
@@ -36,6 +38,11 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     Args:
         devices: how many devices the program is written for, or their names. The world must have as many processes.
             The kind in the names ("cpu:0", "gpu:0") chooses the devices; by default CUDA's where there are any.
+        tensor: what a Keras model's `state_dict()` holds: "native", each process's shards as plain tensors, or
+            "dtensor", DTensors on them, for torch.distributed.checkpoint. Computing is native in both.
+
+    Raises:
+        CapabilityError: another kind of tensor.
     """
 
     name: ClassVar[str] = "torch"
@@ -46,7 +53,10 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     comm: TorchComm
 
-    def __init__(self, devices: int | Sequence[str] | None = None) -> None:
+    def __init__(self, devices: int | Sequence[str] | None = None, *, tensor: TensorKind = "native") -> None:
+        if tensor not in get_args(TensorKind):
+            raise CapabilityError(f"use('torch', tensor={tensor!r}): there are {' and '.join(get_args(TensorKind))}")
+        self.tensor: TensorKind = tensor
         self._asked = devices
         self._device_type = _device_type(devices)
         self._world: World | None = None

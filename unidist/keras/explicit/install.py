@@ -7,7 +7,6 @@ import inspect
 import os
 from typing import Any
 
-import torch
 from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.torch.layer import TorchLayer
@@ -31,6 +30,7 @@ from unidist.keras.explicit import (
     placing,
     programs,
     saving,
+    state_dicts,
     statistics,
 )
 from unidist.keras.explicit.world import rank_world
@@ -156,11 +156,11 @@ def _patch_layer() -> None:
     zero_grad = TorchLayer.zero_grad
 
     def _track_variables(self: Any) -> None:
-        self._torch_params = torch.nn.ParameterDict({v.path: _parameter(v) for v in self.variables})
+        self._torch_params = state_dicts.PlacedParameters(self.variables)
 
     def _post_track_variable(self: Any, variable: Any) -> None:
         if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
-            self.torch_params[variable.path] = _parameter(variable)
+            self.torch_params.add(variable)
 
     def _zero_grad(self: Any, set_to_none: bool = True) -> None:
         frame = context.frame()
@@ -177,8 +177,3 @@ def _patch_layer() -> None:
     TorchLayer._track_variables = _track_variables
     TorchLayer._post_track_variable = _post_track_variable
     TorchLayer.zero_grad = _zero_grad
-
-
-def _parameter(variable: Any) -> Any:
-    """What torch sees of a variable: of a placed one this process's (first) shard, never a gathered copy."""
-    return variable._place.parameter() if placing.is_placed(variable) else variable.value
