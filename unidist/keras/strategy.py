@@ -15,6 +15,7 @@ from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh
 from unidist.errors import CapabilityError, LayoutError
+from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, replicated
@@ -22,7 +23,15 @@ from unidist.strategies.zero import STAGES
 
 
 class UnidistDistribution(Distribution):  # type: ignore[misc]
-    """A Keras Distribution made from a Strategy; the base of DataParallel and ModelParallel."""
+    """A Keras Distribution made from a Strategy; the base of DataParallel and ModelParallel.
+
+    Attributes:
+        found: the layouts found so far, of a strategy that finds them by itself; else None.
+        model_axes: the axes that may cut variables then.
+    """
+
+    found: FoundLayouts | None = None
+    model_axes: Axes = ()
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
@@ -100,11 +109,15 @@ class DataParallel(UnidistDistribution):
 
 
 class ModelParallel(UnidistDistribution):
-    """Variables are sharded by the rules of a LayoutMap, batches over the data axis if the mesh has one.
+    """Variables are sharded by the rules of a LayoutMap, or as unidist finds by itself; batches over the data axis if
+    the mesh has one.
+
+    With "auto" the plan (unidist.plan) is made when a model is whole: by parallelize, or at its first fit, evaluate or
+    predict. Variables made in the scope before that lie by their shapes alone, and are moved once, one by one.
 
     Args:
-        mesh: a Mesh or Keras DeviceMesh; None: the layout map's mesh.
-        layout_map: a LayoutMap of unidist or of Keras.
+        mesh: a Mesh or Keras DeviceMesh; None: the layout map's mesh, or all devices on one axis, "model".
+        layout_map: "auto", or a LayoutMap of unidist or of Keras.
         data_axis: the axis or axes that cut the batch. None: the axis named "data" or "batch", else the first of
             several axes, else none.
         model_axis: the axes of the rules; None: all others.
@@ -127,10 +140,8 @@ class ModelParallel(UnidistDistribution):
         auto_shard_dataset: bool = True,
     ) -> None:
         if isinstance(layout_map, str):
-            raise CapabilityError(
-                f"layout_map={layout_map!r}: layouts are not found automatically in this version; "
-                "give ModelParallel a LayoutMap(mesh, {path pattern: layout})"
-            )
+            self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, zero, auto_shard_dataset)
+            return
         grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
         rules = as_layout_map(layout_map, grid)
         if rules.mesh != grid:
@@ -138,6 +149,14 @@ class ModelParallel(UnidistDistribution):
         data, _ = choose_axes(grid, data_axis, model_axis)
         strategy = Strategy(grid, data, rules.layout_for, auto_shard_dataset, zero, _uneven())
         super().__init__(strategy, rules)
+
+    def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, zero: int, auto_shard: bool) -> None:
+        if how != "auto":
+            raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
+        data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
+        self.found = FoundLayouts(mesh, self.model_axes)
+        strategy = Strategy(mesh, data, self.found.layout_for, auto_shard, zero, _uneven())
+        super().__init__(strategy, self.found.layout_map)
 
 
 def mesh_of_map(layout_map: Any) -> Mesh:

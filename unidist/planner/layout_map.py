@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from unidist.algebra import Layout, Mesh
+from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_layout, as_mesh
 from unidist.errors import LayoutError
 
@@ -76,6 +77,29 @@ class LayoutMap(MutableMapping[str, Layout]):
     def __repr__(self) -> str:
         return f"LayoutMap({self.mesh}, {self._rules})"
 
+    def to_json(self) -> str:
+        """The rules as text, a rule a line: kept beside a model, read and changed by people; `from_json` reads it."""
+        rules = ",\n".join(
+            f"    {json.dumps(pattern)}: {json.dumps([_named(axes) for axes in layout.dims])}"
+            for pattern, layout in self._rules.items()
+        )
+        return f'{{\n  "mesh": {json.dumps(dict(self.mesh.axes))},\n  "rules": {{\n{rules}\n  }}\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str, mesh: Any = None, strict: bool = True) -> LayoutMap:
+        """The LayoutMap that `to_json` wrote, on its own mesh or on another with the same axes.
+
+        Raises:
+            LayoutError: the text is none, or a rule does not fit the mesh.
+        """
+        try:
+            found = json.loads(text)
+            rules = {pattern: Layout(*map(_axes, dims)) for pattern, dims in found["rules"].items()}
+            sizes = dict(found["mesh"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LayoutError(f"this is no LayoutMap that to_json wrote: {error!r}") from error
+        return cls(Mesh(sizes) if mesh is None else mesh, rules, strict)
+
     def match(self, path: str) -> str | None:
         """The rule for a path, or None. Raises LayoutError where two rules match."""
         if path in self._rules:
@@ -116,6 +140,14 @@ class LayoutMap(MutableMapping[str, Layout]):
                 f"write '.*/kernel' for 'dense/kernel'. The model has {len(known)} variables: {near}"
                 + (", ..." if len(known) > 8 else "")
             )
+
+
+def _named(axes: Axes) -> Any:
+    return axes[0] if len(axes) == 1 else list(axes) or None
+
+
+def _axes(named: Any) -> Any:
+    return tuple(named) if isinstance(named, list) else named
 
 
 def check_variable(path: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh, *, uneven: bool = False) -> Layout:

@@ -6,8 +6,11 @@ import os
 import warnings
 from pathlib import Path
 
-# XLA partitions programs as ever, and then spends less time on making each faster: they run for a few steps only.
-_ENV = {"KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+# Compiling is most of the time that a test takes.
+_ENV = {
+    "KERAS_BACKEND": "jax",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}
 
 
 def strict() -> None:

@@ -18,10 +18,11 @@ from keras.src.utils.torch_utils import TorchModuleWrapper
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, rules
+from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
@@ -78,6 +79,8 @@ class Engine:
         if self._state() == self._prepared:
             return
         fresh = not self._prepared
+        if fresh and settle(model, self.distribution):
+            placing.move_model(model, self.distribution)
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
@@ -85,6 +88,8 @@ class Engine:
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
         self._watch_gradients()
+        if programs.is_compiled(model):
+            programs.install_programs(model, self.world.backend)
         self._prepared = self._state()
 
     def _state(self) -> tuple[Any, ...]:
@@ -93,7 +98,15 @@ class Engine:
         optimizer = getattr(model, "optimizer", None)
         slots = len(optimizer.variables) if optimizer is not None else 0
         weights = model.variables
-        return (id(optimizer), slots, len(weights), len(model.metrics_variables), tuple(v.trainable for v in weights))
+        compiled = bool(getattr(model, "jit_compile", False))
+        return (
+            id(optimizer),
+            compiled,
+            slots,
+            len(weights),
+            len(model.metrics_variables),
+            tuple(v.trainable for v in weights),
+        )
 
     def _set_rules(self) -> None:
         for layer in self.model._flatten_layers():

@@ -2,7 +2,7 @@
 
 Three checks on a few rows of the first batch, all ranks together:
 1. Disturbance: one slice of a column layer's output is changed. The change must reach one row layer as exactly that
-   slice, and nothing else: no other layer with a rule, no output of the model. (A change, not a NaN: fused attention
+   slice, and nothing else: no other column or row layer, no output of the model. (A change, not a NaN: fused attention
    kernels swallow NaNs in queries and keys.)
 2. Closure: a row layer is a candidate only if every column layer that reaches it reaches it so.
 3. Equality: the model with the pair and the model without it give the same outputs and the same gradients.
@@ -46,12 +46,11 @@ class Pair:
 
 @dataclass
 class _Clean:
-    """An undisturbed run: what each row layer took, how often each column layer was called, what came out, and what
-    each layer with random numbers took."""
+    """An undisturbed run: what each row layer took and each column layer gave, what came out, and what each layer with
+    random numbers took."""
 
-    taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    seen: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     seeded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    called: dict[int, int] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -119,10 +118,7 @@ def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
     clean = _Clean()
 
     def record(rule: Rule, value: torch.Tensor) -> torch.Tensor:
-        if rule.kind == "row":
-            clean.taken.setdefault(id(rule), []).append(value.detach())
-        else:
-            clean.called[id(rule)] = clean.called.get(id(rule), 0) + 1
+        clean.seen.setdefault(id(rule), []).append(value.detach())
         return value
 
     def note(layer: Any, taken: list[torch.Tensor]) -> None:
@@ -134,14 +130,14 @@ def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
 
 
 def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) -> _Reach:
-    reach = _Reach(leaked=not clean.called.get(id(column)))
+    reach = _Reach(leaked=id(column) not in clean.seen)
     seen: dict[int, int] = {}
 
     def probe(rule: Rule, value: torch.Tensor) -> torch.Tensor:
         if rule is column:
             return _changed(value, rule.out_dim, _slice_of(rule, value.shape[rule.out_dim], frame))
-        before = clean.taken.get(id(rule))
-        if rule.kind != "row" or before is None:
+        before = clean.seen.get(id(rule))
+        if before is None:
             return value
         # A shared layer is called several times: each call is compared with the same one of the clean run.
         call = seen[id(rule)] = seen.get(id(rule), -1) + 1
@@ -149,7 +145,10 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
             reach.leaked = True
             return value
         where = value != before[call]
-        if bool(where.any()):
+        if bool(where.any()) and rule.kind == "column":
+            # It takes the whole of what was changed.
+            reach.leaked = True
+        elif bool(where.any()):
             slice_ = _slice_of(rule, value.shape[rule.in_dim], frame)
             sound = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
             reach.rows[id(rule)] = sound and reach.rows.get(id(rule), True)
@@ -170,7 +169,7 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
         outputs = _floats(_forward(model, x))
     # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
     mixed = any(any(hits) and not all(hits) for hits in calls.values())
-    partly = any(hits != len(clean.taken[row]) for row, hits in reach.hits.items())
+    partly = any(hits != len(clean.seen[row]) for row, hits in reach.hits.items())
     reach.leaked = reach.leaked or mixed or partly or not _close(outputs, clean.outputs)
     return reach
 

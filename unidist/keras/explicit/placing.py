@@ -13,7 +13,7 @@ from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
 from unidist.keras import strategy as strategies
 from unidist.keras.explicit.context import frame
-from unidist.keras.explicit.places import Lies
+from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.strategy import UnidistDistribution
@@ -71,9 +71,18 @@ def lies_of(variable: Any, distribution: UnidistDistribution, is_weight: bool) -
     if variable.synchronization == "on_read":
         axes = distribution.strategy.data_axes if variable.aggregation == "sum" else ()
         return Lies.alike(Sharding(mesh, Layout(partial=axes), shape))
+    return _ruled(variable.path, shape, distribution, is_weight)
+
+
+def _ruled(path: str, shape: tuple[int, ...], distribution: UnidistDistribution, is_weight: bool) -> Lies:
+    strategy = distribution.strategy
     if not is_weight:
-        return Lies.alike(Sharding(mesh, distribution.strategy.rule(variable.path, shape), shape))
-    return Lies.by(distribution.strategy.variable(variable.path, shape), mesh, shape)
+        return Lies.alike(Sharding(distribution.mesh, strategy.rule(path, shape), shape))
+    return Lies.by(strategy.variable(path, shape), distribution.mesh, shape)
+
+
+def _trained(model: Any) -> set[int]:
+    return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
 
 
 def place_model(model: Any, distribution: UnidistDistribution) -> None:
@@ -89,7 +98,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     weights = list(model.variables)
     distribution.check_model([v.path for v in weights])
 
-    trained = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
+    trained = _trained(model)
 
     def place_all(variables: Iterable[Any]) -> None:
         for variable in _unplaced(variables):
@@ -107,6 +116,31 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+def move_model(model: Any, distribution: UnidistDistribution) -> None:
+    """Moves the placed variables of a model, and its optimizer's slots, to where the strategy says now: one by one,
+    so that one whole variable exists at a time. A collective of the mesh."""
+    world = world_of(distribution)
+    trained = _trained(model)
+    for variable in model.variables:
+        if is_placed(variable) and not variable._place.layout.partial:
+            shape = variable._place.lies.stored.shape
+            _move(variable, world, _ruled(variable.path, shape, distribution, id(variable) in trained))
+    for slot in _optimizer_variables(model):
+        reference = _reference_of(slot, model) if is_placed(slot) else None
+        if reference is not None:
+            _move(slot, world, Lies.alike(reference._place.lies.state))
+
+
+def _move(variable: Any, world: RankWorld, lies: Lies) -> None:
+    if variable._place.lies == lies:
+        return
+    value = variable._place.whole(None).detach()
+    held = Place(world, lies, variable.path)
+    held.fill(value, trainable=variable._trainable)
+    variable._place = held
+    variable._layout = PlacedLayout(lies.stored, lies.state)
 
 
 def equalize(variables: Iterable[Any], world: RankWorld) -> None:

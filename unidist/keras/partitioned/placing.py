@@ -14,11 +14,14 @@ import numpy as np
 from keras import distribution as keras_distribution
 
 from unidist.keras.partitioned import layouts, processes
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution, adopt
 
 # Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it.
 _PLACED = "_unidist_distribution"
 _REFERENCE = "_unidist_reference"
+# In place of the distribution, where a plan moves a variable: its value is the same on every process already.
+_MOVING = object()
 # The whole value on the host, while a model is being saved.
 WHOLE = "_unidist_whole"
 
@@ -58,8 +61,8 @@ def initializing_layout(original: Any) -> Any:
         given = variable._layout
         if given is None:
             variable._layout = layouts.of_variable(variable, distribution)
-        if not hasattr(variable, _PLACED):
-            # Keras asks twice for a variable with an initializer; by then it has our layout.
+        if not hasattr(variable, layouts.GIVEN):
+            # Keras asks twice: the second time the layout is the one that was found the first time.
             setattr(variable, layouts.GIVEN, given)
         setattr(variable, _PLACED, distribution)
 
@@ -180,6 +183,10 @@ def place_model(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable.
     """
+    if settle(model, distribution):
+        for variable in all_variables(model):
+            if getattr(variable, _PLACED, None) is distribution:
+                setattr(variable, _PLACED, _MOVING)
     strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
     if not strangers:
         return
@@ -232,6 +239,12 @@ def _kept_layout(variable: Any, distribution: Any) -> Any:
         return None
     on_mesh = layouts.native(given, distribution).mesh == distribution.device_mesh.backend_mesh
     return given if on_mesh else None
+
+
+def waits_for_plan(model: Any, distribution: Any) -> bool:
+    """Whether the layouts of a model are still to be found: it was built after its fit began."""
+    found = getattr(distribution, "found", None)
+    return found is not None and not found.knows((v.path, tuple(v.shape)) for v in model.variables)
 
 
 def check_rules(model: Any, distribution: Any) -> None:

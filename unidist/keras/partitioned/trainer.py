@@ -73,6 +73,8 @@ def making_function(original: Any) -> Any:
         distribution = placing.current()
         if distribution is not None:
             placing.check_rules(self, distribution)
+            if placing.waits_for_plan(self, distribution):
+                placing.place_model(self, distribution)
         return original(self, _placed(step_function), concatenate_outputs=concatenate_outputs)
 
     return _make_function
