@@ -56,7 +56,7 @@ def _seeded(sampler: str) -> str | keras_hub.samplers.Sampler:
 
 def test_a_trained_model_generates() -> None:
     wanted, _ = tasks.generate("gpt2", fitted=True)
-    found, _ = tasks.generate("gpt2", zoo.strategy("gpt2", 4), fitted=True)
+    found, _ = tasks.generate("gpt2", zoo.strategy("gpt2", 2), fitted=True)
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -90,7 +90,7 @@ def test_backbones_in_two_processes(two_processes: ProcessWorld) -> None:
 def test_text_in_the_simulator() -> None:
     env = {**SEES_TENSORFLOW, "KERAS_BACKEND": "torch"}
     with ProcessWorld(1, launcher=None, env=env, setup=tasks.start, setup_args=("sim", 4), timeout=200) as world:
-        world.call(tasks.check_text, ("bert", "gpt2"), 4)
+        world.call(tasks.check_text, ("bert",), 4)
 
 
 @pytest.mark.processes
