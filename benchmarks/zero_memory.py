@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keras.utils.set_random_seed(0)  # imports TensorFlow where it is installed
     unidist.barrier()
     data, before = held("VmData"), held("VmRSS")
     limit = int((data + arguments.limit) * MB)

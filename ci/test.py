@@ -3,7 +3,8 @@
 
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
-import-linter and mypy, then every test in one pytest run, the fast folders first. Ends at the first failure.
+import-linter and mypy, then every test in one pytest run of two workers, the fast folders first. Ends at the first
+failure.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -36,6 +37,8 @@ CHECKS = (
     ("lint-imports",),
     ("mypy",),
 )
+# Two: a test starts up to four processes of its own. By files: the processes and references of one are shared.
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 KEPT_DAYS = 30
 
 
@@ -51,7 +54,7 @@ def main(arguments: list[str]) -> int:
                 return code
         if arguments:
             return 0
-    return run(python, "-m", "pytest", "-x", "--durations=10", *tests)
+    return run(python, "-m", "pytest", "-x", "--durations=10", *WORKERS, *tests)
 
 
 def environment() -> Path:

@@ -103,7 +103,7 @@ def test_a_function_without_a_mesh_runs_in_the_scope_of_a_strategy(tmp_path: Pat
 def test_the_first_variable_that_differs_is_named(tmp_path: Path) -> None:
     done = parity(tmp_path, "trains_otherwise", "--backends", "sim", "--steps", "3")
     assert done.returncode == 1
-    assert rows(done.stdout)["sim"][3].startswith("wide/kernel at step 1: ")
+    assert rows(done.stdout)["sim"][3].startswith("sequential/wide/kernel at step 1: ")
     assert done.stdout.rstrip().endswith("NOT the numbers of one device")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cached_property
 from math import prod
@@ -111,6 +112,8 @@ class LocalViewBackend(ABC, Generic[A]):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    compiles: ClassVar[bool] = False
+    """Whether its collectives can be part of a program that the framework compiles."""
     comm: Collectives[A]
     ops: LocalOps[A]
 
@@ -148,6 +151,14 @@ class LocalViewBackend(ABC, Generic[A]):
         count = len(self.list_devices())
         if max(mesh.devices) >= count:
             raise MeshError(f"{mesh} names rank {max(mesh.devices)}, but the world has {count} devices")
+
+    def into_program(self) -> AbstractContextManager[list[events.Event]]:
+        """Inside, moves become part of the program that is being traced; gives what each run of it will send.
+
+        Raises:
+            CapabilityError: they cannot (`compiles` is False).
+        """
+        raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
 
     # arrays ---------------------------------------------------------------------------------------------------
 

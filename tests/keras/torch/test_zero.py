@@ -11,7 +11,7 @@ from keras import layers
 
 import unidist
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
-from unidist.keras.explicit import reducer, units
+from unidist.keras.explicit import optimizers, reducer, units
 
 STAGES = (1, 2, 3)
 
@@ -206,6 +206,8 @@ OPTIMIZERS = {
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-3),
     "lion": lambda: keras.optimizers.Lion(0.001),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(1.0, epsilon=1e-3),
+    "adamax": lambda: keras.optimizers.Adamax(0.01, epsilon=1e-3),
     "nadam": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "lamb": lambda: keras.optimizers.Lamb(0.01, epsilon=1e-3),
@@ -220,6 +222,15 @@ def test_optimizers(name, strategy):
     found = train(mlp, x, y, strategy, optimizer=OPTIMIZERS[name])
     assert_equal(found, train(mlp, x, y, optimizer=OPTIMIZERS[name]))
     assert all(row.is_sharded for row in unidist.describe(found.model).rows if "a_kernel" in row.path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_update_a_few_variables_at_a_time(name, monkeypatch):
+    x, y = features()
+    found = train(mlp, x, y, unidist.DataParallel(zero=1), optimizer=OPTIMIZERS[name])
+    monkeypatch.setattr(optimizers, "UPDATE_BYTES", 64)
+    turns = train(mlp, x, y, unidist.DataParallel(zero=1), optimizer=OPTIMIZERS[name])
+    assert_equal(turns, found)
 
 
 class Normed(keras.optimizers.Optimizer):

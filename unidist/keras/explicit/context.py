@@ -42,6 +42,7 @@ class Frame:
         world: its world.
         rows: the batch of this step; None outside of train, test and predict steps.
         overrides: id of a variable -> what it reads as at the moment.
+        inputs: while a program is traced, id of a place -> what stands in for its value (programs.py).
         local: variables read as the part that this rank updates (in optimizers).
         updating_whole: variables read whole, from the parts that optimizers write to.
         accumulating: this step's gradients stay on their rank until the accumulation is full.
@@ -59,6 +60,7 @@ class Frame:
     world: RankWorld
     rows: Rows | None = None
     overrides: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[int, torch.Tensor] | None = None
     local: bool = False
     updating_whole: bool = False
     accumulating: bool = False

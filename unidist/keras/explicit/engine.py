@@ -18,7 +18,7 @@ from keras.src.utils.torch_utils import TorchModuleWrapper
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, rules
+from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
@@ -88,6 +88,8 @@ class Engine:
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
         self._watch_gradients()
+        if programs.is_compiled(model):
+            programs.install_programs(model, self.world.backend)
         self._prepared = self._state()
 
     def _state(self) -> tuple[Any, ...]:
@@ -96,7 +98,15 @@ class Engine:
         optimizer = getattr(model, "optimizer", None)
         slots = len(optimizer.variables) if optimizer is not None else 0
         weights = model.variables
-        return (id(optimizer), slots, len(weights), len(model.metrics_variables), tuple(v.trainable for v in weights))
+        compiled = bool(getattr(model, "jit_compile", False))
+        return (
+            id(optimizer),
+            compiled,
+            slots,
+            len(weights),
+            len(model.metrics_variables),
+            tuple(v.trainable for v in weights),
+        )
 
     def _set_rules(self) -> None:
         for layer in self.model._flatten_layers():

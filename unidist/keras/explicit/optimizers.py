@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from keras import optimizers
+from keras.src.backend.torch.optimizers.torch_parallel_optimizer import TorchParallelOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.ftrl import Ftrl
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -15,6 +17,18 @@ from unidist.errors import CapabilityError
 from unidist.keras.explicit import context, placing
 from unidist.keras.explicit.context import Frame
 
+# Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
+# enough to be fast. Nadam's update counts its own calls, so it is not among these.
+UPDATE_BYTES = 32 << 20
+_UPDATED_IN_TURNS = (
+    optimizers.SGD,
+    optimizers.Adam,
+    optimizers.Adagrad,
+    optimizers.Adadelta,
+    optimizers.Adamax,
+    optimizers.Lion,
+    optimizers.RMSprop,
+)
 _originals: dict[str, Any] = {}
 
 
@@ -25,11 +39,13 @@ def install() -> None:
     _originals["clip"] = BaseOptimizer._clip_gradients
     _originals["gradients"] = BaseOptimizer._backend_apply_gradients
     _originals["update"] = BaseOptimizer._backend_update_step
+    _originals["parallel"] = TorchParallelOptimizer._backend_update_step
     _originals["finite"] = LossScaleOptimizer.check_finite
     BaseOptimizer.apply = _apply
     BaseOptimizer._backend_apply_gradients = _backend_apply_gradients
     BaseOptimizer._clip_gradients = _clip_gradients
     BaseOptimizer._backend_update_step = _backend_update_step
+    TorchParallelOptimizer._backend_update_step = _update_in_turns
     LossScaleOptimizer.check_finite = _check_finite
 
 
@@ -123,6 +139,23 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
         with frame.updating_wholes(), events.for_purpose("whole variable"):
             self.update_step(variable._place.joined(grad), variable, learning_rate)
     return None
+
+
+def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+    """Keras's update of elementwise optimizers, for some variables after others."""
+    frame = context.frame()
+    if frame is None or not isinstance(self, _UPDATED_IN_TURNS):
+        return _originals["parallel"](self, grads, trainable_variables, learning_rate)
+    turn: list[tuple[Any, Any]] = []
+    nbytes = 0
+    for grad, variable in zip(grads, trainable_variables, strict=True):
+        more = grad.numel() * grad.element_size()
+        if turn and nbytes + more > UPDATE_BYTES:
+            _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
+            turn, nbytes = [], 0
+        turn.append((grad, variable))
+        nbytes += more
+    return _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
 
 
 def _check_finite(self: Any, grads: Any) -> Any:

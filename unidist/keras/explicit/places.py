@@ -155,8 +155,10 @@ class Place:
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def local(self, frame: Frame | None) -> torch.nn.Parameter:
+    def local(self, frame: Frame | None) -> torch.Tensor:
         """What a layer computes with on the rank at work; fetched from the other data ranks if need be."""
+        if frame is not None and frame.inputs is not None:
+            return frame.inputs[id(self)]
         rank = frame.rank if frame is not None else self.world.ranks[0]
         unit = self.units.get(rank)
         if unit is not None:

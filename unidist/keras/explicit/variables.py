@@ -13,7 +13,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from keras.src.backend.torch.core import convert_to_numpy, get_device, to_torch_dtype
 
 from unidist.algebra import Sharding
-from unidist.keras.explicit import context
+from unidist.keras.explicit import context, memory
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.world import RankWorld
@@ -45,7 +45,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     _place: Place
 
     @property
-    def _value(self) -> torch.nn.Parameter:
+    def _value(self) -> torch.Tensor:
         return self._place.local(context.frame())
 
     @_value.setter
@@ -205,6 +205,8 @@ def place(
     if prepare is not None:
         value = prepare(value)
     held = Place(world, lies, variable.path)
+    if not held.is_kept and value.device.type == "cpu":
+        memory.give_back_large_blocks()
     stored = lies.stored.layout
     if not stored.dims and not stored.partial and not world.is_virtual:
         with torch.no_grad():
