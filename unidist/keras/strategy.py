@@ -268,7 +268,7 @@ def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
 
 
 # The stages of ZeRO that each Keras backend's engine serves.
-_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0, 1, 2, 3), "jax": (0,)}
+_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": STAGES, "jax": STAGES}
 
 
 def _check_zero(zero: int) -> None:

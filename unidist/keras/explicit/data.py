@@ -13,10 +13,11 @@ from keras.src import tree
 from keras.src.backend.torch.trainer import TorchEpochIterator
 
 from unidist import events
-from unidist.algebra import Layout, Sharding
+from unidist.algebra import Layout, Mesh, Sharding
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.explicit.context import Rows
-from unidist.keras.explicit.world import RankWorld
+from unidist.keras.explicit.world import RankWorld, rank_world
+from unidist.keras.writing import Crew
 
 
 class LocalBatches(list[Any]):
@@ -153,9 +154,26 @@ def share_random_state(world: RankWorld) -> None:
     torch.set_rng_state(state[2])
 
 
-def broadcast_bytes(world: RankWorld, data: bytes) -> bytes:
+def crew(world: RankWorld) -> Crew | None:
+    """The processes that train a model together, if there are several."""
+    if world.is_virtual or world.mesh.size == 1:
+        return None
+
+    def share(text: str) -> str:
+        # One letter more: nothing of no length is sent.
+        return broadcast_bytes(_by_process(world), f".{text}".encode(), "files")[1:].decode()
+
+    return Crew(world.writes, share)
+
+
+def _by_process(world: RankWorld) -> RankWorld:
+    """All processes in order, so that the first of them is process 0 in whatever order a mesh has them."""
+    return rank_world(Mesh({"process": world.backend.process_count()}), ())
+
+
+def broadcast_bytes(world: RankWorld, data: bytes, purpose: str = "random state") -> bytes:
     """The first rank's bytes on every process."""
-    with events.for_purpose("random state"):
+    with events.for_purpose(purpose):
         length = _broadcast(world, torch.tensor([len(data)]))
         buffer = torch.zeros(int(length), dtype=torch.uint8)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from typing import Any
 
 from keras.src import backend as keras_backend
@@ -13,7 +12,6 @@ from keras.src.backend.torch.layer import TorchLayer
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.callbacks.callback import Callback
 from keras.src.callbacks.callback_list import CallbackList
-from keras.src.callbacks.csv_logger import CSVLogger
 from keras.src.distribution import distribution_lib as keras_distribution_lib
 
 from unidist import session
@@ -34,6 +32,7 @@ from unidist.keras.explicit import (
     statistics,
 )
 from unidist.keras.explicit.world import rank_world
+from unidist.keras.writing import by_one
 
 _installed = False
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -103,17 +102,10 @@ def _in_session(original: Any) -> Any:
                 found.prepare()
             if "verbose" in signature.parameters and not found.world.writes:
                 bound.arguments["verbose"] = 0
-                _hush(bound.arguments.get("callbacks"))
-            return original(*bound.args, **bound.kwargs)
+            with by_one(bound.arguments.get("callbacks"), data.crew(found.world)):
+                return original(*bound.args, **bound.kwargs)
 
     return entrance
-
-
-def _hush(callbacks: Any) -> None:
-    """Lets callbacks that write logs write them nowhere: one process writes."""
-    for callback in tree.flatten(callbacks):
-        if isinstance(callback, CSVLogger):
-            callback.filename = os.devnull
 
 
 def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:

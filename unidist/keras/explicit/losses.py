@@ -102,6 +102,9 @@ def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
     here = frame()
     if here is None or here.rows is None or not here.world.data_axes:
         return value
+    if not here.rows.local:
+        # A mean over no rows is not a number, and counts nothing.
+        return torch.zeros_like(value)
     return value * here.rows.share
 
 
