@@ -162,5 +162,15 @@ def check_generating(ranks: int, fitted: bool) -> None:
         assert unidist.describe(model).sharded, kind
 
 
+def uneven_is_refused() -> str:
+    """Three heads on two devices, where Keras's arrays must divide."""
+    try:
+        with zoo.strategy("bert", 2, uneven=True).scope():
+            M.BertBackbone(64, 1, 3, 12, 32, max_sequence_length=8)
+    except unidist.CapabilityError as error:
+        return str(error)
+    return ""
+
+
 def start(backend: str, devices: int) -> None:
     unidist.use(backend, devices=devices)

@@ -99,3 +99,4 @@ def test_generating_on_jax() -> None:
     flags = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with ProcessWorld(1, launcher=None, env=flags, setup=tasks.start, setup_args=("jax", 2), timeout=200) as world:
         world.call(tasks.check_generating, 2, False)
+        assert "uneven=True is for torch" in world.call(tasks.uneven_is_refused)[0]
