@@ -60,6 +60,21 @@ def test_a_trained_model_generates() -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("fitted", [False, True])
+def test_a_model_stored_in_parts_generates(fitted: bool) -> None:
+    wanted, _ = tasks.generate("gpt2", fitted=fitted)
+    found, model = tasks.generate("gpt2", unidist.DataParallel(zero=3), fitted=fitted)
+    np.testing.assert_array_equal(found, wanted)
+    assert unidist.describe(model).sharded
+
+
+def test_an_encoder_and_a_decoder_generate() -> None:
+    with unidist.ledger() as traffic:
+        found = tasks.translate(zoo.strategy("bart", 4))
+    np.testing.assert_array_equal(found, tasks.translate())
+    assert any(e.purpose == "generate" for e in traffic.events)
+
+
 # Strings go through tf.data: in processes of their own, which see TensorFlow.
 SEES_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[3]), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
