@@ -67,6 +67,7 @@ def commands() -> list[Command]:
         ),
         Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
         Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
+        Command("plan", "Show how a model would lie on a mesh, and what it costs", _add_rest, _plan, passes_on=True),
         Command("run", "Start a script in several processes", _add_run, _run),
     ]
 
@@ -85,6 +86,10 @@ def _demo(parsed: argparse.Namespace) -> int:
 
 def _parity(parsed: argparse.Namespace) -> int:
     return int(importlib.import_module("unidist.parity").main(parsed.arguments))
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    return int(importlib.import_module("unidist.keras.planning.command").main(parsed.arguments))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

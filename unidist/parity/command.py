@@ -10,10 +10,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from unidist.algebra.mesh import parse_mesh
 from unidist.backends import registry
 from unidist.backends.environment import without_launcher
 from unidist.parity.report import Outcome, failed, read, report
-from unidist.parity.spec import BY_PROCESSES, ParityError, Spec, check_target, parse_backends, parse_mesh
+from unidist.parity.spec import BY_PROCESSES, ParityError, Spec, check_target, parse_backends
 from unidist.parity.worker import INITIAL, RESULT
 
 TOLERANCE = 1e-5

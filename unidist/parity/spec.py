@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unidist.errors import MeshError, UnidistError
+from unidist.errors import UnidistError
 
 KERAS_OF = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "sim": "torch", "horovod": "torch"}
 # Their ranks are processes; the devices of all others live in one.
@@ -71,17 +71,6 @@ def parse_backends(text: str) -> list[tuple[str, str]]:
     if not found:
         raise ParityError(f"--backends {text!r} names none: write for instance sim,torch,jax")
     return found
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """{"data": 2, "model": 2} of "data=2,model=2". Raises MeshError."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = (p.strip() for p in part.partition("="))
-        if not axis or axis in sizes or not size.isdigit() or int(size) < 1:
-            raise MeshError(f"--mesh {text!r}: write axes and sizes, each once, as data=2,model=2")
-        sizes[axis] = int(size)
-    return sizes
 
 
 def check_target(target: str) -> None:

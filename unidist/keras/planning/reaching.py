@@ -2,18 +2,18 @@
 
 A change is looked for in the smallest layer around its source first, run alone on what it was called with: where that
 layer's own output stays the same nothing left it. Where it changes, the layer around it is next, up to the model.
-Layers of one kind (class, configuration but for names, shapes) answer alike, and are asked once.
+Layers of one kind (kinds.py) answer alike, and are asked once.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unidist.keras.planning.candidates import Candidate, children, inside
+from unidist.keras.planning.kinds import Kinds
 from unidist.keras.planning.running import Change, Runner, Trace, _numpy
 from unidist.planner.facts import Reach
 
@@ -37,7 +37,7 @@ class Reacher:
         self._index = {id(c.layer): k for k, c in enumerate(runner.candidates)}
         self._members: dict[int, list[int]] = {}
         self._clean: dict[int, Trace] = {}
-        self._kinds: dict[int, Any] = {}
+        self._kinds = Kinds()
         self._answers: dict[Any, Answer] = {}
         self._around: dict[int, list[Any]] = {}
 
@@ -85,11 +85,11 @@ class Reacher:
         layer = around[level]
         place = self._members_of(layer).index(index)
         if level == len(around) - 1:
-            key: Any = (self._kind(layer), place, dim)
+            key: Any = (self._kinds.of(layer), place, dim)
         else:
             # The blocks of a stack differ in where they stand, so of what was seen around one only a no is for all.
             block = around[level + 1]
-            key = (self._kind(layer), self._kind(block), self._members_of(block).index(index), dim)
+            key = (self._kinds.of(layer), self._kinds.of(block), self._members_of(block).index(index), dim)
         found = self._answers.get(key)
         if found is None or (level < len(around) - 1 and not (found.left or found.spread)):
             found = self._answers[key] = self._ask(layer, index, dim)
@@ -101,12 +101,12 @@ class Reacher:
         answers = []
         for part in sorted({0, 1, self.parts - 1}):
             answers.append(self._ask_part(layer, Change(index, dim, part, self.parts)))
-            if answers[-1].spread:
+            if answers[-1].spread or answers[-1].left:
                 return answers[-1]
         if any(answer.arrivals != answers[0].arrivals for answer in answers):
             spread = sorted({place for answer in answers for place, _ in answer.arrivals})
-            return Answer(spread=tuple(spread), left=any(answer.left for answer in answers))
-        return Answer(answers[0].arrivals, (), any(answer.left for answer in answers))
+            return Answer(spread=tuple(spread), left=False)
+        return Answer(answers[0].arrivals, (), False)
 
     def _ask_part(self, layer: Any, change: Change) -> Answer:
         args, kwargs = self.runner.captured[id(layer)]
@@ -140,28 +140,6 @@ class Reacher:
         if id(layer) not in self._members:
             self._members[id(layer)] = [self._index[id(x)] for x in inside(layer) if id(x) in self._index]
         return self._members[id(layer)]
-
-    def _kind(self, layer: Any) -> Any:
-        if id(layer) not in self._kinds:
-            self._kinds[id(layer)] = kind_of(layer)
-        return self._kinds[id(layer)]
-
-
-def kind_of(layer: Any) -> Any:
-    """What layers that behave alike have in common; the layer's own id where its configuration cannot be told."""
-    try:
-        config = json.dumps(_nameless(layer.get_config()), sort_keys=True, default=str)
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        # Keras raises these for layers that do not describe themselves: such a layer is like no other.
-        return id(layer)
-    shapes = tuple((tuple(v.shape), v.dtype, v.trainable) for v in layer.variables)
-    return type(layer), config, shapes
-
-
-def _nameless(config: Any) -> Any:
-    if isinstance(config, dict):
-        return {key: _nameless(value) for key, value in config.items() if key not in ("name", "registered_name")}
-    return [_nameless(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
 def _as_numpy(trace: Trace) -> Trace:
