@@ -1,11 +1,12 @@
 """Tensor parallelism of a small BERT, two gloo processes with one thread each: unidist against PyTorch by hand.
 
-    unidist run -n 2 benchmarks/keras_tp_bert.py [--rounds 12] [--steps 2] [--compiled]
+    unidist run -n 2 benchmarks/keras_tp_bert.py [--rounds 12] [--steps 2] [--layouts auto|hand] [--compiled]
 
 Both run in one process group, in turns: keras_hub's BertTextClassifier under ModelParallel, by fit's own step (loss,
 metrics and AdamW included), and the same network of nn.Modules under torch's parallelize_module with AdamW: queries,
 keys, values and the first half of the feed-forward by columns, the rest by rows, the table of tokens by its vocabulary.
-Prints medians of paired ratios; absolute times depend on the machine. --compiled: with jit_compile=True as well.
+Prints medians of paired ratios; absolute times depend on the machine. --layouts hand: those of the map below and not
+those that unidist finds; --compiled: with jit_compile=True as well.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def batch() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 # Keras ----------------------------------------------------------------------------------------------------------------
 
 
-def ours(compiled: bool = False) -> Step:
+def ours(layouts: str, compiled: bool = False) -> Step:
     keras.utils.set_random_seed(0)
     mesh = unidist.Mesh({"model": unidist.process_count()})
-    strategy = unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, RULES))
+    strategy = unidist.ModelParallel(mesh, "auto" if layouts == "auto" else unidist.LayoutMap(mesh, RULES))
     with strategy.scope():
         backbone = keras_hub.models.BertBackbone(
             VOCABULARY, LAYERS, HEADS, WIDTH, INNER, dropout=0.0, max_sequence_length=LENGTH
@@ -156,12 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--layouts", choices=["auto", "hand"], default="auto")
     parser.add_argument("--compiled", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    candidates = {"unidist": ours(), "by hand": by_hand()}
+    candidates = {"unidist": ours(arguments.layouts), "by hand": by_hand()}
     if arguments.compiled:
-        candidates["unidist, compiled"] = ours(compiled=True)
+        candidates["unidist, compiled"] = ours(arguments.layouts, compiled=True)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for k in range(-1, arguments.rounds):

@@ -24,6 +24,7 @@ def planned(plans, name: str) -> unidist.Plan:
     return plans[name]
 
 
+@pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning")
 @pytest.mark.parametrize("name", zoo.BACKBONES)
 def test_every_block_is_paired(plans, name) -> None:
     plan = planned(plans, name)

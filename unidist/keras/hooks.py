@@ -7,6 +7,7 @@ import importlib
 import keras
 
 from unidist.backends import registry
+from unidist.keras import loading
 
 _ENGINES = {"torch": "unidist.keras.explicit", "jax": "unidist.keras.partitioned"}
 # Keras backends that another backend of unidist serves by another engine.
@@ -22,6 +23,7 @@ def engine() -> str | None:
 
 def install() -> None:
     """Adds the hooks of this Keras backend's engine, once."""
+    loading.install()
     if (found := engine()) is not None:
         importlib.import_module(f"{found}.install").install()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -147,7 +147,7 @@ class ModelParallel(UnidistDistribution):
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
         data, _ = choose_axes(grid, data_axis, model_axis)
-        strategy = Strategy(grid, data, rules.layout_for, auto_shard_dataset, zero, _uneven())
+        strategy = Strategy(grid, data, _layouts_of(rules), auto_shard_dataset, zero, _uneven())
         super().__init__(strategy, rules)
 
     def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, zero: int, auto_shard: bool) -> None:
@@ -254,6 +254,25 @@ def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
 def _uneven() -> bool:
     """Whether variables may lie in uneven shards: the partitioned engines' arrays must divide."""
     return bool(keras.config.backend() == "torch")
+
+
+def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
+    """The map's layouts; what only an uneven map allows is refused where Keras's arrays must divide."""
+    if _uneven() or not rules.uneven:
+        return rules.layout_for
+
+    def even(path: str, shape: tuple[int, ...]) -> Layout:
+        layout = rules.layout_for(path, shape)
+        for dim, axes in enumerate(layout.dims):
+            if axes and shape[dim] % rules.mesh.axis_size(axes):
+                raise CapabilityError(
+                    f"variable {path!r} of shape {shape}: dim {dim} does not divide over {axes}, and Keras on "
+                    f"{keras.config.backend()} has no shards of different sizes: uneven=True is for torch. Leave the "
+                    "variable out of the layout map, or use a mesh that divides it"
+                )
+        return layout
+
+    return even
 
 
 def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:

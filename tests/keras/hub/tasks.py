@@ -146,6 +146,19 @@ def generate(kind: str, strategy: Any = None, sampler: Any = "greedy", *, fitted
     return np.asarray(model.generate(prompt(), stop_token_ids=None)["token_ids"]), model
 
 
+def translate(strategy: Any = None) -> np.ndarray:
+    """Tokens of an encoder and a decoder."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = M.BartSeq2SeqLM(backbone=zoo.BACKBONES["bart"](), preprocessor=None)
+        draw = np.random.default_rng(6)
+        for variable in model.weights:
+            variable.assign(draw.normal(scale=0.4, size=variable.shape).astype("float32"))
+        model.compile(sampler="greedy")
+    given = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in prompt().items()}
+    return np.asarray(model.generate(given, stop_token_ids=None)["decoder_token_ids"])
+
+
 def check_backbones() -> None:
     """Everything equal to one device, computed in the same process."""
     for name in ("bert", "gemma mqa", "t5"):
@@ -160,6 +173,16 @@ def check_generating(ranks: int, fitted: bool) -> None:
         tokens, model = generate(kind, zoo.strategy(kind, ranks), fitted=fitted)
         np.testing.assert_array_equal(tokens, generate(kind, fitted=fitted)[0])
         assert unidist.describe(model).sharded, kind
+
+
+def uneven_is_refused() -> str:
+    """Three heads on two devices, where Keras's arrays must divide."""
+    try:
+        with zoo.strategy("bert", 2, uneven=True).scope():
+            M.BertBackbone(64, 1, 3, 12, 32, max_sequence_length=8)
+    except unidist.CapabilityError as error:
+        return str(error)
+    return ""
 
 
 def start(backend: str, devices: int) -> None:

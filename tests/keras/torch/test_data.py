@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def test_each_process_reads_its_rows(world):
 @pytest.mark.processes
 def test_own_parts_are_counted(world):
     world.call(cases.own_parts)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shorter", r"data of data shards \[1\] of 2 ended, while others have more.*steps_per_epoch"),
+        ("shorter arrays", r"an epoch has 4, 2 batches .*steps_per_epoch"),
+        ("raises", r"data of data shards \[1\] of 2 raised an error"),
+    ],
+)
+def test_own_parts_that_end_apart_are_told_to_all(world, kind, text):
+    first, second = world.call(cases.apart, kind)
+    assert first[0] == "DesyncError"
+    assert re.search(text, first[1])
+    assert second == (("OSError", "the disk of process 1 is gone") if kind == "raises" else first)
 
 
 @pytest.mark.processes

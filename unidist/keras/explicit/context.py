@@ -127,3 +127,14 @@ def entered(new: Frame) -> Iterator[Frame]:
         yield new
     finally:
         _here.frame = before
+
+
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """Inside no rank is at work: what is made is made for all ranks of this process."""
+    before = frame()
+    _here.frame = None
+    try:
+        yield
+    finally:
+        _here.frame = before

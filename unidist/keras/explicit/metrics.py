@@ -17,6 +17,7 @@ from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.trainer import Trainer
 
 from unidist import events
+from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.variables import DistributedVariable
 
@@ -71,13 +72,16 @@ def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
     """Makes a model's metrics merge on `result()`, and its loss trackers count contributions."""
+    trackers = list(loss_trackers)
     for metric in metrics:
         for leaf in _leaves(metric):
             if "result" not in vars(leaf):
                 object.__setattr__(leaf, "result", _merging(leaf, leaf.result))
                 if _counts_its_own_way(leaf):
                     object.__setattr__(leaf, "update_state", _of_all_rows(leaf.update_state))
-    for tracker in loss_trackers:
+                elif type(leaf).update_state is Mean.update_state and not any(leaf is t for t in trackers):
+                    object.__setattr__(leaf, "update_state", _by_share(leaf, leaf.update_state))
+    for tracker in trackers:
         if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", _contributing(tracker, tracker.update_state))
 
@@ -126,6 +130,26 @@ def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
     if mask is not None:
         set_keras_mask(whole, here.world.gather_rows(mask, rows.total))
     return whole
+
+
+def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A Mean that a train_step tells one number a step: a rank's number counts by its share of the rows. A loss is a
+    contribution already, of which the sum is the loss of all rows."""
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        here = frame()
+        given = isinstance(values, torch.Tensor) and not values.is_meta and values.ndim == 0 and sample_weight is None
+        if here is None or here.rows is None or not here.world.data_axes or not given:
+            return original(values, sample_weight=sample_weight)
+        share = here.rows.share
+        with torch.no_grad():
+            if not losses.is_contribution(values):
+                values = values * share if share else torch.zeros_like(values)
+            metric.total.assign_add(values.detach())
+            metric.count.assign_add(torch.as_tensor(share, dtype=torch.float32))
+        return None
+
+    return update_state
 
 
 def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., Any]:

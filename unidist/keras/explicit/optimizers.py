@@ -55,6 +55,8 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         return _apply_outside(self, grads, trainable_variables)
     if frame.accumulating:
         return _accumulate(self, frame)
+    if trainable_variables is not None:
+        placing.place_optimizer(self, list(trainable_variables))
     targets = _targets(self, trainable_variables)
     with frame.reading_shards():
         own = [_own_part(frame, g, v) for g, v in zip(grads, targets, strict=True)] if targets else grads
@@ -80,8 +82,13 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
 
 
 def _join(frame: Frame, variables: Any) -> None:
-    """What ranks have updated in parts becomes whole where it is stored whole."""
-    places = [v._place for v in variables if placing.is_placed(v) and v._place.is_kept]
+    """What ranks have updated in parts becomes whole where it is stored whole. What was fetched before is let go: a
+    step may read it again."""
+    placed = [v._place for v in variables if placing.is_placed(v)]
+    for unit in {id(u): u for p in placed if not p.is_kept and (u := p.units.get(frame.rank))}.values():
+        unit.is_pinned = False
+        unit.free()
+    places = [place for place in placed if place.is_kept]
     apart = [place for place in places if place.lies.state != place.lies.stored]
     fetchers = {}
     for place in apart:

@@ -12,7 +12,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit.context import frame
+from unidist.keras.explicit.context import frame, left
 from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
@@ -118,6 +118,25 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
             layer._track_variables()
 
 
+def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Builds and places an optimizer that a train_step brings along, beside or in place of the model's."""
+    if optimizer.built and not _unplaced(optimizer.variables):
+        return
+    built_in = (v._unidist_distribution for v in variables if hasattr(v, "_unidist_distribution"))
+    distribution = strategies.current() or next(built_in, None)
+    if distribution is None:
+        return
+    with left(), distribution.scope():
+        if not optimizer.built:
+            with backend.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+        for variable in _unplaced(optimizer.variables):
+            reference = _owner_of(variable, optimizer)
+            if reference is not None:
+                variable._layout = reference._layout
+            place(variable, world_of(distribution), lies_of(variable, distribution, is_weight=False))
+
+
 def move_model(model: Any, distribution: UnidistDistribution) -> None:
     """Moves the placed variables of a model, and its optimizer's slots, to where the strategy says now: one by one,
     so that one whole variable exists at a time. A collective of the mesh."""
@@ -174,7 +193,10 @@ def _optimizer_variables(model: Any) -> list[Any]:
 
 def _reference_of(slot: Any, model: Any) -> Any:
     """The placed model variable that an optimizer's slot belongs to, found as Keras names slots."""
-    optimizer = getattr(model, "optimizer", None)
+    return _owner_of(slot, getattr(model, "optimizer", None))
+
+
+def _owner_of(slot: Any, optimizer: Any) -> Any:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner is None or not getattr(inner, "built", False):
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +61,13 @@ def install_programs(model: Any, backend: Any) -> None:
         frame = context.frame()
         if frame is None or not _is_in_a_step(frame) or str(get_device()) == "meta" or not model.jit_compile:
             return original(*args, **kwargs)
-        given = _Given((args, kwargs))
-        key = (frame.rank, torch.is_grad_enabled(), given.key, tuple(v.trainable for v in model.variables))
+        shape, tensors = Shape((args, kwargs)), _with_masks((args, kwargs))
+        seen = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
+        trained = tuple(v.trainable for v in model.variables)
+        key = (frame.rank, torch.is_grad_enabled(), shape.key, seen, trained)
         if key not in programs:
-            programs[key] = Program(model, original, given)
-        return programs[key](frame, given)
+            programs[key] = Program(model, original, shape)
+        return programs[key](frame, tensors)
 
     object.__setattr__(model, _ATTRIBUTE, programs)
     object.__setattr__(model, "call", call)
@@ -76,53 +78,71 @@ def _is_in_a_step(frame: Frame) -> bool:
     return frame.rows is not None and frame.trial is None and frame.inputs is None
 
 
-class _Given:
-    """A structure of tensors, their masks and constants, taken apart."""
+class _Tensor:
+    """Stands for a tensor in a structure that outlives it."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_A_TENSOR = _Tensor()
+
+
+class Shape:
+    """A structure of tensors and constants without the tensors: what they are put back into."""
 
     def __init__(self, structure: Any) -> None:
-        self.structure = structure
-        self.leaves = tree.flatten(structure)
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        masks = [getattr(t, "_keras_mask", None) for t in tensors]
+        self.leaves = [_A_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.flatten(structure)]
+        self.structure = tree.pack_sequence_as(structure, self.leaves)
+        tensors = _tensors(structure)
         self.count = len(tensors)
-        self.masked = tuple(k for k, mask in enumerate(masks) if mask is not None)
-        self.tensors = [*tensors, *(mask for mask in masks if mask is not None)]
+        self.masked = tuple(k for k, t in enumerate(tensors) if getattr(t, "_keras_mask", None) is not None)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What another program is needed for."""
-        constants = (None if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in self.leaves)
-        return (*constants, self.masked, *((t.shape, t.dtype, t.requires_grad) for t in self.tensors))
+        """What another program is needed for. Keys of dicts and classes of containers are in the text alone."""
+        return (repr(self.structure), *((type(leaf), leaf) for leaf in self.leaves), self.masked)
 
-    def filled(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The structure with other tensors and masks."""
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The structure with tensors, and behind them the masks of some."""
         others = list(tensors[: self.count])
         for k, mask in zip(self.masked, tensors[self.count :], strict=True):
             set_keras_mask(others[k], mask)
         waiting = iter(others)
-        leaves = [next(waiting) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        leaves = [next(waiting) if leaf is _A_TENSOR else leaf for leaf in self.leaves]
         return tree.pack_sequence_as(self.structure, leaves)
+
+
+def _tensors(structure: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def _with_masks(structure: Any) -> list[torch.Tensor]:
+    """The tensors of a structure, and behind them the masks of some."""
+    tensors = _tensors(structure)
+    masks = [getattr(t, "_keras_mask", None) for t in tensors]
+    return [*tensors, *(mask for mask in masks if mask is not None)]
 
 
 class Program:
     """A model's call for one structure and shape of its arguments. One for each rank."""
 
-    def __init__(self, model: Any, function: Callable[..., Any], given: _Given) -> None:
+    def __init__(self, model: Any, function: Callable[..., Any], given: Shape) -> None:
         self.function = function
         self.name = model.name
         self.layers = model._flatten_layers()
         self.given = given
         self.places = [v._place for v in model.variables if isinstance(v, DistributedVariable)]
-        self.out: _Given | None = None
+        self.out: Shape | None = None
         self.losers: list[Any] = []  # the layers that added losses, once for each
         self.sent: list[events.Event] = []
         _programs[id(self)] = self
         self.compiled = torch.compile(_entry(id(self)), fullgraph=True, dynamic=False)
 
-    def __call__(self, frame: Frame, given: _Given) -> Any:
+    def __call__(self, frame: Frame, tensors: list[torch.Tensor]) -> Any:
         held = [place.local(frame) for place in self.places]
         try:
-            found = self.compiled(*held, *given.tensors)
+            found = self.compiled(*held, *tensors)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise CapabilityError(
                 f"jit_compile=True: torch.compile cannot make one program of the call of model {self.name!r}. "
@@ -149,15 +169,15 @@ class Program:
         args, kwargs = self.given.filled(tensors[count:])
         try:
             with frame.world.backend.into_program() as sent:
-                out = _Given(self.function(*args, **kwargs))
+                out = self.function(*args, **kwargs)
             losses = [(layer, loss) for layer, n in zip(self.layers, added, strict=True) for loss in layer._losses[n:]]
         finally:
             frame.inputs, frame.fanned = None, before
             for layer, n in zip(self.layers, added, strict=True):
                 del layer._losses[n:]
-        self.out, self.sent = out, sent
+        self.out, self.sent = Shape(out), sent
         self.losers = [layer for layer, _ in losses]
-        return (*out.tensors, *(loss for _, loss in losses))
+        return (*_with_masks(out), *(loss for _, loss in losses))
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
