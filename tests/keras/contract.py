@@ -222,6 +222,15 @@ def toggled(kind: str | None, zero: int) -> Result:
         return _fitted(_crossed(model, _sgd(momentum=0.9)), x, y)
 
 
+def seeded(kind: str | None, zero: int) -> Result:
+    """Dropout and noise."""
+    fresh()
+    with scope(_strategy(kind, zero)):
+        random = [layers.Dropout(0.5, name="drop"), layers.GaussianNoise(0.5, name="noise")]
+        model = _crossed(keras.Sequential([*plain().layers[:1], *random, *plain().layers[1:]], name="plain"), _adam())
+    return _fitted(model, *rows())
+
+
 def few(kind: str | None, zero: int) -> Result:
     """Fewer rows than devices."""
     fresh()

@@ -97,6 +97,16 @@ def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> No
     everywhere(where, program)
 
 
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 1)], ids=str)
+def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
+    setting, kind, zero = where
+    once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
+    for found in (*once, *again):
+        assert found["history"] == once[0]["history"]
+        for path, value in once[0]["weights"].items():
+            np.testing.assert_array_equal(found["weights"][path], value)
+
+
 def test_callbacks_write_once_and_decide_alike(worlds: Worlds, expected: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
