@@ -21,6 +21,7 @@ _HOME = {
     "unidist.keras.strategy": "DataParallel ModelParallel",
     "unidist.keras.models": "parallelize describe gather_weights",
     "unidist.keras.planning.planning": "plan",
+    "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
     "CapabilityError DesyncError ProcessLostError",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from unidist.keras.planning.planning import plan as plan
     from unidist.keras.strategy import DataParallel as DataParallel
     from unidist.keras.strategy import ModelParallel as ModelParallel
+    from unidist.keras.tensor_parallel import TensorParallelKeras as TensorParallelKeras
     from unidist.ledger import Ledger as Ledger
     from unidist.ledger import ledger as ledger
     from unidist.planner.layout_map import LayoutMap as LayoutMap

@@ -52,10 +52,10 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """train.py without its strategy: the loss by Keras backend."""
     folder = tmp_path_factory.mktemp("one_device")
     text = _named("train.py").text
-    assert text.count("with unidist.ModelParallel(mesh, rules).scope():") == 1
+    assert text.count("with unidist.ModelParallel(mesh).scope():") == 1
     found = {}
     for keras, name in (("torch", "sim"), ("jax", "jax")):
-        changed = text.replace("with unidist.ModelParallel(mesh, rules).scope():", "if True:")
+        changed = text.replace("with unidist.ModelParallel(mesh).scope():", "if True:")
         (folder / "train.py").write_text(changed.replace(USE, f'unidist.use("{name}", devices=4)'))
         found[keras] = _loss(run(["env", f"KERAS_BACKEND={keras}", sys.executable, "train.py"], folder))
     return found

@@ -65,9 +65,10 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         # Called for what this object has not: Keras's own attributes of a model that was never compiled stay its own.
-        if name == "model" or name.startswith("_"):
+        held = _held(self)
+        if held is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.model, name)
+        return held if name == "model" else getattr(held, name)
 
     # what it is ----------------------------------------------------------------------------------------------------
 
@@ -125,6 +126,12 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         return list(rows[count:] if optimizer else rows[:count])
 
 
+def _held(parallel: TensorParallelKeras) -> Any:
+    """The model inside; None while Keras constructs the object around it. On torch it is a submodule."""
+    own = vars(parallel)
+    return own.get("model") or own.get("_modules", {}).get("model")
+
+
 def _forwarded(name: str) -> Any:
     """A method that Keras's Model defines, and that the model in it answers."""
 
@@ -138,12 +145,14 @@ def _forwarded(name: str) -> Any:
 
 def _forwarded_property(name: str) -> property:
     def read(self: TensorParallelKeras) -> Any:
-        return getattr(vars(self).get("model", super(TensorParallelKeras, self)), name)
+        held = _held(self)
+        return getattr(super(TensorParallelKeras, self) if held is None else held, name)
 
     def write(self: TensorParallelKeras, value: Any) -> None:
         # While Keras constructs this object there is no model yet, and what it sets is a default.
-        if "model" in vars(self):
-            setattr(self.model, name, value)
+        held = _held(self)
+        if held is not None:
+            setattr(held, name, value)
 
     return property(read, write, doc=f"`{name}` of the model.")
 

@@ -2,7 +2,7 @@
 
 Rules: a pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column
 alone gathers its outputs instead; a table cut by its vocabulary all_reduces what it looked up; what no rule serves is
-gathered for the call and its gradient reduce-scattered. Gradients are summed over the data axes.
+gathered for the call. Gradients are summed over the data axes.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def _of_layer(
     elif role.name in ("vocabulary", "features"):
         op = "all_reduce" if role.name == "vocabulary" else "all_gather"
         yield from step.moved(op, axes, calls.given, calls.itemsize, calls.count, why)
-        if layer.scores.count:
-            index = layer.kernel if layer.reverse is None else layer.reverse
-            yield from _gathering(facts, layouts, index, layer.scores.count, step)
+        yield from _scores(facts, layouts, layer, role, step)
     elif role.name == "row":
         yield from step.moved("all_reduce", axes, calls.given, calls.itemsize, calls.count, why)
         if not role.paired:
@@ -143,11 +141,22 @@ def _of_layer(
             yield from step.moved("all_reduce", axes, taken, calls.itemsize, len(fresh), why)
 
 
+def _scores(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step) -> Iterator[Event]:
+    """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
+    calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
+    if role.name == "vocabulary" and calls.count:
+        yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, calls.count, layer.path)
+        yield from step.moved("all_reduce", role.axes, calls.taken, calls.itemsize, calls.count, layer.path)
+    else:
+        yield from _gathering(facts, layouts, index, calls.count, step)
+
+
 def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step: Step) -> Iterator[Event]:
     variable, axes = facts.variables[index], layouts[index].sharded_axes
     for _ in range(count if axes else 0):
         yield step.event("all_gather", axes, variable.bytes, variable.path)
-        if variable.trainable:
+        # Over model axes each device has the whole gradient, and takes its part of it.
+        if variable.trainable and set(axes) & set(step.data_axes):
             yield step.event("reduce_scatter", axes, variable.bytes, variable.path)
 
 

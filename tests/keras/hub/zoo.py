@@ -37,6 +37,8 @@ BACKBONES: dict[str, Callable[[], Any]] = {
     "gemma mqa": _grouped(M.GemmaBackbone, 1, head_dim=4, query_head_dim_normalize=False),
     "gemma3": _grouped(M.Gemma3Backbone, 2, head_dim=4, image_size=16, use_sliding_window_attention=True),
     "qwen": _grouped(M.QwenBackbone, 2),
+    "qwen3": _grouped(M.Qwen3Backbone, 2, head_dim=4),
+    "phi3": _grouped(M.Phi3Backbone, 2),
     "t5": lambda: M.T5Backbone(**_PLAIN, num_heads=4, dropout=0.0),
     "vit": lambda: M.ViTBackbone((8, 8, 3), 4, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=32),
     "distilbert": lambda: M.DistilBertBackbone(**_ABSOLUTE),

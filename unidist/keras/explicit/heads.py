@@ -92,6 +92,11 @@ _GEMMA = Heads(
 TABLE: dict[str, Heads] = {
     "LlamaAttention": _GROUPED,
     "QwenAttention": _GROUPED,
+    "Qwen3Attention": replace(
+        _GROUPED, divided=("num_query_heads",), within=("_query_dense_layer_norm", "_key_dense_layer_norm")
+    ),
+    "Phi3Attention": replace(_GROUPED, output="output_dense", key_value=("key_dense", "value_dense")),
+    "CachedMixtralAttention": replace(_GROUPED, output="output_dense", key_value=("key_dense", "value_dense")),
     "CachedMistralAttention": Heads(
         output="_output_dense",
         query_heads="_num_query_heads",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -94,6 +95,9 @@ class Runner:
     def installed(self) -> Iterator[Runner]:
         before = keras_distribution.distribution()
         with contextlib.ExitStack() as stack:
+            # What a model warns of, it warns of again when it is run in earnest.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             stack.callback(keras_distribution.set_distribution, before)
             keras_distribution.set_distribution(None)
             for index, found in enumerate(self.candidates):
