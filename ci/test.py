@@ -2,7 +2,9 @@
 """All checks, on a machine with nothing but Python: `python3 ci/test.py`.
 
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
-Then ruff, import-linter and mypy, then every test in one pytest run, the fast folders first. Ends at the first failure.
+Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
+import-linter and mypy, then every test in one pytest run of two workers, the fast folders first. Ends at the first
+failure.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -25,15 +27,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+HOROVOD = ROOT / "ci" / "install_horovod.sh"
 EXTRAS = ("dev", "torch", "jax", "demo")
 # Fast first: a failure shows early.
-FOLDERS = ("unit", "sim", "torch", "jax", "tensorflow", "launch", "keras", "parity", "docs")
+FOLDERS = ("unit", "sim", "torch", "horovod", "jax", "tensorflow", "launch", "planner", "keras", "parity", "docs")
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("lint-imports",),
     ("mypy",),
 )
+# Two: a test starts up to four processes of its own. By files: the processes and references of one are shared.
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 KEPT_DAYS = 30
 
 
@@ -49,13 +54,13 @@ def main(arguments: list[str]) -> int:
                 return code
         if arguments:
             return 0
-    return run(python, "-m", "pytest", "-x", "--durations=10", *tests)
+    return run(python, "-m", "pytest", "-x", "--durations=10", *WORKERS, *tests)
 
 
 def environment() -> Path:
     """The Python of the virtual environment, made where it is missing or was left half made."""
     wanted = requirements()
-    content = "\n".join([sys.version, *wanted, CONSTRAINTS.read_text()])
+    content = "\n".join([sys.version, *wanted, CONSTRAINTS.read_text(), HOROVOD.read_text()])
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unidist-ci"
     base.mkdir(parents=True, exist_ok=True)
     home = base / hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -66,7 +71,7 @@ def environment() -> Path:
             say(f"making {home}")
             venv.create(home, clear=True, with_pip=True)
             pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-            if code := run(*pip, "--constraint", CONSTRAINTS, *wanted):
+            if code := run(*pip, "--constraint", CONSTRAINTS, *wanted) or run(HOROVOD, home / "bin" / "python"):
                 sys.exit(code)
         done.touch()
         forget_unused(base)
@@ -77,8 +82,10 @@ def requirements() -> list[str]:
     """What the package and the extras under test depend on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    # tensorflow-cpu: tests feed tf.data to models on torch and JAX.
-    return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra]), "tensorflow-cpu"]
+    # tensorflow-cpu: tests feed tf.data to models on torch and JAX, and Horovod moves its tensors.
+    # keras-hub: its models are trained under tensor parallelism.
+    others = ("tensorflow-cpu", "keras-hub")
+    return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra]), *others]
 
 
 def forget_unused(base: Path) -> None:

@@ -31,6 +31,17 @@ def no_process_stays() -> Iterator[None]:
     assert _children() == {}, "processes that a test started are still running"
 
 
+@pytest.fixture(autouse=True)
+def keras_backend_stays() -> Iterator[None]:
+    """`unidist.use` sets KERAS_BACKEND: the programs of the next test shall not inherit it."""
+    before = os.environ.get("KERAS_BACKEND")
+    yield
+    if before is None:
+        os.environ.pop("KERAS_BACKEND", None)
+    else:
+        os.environ["KERAS_BACKEND"] = before
+
+
 def _children() -> dict[int, str]:
     """The running children of this process, but for the helper that multiprocessing keeps."""
     found = {}

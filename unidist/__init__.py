@@ -20,6 +20,9 @@ _HOME = {
     "unidist.ledger": "ledger Ledger",
     "unidist.keras.strategy": "DataParallel ModelParallel",
     "unidist.keras.models": "parallelize describe gather_weights",
+    "unidist.keras.planning.planning": "plan",
+    "unidist.keras.tensor_parallel": "TensorParallelKeras",
+    "unidist.planner.plan": "Plan",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
     "CapabilityError DesyncError ProcessLostError",
 }
@@ -66,11 +69,14 @@ if TYPE_CHECKING:
     from unidist.keras.models import describe as describe
     from unidist.keras.models import gather_weights as gather_weights
     from unidist.keras.models import parallelize as parallelize
+    from unidist.keras.planning.planning import plan as plan
     from unidist.keras.strategy import DataParallel as DataParallel
     from unidist.keras.strategy import ModelParallel as ModelParallel
+    from unidist.keras.tensor_parallel import TensorParallelKeras as TensorParallelKeras
     from unidist.ledger import Ledger as Ledger
     from unidist.ledger import ledger as ledger
     from unidist.planner.layout_map import LayoutMap as LayoutMap
+    from unidist.planner.plan import Plan as Plan
     from unidist.session import backend as backend
     from unidist.session import initialize as initialize
     from unidist.session import list_devices as list_devices

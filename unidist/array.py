@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.algebra.layout import State
 from unidist.backends import registry
 from unidist.backends.protocol import Array, DistributionBackend, dtype_name
 from unidist.errors import CapabilityError, LayoutError, MeshError
@@ -67,8 +69,11 @@ class DistributedArray:
             LayoutError: the layout does not fit the mesh, the shape or the dtype.
             CapabilityError: the backend has no such reduction.
         """
-        target = self.sharding.with_layout(as_layout(layout))
-        _check_reductions(target.layout, self.dtype, self._backend)
+        return self._at(self.sharding.with_layout(as_layout(layout)))
+
+    def _at(self, target: Sharding) -> DistributedArray:
+        if target.layout.partial:
+            _check_reductions(target.layout, self.dtype, self._backend)
         return self._with(self._backend.redistribute(self.data, self.sharding, target), target)
 
     def _with(self, data: Any, sharding: Sharding) -> DistributedArray:
@@ -172,8 +177,9 @@ def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> Distribut
     Raises:
         LayoutError: x is not partial over an axis.
     """
-    axes = x.layout.partial_axes if axis is None else _axes_in(x, axis, "P", "all_reduce")
-    return x.redistribute(x.layout.with_axis(axes, "I")) if axes else x
+    if axis is None:
+        axis = x.layout.partial_axes
+    return x._at(_target(x.sharding, _hashable(axis), "all_reduce", "P", "I")) if axis != () else x
 
 
 def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
@@ -189,8 +195,7 @@ def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> Distribut
     Raises:
         LayoutError: x is not partial over an axis, or has no such dim.
     """
-    axes = _axes_in(x, axis, "P", "reduce_scatter")
-    return x.redistribute(x.layout.with_axis(axes, "S", dim=_dim(x, dim)))
+    return x._at(_target(x.sharding, _hashable(axis), "reduce_scatter", "P", "S", dim))
 
 
 def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
@@ -205,13 +210,7 @@ def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
     Raises:
         LayoutError: x is not sharded over an axis.
     """
-    axes = _axes_in(x, axis, "S", "all_gather")
-    dims = {x.layout.dim_of(a) for a in axes}
-    if len(dims) == 1:
-        held = x.layout.dim_axes(dims.pop() or 0)
-        if tuple(a for a in held if a in axes) != axes:
-            raise LayoutError(f"all_gather over {axes}: the dim is cut by {held}, name them in that order")
-    return x.redistribute(x.layout.with_axis(axes, "I"))
+    return x._at(_target(x.sharding, _hashable(axis), "all_gather", "S", "I"))
 
 
 def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
@@ -227,8 +226,7 @@ def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedAr
     Raises:
         LayoutError: x is not sharded over an axis.
     """
-    axes = _axes_in(x, axis, "S", "all_to_all")
-    return x.redistribute(x.layout.with_axis(axes, "S", dim=_dim(x, dim)))
+    return x._at(_target(x.sharding, _hashable(axis), "all_to_all", "S", "S", dim))
 
 
 def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> DistributedArray:
@@ -298,13 +296,38 @@ def barrier(axis: str | Axes | None = None, mesh: Any = None) -> None:
         backend.barrier(grid, grid.check_axes(axis))
 
 
-def _axes_in(x: DistributedArray, axis: str | Axes, state: str, what: str) -> Axes:
-    axes = x.mesh.check_axes(axis)
+def _hashable(axis: Any) -> Any:
+    return tuple(axis) if isinstance(axis, list) else axis
+
+
+@lru_cache(maxsize=4096)
+def _target(
+    sharding: Sharding, axis: str | Axes, what: str, state: State, new_state: State, dim: int | None = None
+) -> Sharding:
+    """Where a collective leads: the axes, all in `state`, put into the other one. Worked out once for each kind of
+    array, so that a call costs a look-up."""
+    mesh, layout = sharding.mesh, sharding.layout
+    axes = mesh.check_axes(axis)
     words = {"P": "partial", "S": "sharded"}[state]
     for name in axes:
-        if x.layout.state(name) != state:
-            raise LayoutError(f"{what} over {name!r}: the array must be {words} there, but it is {x.layout}")
-    return axes
+        if layout.state(name) != state:
+            raise LayoutError(f"{what} over {name!r}: the array must be {words} there, but it is {layout}")
+    if what == "all_gather":
+        _check_order(layout, axes)
+    if dim is not None:
+        ndim = len(sharding.shape)
+        if not -ndim <= dim < ndim:
+            raise LayoutError(f"dim {dim} is out of range for shape {sharding.shape}")
+        dim %= ndim
+    return sharding.with_layout(layout.with_axis(axes, new_state, dim=dim))
+
+
+def _check_order(layout: Layout, axes: Axes) -> None:
+    dims = {layout.dim_of(axis) for axis in axes}
+    if len(dims) == 1:
+        held = layout.dim_axes(dims.pop() or 0)
+        if tuple(axis for axis in held if axis in axes) != axes:
+            raise LayoutError(f"all_gather over {axes}: the dim is cut by {held}, name them in that order")
 
 
 def _check_reductions(layout: Layout, dtype: str | None, backend: DistributionBackend) -> None:
@@ -319,9 +342,3 @@ def _check_reductions(layout: Layout, dtype: str | None, backend: DistributionBa
             raise LayoutError(
                 f"{layout} is a mean over {axis!r}, but a mean of {dtype} values is no {dtype}: cast first"
             )
-
-
-def _dim(x: DistributedArray, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise LayoutError(f"dim {dim} is out of range for shape {x.shape}")
-    return dim % x.ndim

@@ -66,6 +66,8 @@ def commands() -> list[Command]:
             "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
         ),
         Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
+        Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
+        Command("plan", "Show how a model would lie on a mesh, and what it costs", _add_rest, _plan, passes_on=True),
         Command("run", "Start a script in several processes", _add_run, _run),
     ]
 
@@ -82,13 +84,21 @@ def _demo(parsed: argparse.Namespace) -> int:
     return int(importlib.import_module("unidist.demo").main(parsed.arguments))
 
 
+def _parity(parsed: argparse.Namespace) -> int:
+    return int(importlib.import_module("unidist.parity").main(parsed.arguments))
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    return int(importlib.import_module("unidist.keras.planning.command").main(parsed.arguments))
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "unidist run [options] (SCRIPT | -m MODULE) [arguments of the script]"
     parser.add_argument("-n", "--processes", type=int, default=1, help="processes on this node (default: 1)")
     parser.add_argument(
         "--backend",
         default=os.environ.get("UNIDIST_BACKEND", "torch"),
-        help="torch or jax (default: UNIDIST_BACKEND, else torch)",
+        help="torch, jax or horovod (default: UNIDIST_BACKEND, else torch)",
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many processes (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0 (default: 0)")

@@ -36,7 +36,11 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
         name, why = registry.default_name()
         print(f"unidist: using {name!r} ({why})", file=sys.stderr)
     adapter_class = registry.load(name)
-    _choose_keras(name, tuple(getattr(adapter_class, "keras_backends", ())))
+    served = tuple(getattr(adapter_class, "keras_backends", ()))
+    chosen = options.get("framework")
+    _choose_keras(
+        name, (chosen,) if chosen in served else served, prefers_first=getattr(adapter_class, "prefers_first", False)
+    )
     adapter = registry.use(name, devices=devices, **options)
     if name == "sim" and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
@@ -94,8 +98,11 @@ def list_devices(kind: str | None = None) -> list[str]:
     return backend().list_devices(kind)
 
 
-def _choose_keras(name: str, served: tuple[str, ...]) -> None:
-    """Sets KERAS_BACKEND where Keras has not been imported; refuses where it runs on another backend."""
+def _choose_keras(name: str, served: tuple[str, ...], *, prefers_first: bool = False) -> None:
+    """Sets KERAS_BACKEND where Keras has not been imported; refuses where it runs on another backend.
+
+    Where nothing is said and several serve, Keras's own configuration chooses, or with `prefers_first` the first.
+    """
     if not served:
         return
     keras = sys.modules.get("keras")
@@ -117,7 +124,7 @@ def _choose_keras(name: str, served: tuple[str, ...]) -> None:
             )
         os.environ["KERAS_BACKEND"] = served[0]
         return
-    configured = _configured_keras_backend()
+    configured = "" if prefers_first else _configured_keras_backend()
     if configured not in served or importlib.util.find_spec(configured) is None:
         installed = [b for b in served if importlib.util.find_spec(b) is not None]
         if installed:

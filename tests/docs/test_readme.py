@@ -30,12 +30,13 @@ def _scripts() -> list[Block]:
 def test_every_block_is_run_by_a_test_here() -> None:
     """A block of another kind, or a file that nobody starts, would be an example that nobody checks."""
     assert {block.language for block in blocks(README)} == {"bash", "python"}
-    assert [block.file for block in blocks(README) if block.file] == ["train.py", "guide.py"]
+    assert [block.file for block in blocks(README) if block.file] == ["train.py", "guide.py", "check.py"]
     bash = [block.text.strip() for block in blocks(README) if block.language == "bash"]
     assert bash == [
         'python3 -m venv .venv && .venv/bin/pip install ".[torch,demo]" && .venv/bin/unidist demo',
         "python3 ci/test.py",  # runs these tests: it cannot be run by them
         "unidist run -n 2 guide.py",
+        "unidist parity check.py:train --backends sim,torch,jax --mesh data=2",
     ]
     assert (ROOT / "ci" / "test.py").exists()
 
@@ -51,10 +52,10 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """train.py without its strategy: the loss by Keras backend."""
     folder = tmp_path_factory.mktemp("one_device")
     text = _named("train.py").text
-    assert text.count("with unidist.ModelParallel(mesh, rules).scope():") == 1
+    assert text.count("with unidist.ModelParallel(mesh).scope():") == 1
     found = {}
     for keras, name in (("torch", "sim"), ("jax", "jax")):
-        changed = text.replace("with unidist.ModelParallel(mesh, rules).scope():", "if True:")
+        changed = text.replace("with unidist.ModelParallel(mesh).scope():", "if True:")
         (folder / "train.py").write_text(changed.replace(USE, f'unidist.use("{name}", devices=4)'))
         found[keras] = _loss(run(["env", f"KERAS_BACKEND={keras}", sys.executable, "train.py"], folder))
     return found
@@ -81,6 +82,13 @@ def test_a_script_for_keras_distribution_runs_in_processes(tmp_path: Path) -> No
     told = run("unidist run -n 2 guide.py", tmp_path)
     assert told.count("Epoch 3/3") == 1
     assert "loss" in told
+
+
+def test_a_training_is_compared_on_all_backends(tmp_path: Path) -> None:
+    write_files(README, tmp_path)
+    told = run(next(b.text for b in blocks(README) if b.text.startswith("unidist parity")), tmp_path)
+    assert told.rstrip().endswith("all agree with one device")
+    assert re.findall(r"^(sim|torch|jax) +2 .* none$", told, re.MULTILINE) == ["sim", "torch", "jax"]
 
 
 def test_a_fresh_environment_installs_the_package_and_shows_the_demo(tmp_path: Path) -> None:

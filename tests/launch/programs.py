@@ -28,6 +28,19 @@ print("said on standard error", file=sys.stderr)
 dist.destroy_process_group()
 """
 
+HOROVOD = """
+import os, sys
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+value = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
+assert hvd.local_rank() == hvd.rank() % 2 and hvd.local_size() == 2, (hvd.local_rank(), hvd.local_size())
+print("sum", value.item(), "of", hvd.size(), "arguments", sys.argv[1:])
+print("name", __name__, os.path.basename(sys.argv[0]), os.environ["UNIDIST_BACKEND"], os.environ["KERAS_BACKEND"])
+print("said on standard error", file=sys.stderr)
+"""
+
 JAX = """
 import os, sys
 import jax
@@ -72,6 +85,35 @@ dist.all_reduce(torch.ones(1))
 """
 )
 
+HOROVOD_FAILS = (
+    LEAVE_PIDS
+    + """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+rank = hvd.rank()
+leave_pids(rank)
+hvd.barrier()
+
+def inner():
+    if "exit" in sys.argv:
+        sys.exit(41)
+    if "kill" in sys.argv:
+        os.kill(os.getpid(), 9)
+    raise ValueError("the cause")
+
+if rank == 1:
+    try:
+        inner()
+    except ValueError as error:
+        raise RuntimeError("on rank 1") from error
+if "sleep" in sys.argv:
+    time.sleep(600)
+hvd.allreduce(torch.ones(1))
+"""
+)
+
 JAX_FAILS = (
     LEAVE_PIDS
     + """
@@ -110,7 +152,7 @@ HANGS = (
 import signal
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-rank = os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"]
+rank = next(os.environ[n] for n in ("RANK", "JAX_PROCESS_ID", "HOROVOD_RANK") if n in os.environ)
 leave_pids(rank)
 print("ready")
 time.sleep(600)
@@ -121,13 +163,13 @@ time.sleep(600)
 LEAVES_A_CHILD = (
     LEAVE_PIDS
     + """
-leave_pids(os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"])
+leave_pids(next(os.environ[n] for n in ("RANK", "JAX_PROCESS_ID", "HOROVOD_RANK") if n in os.environ))
 """
 )
 
 PRINTS = """
 import os, sys, time
-rank = os.environ.get("RANK") or os.environ["JAX_PROCESS_ID"]
+rank = next(os.environ[n] for n in ("RANK", "JAX_PROCESS_ID", "HOROVOD_RANK") if n in os.environ)
 for k in range(200):
     sys.stdout.write(f"{rank} says ")
     sys.stdout.flush()

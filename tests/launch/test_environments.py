@@ -27,7 +27,9 @@ else:
     dist.init_process_group("gloo")
 value = torch.tensor([10.0 ** launch.process_index])
 dist.all_reduce(value)
-print(launch.launcher, launch.process_index, launch.process_count, launch.local_index, int(value.item()), flush=True)
+words = (launch.launcher, launch.process_index, launch.process_count, launch.local_index, int(value.item()))
+# One write: the launcher's processes share their output.
+print(" ".join(map(str, words)) + "\\n", end="", flush=True)
 assert (dist.get_rank(), dist.get_world_size()) == (launch.process_index, launch.process_count)
 dist.destroy_process_group()
 """
@@ -40,7 +42,8 @@ launch = detect()
 jax.distributed.initialize(launch.address, launch.process_count, launch.process_index)
 from jax.experimental import multihost_utils
 total = multihost_utils.process_allgather(jax.numpy.ones(()) * 10.0 ** launch.process_index).sum()
-print(launch.launcher, launch.process_index, launch.process_count, launch.local_index, int(total), flush=True)
+words = (launch.launcher, launch.process_index, launch.process_count, launch.local_index, int(total))
+print(" ".join(map(str, words)) + "\\n", end="", flush=True)
 """
 
 

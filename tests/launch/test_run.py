@@ -13,9 +13,11 @@ from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wa
 from unidist.launch.request import free_port
 
 pytestmark = pytest.mark.processes
-BACKENDS = ("torch", "jax")
-WORKS = {"torch": programs.TORCH, "jax": programs.JAX}
-FAILS = {"torch": programs.TORCH_FAILS, "jax": programs.JAX_FAILS}
+BACKENDS = ("torch", "jax", "horovod")
+WORKS = {"torch": programs.TORCH, "jax": programs.JAX, "horovod": programs.HOROVOD}
+FAILS = {"torch": programs.TORCH_FAILS, "jax": programs.JAX_FAILS, "horovod": programs.HOROVOD_FAILS}
+# Horovod is no Keras backend: where nobody says, Keras runs on torch.
+KERAS = {"horovod": "torch"}
 
 
 def program(folder: Path, text: str) -> str:
@@ -38,7 +40,7 @@ def test_a_world_that_works(backend: str, tmp_path: Path) -> None:
     for rank in (0, 1):
         said = done.of_rank(rank)
         assert "sum 3.0 of 2 arguments ['--epochs', '3', '-n', '7']" in said
-        assert f"name __main__ train.py {backend} {backend}" in said
+        assert f"name __main__ train.py {backend} {KERAS.get(backend, backend)}" in said
         assert f"[{rank}] said on standard error" in done.err.splitlines()
         assert "said on standard error" not in done.out
 
@@ -183,4 +185,13 @@ def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
     assert process.wait(30) == 141
     assert process.stderr is not None
     process.stderr.close()
+    assert all_ended(tmp_path, 6)
+
+
+def test_a_rank_that_exits_without_a_word_is_named_before_those_that_miss_it(tmp_path: Path) -> None:
+    """Horovod tells the others of its end, and their tracebacks come first."""
+    script = program(tmp_path, FAILS["horovod"])
+    done = run(["-n", "2", "--backend", "horovod", script, "exit", "in a collective"], tmp_path)
+    assert done.code == 41, done.err
+    assert "rank 1 of 2 failed first, with exit code 41" in done.err
     assert all_ended(tmp_path, 6)

@@ -78,14 +78,18 @@ def test_a_model_that_is_distributed_already(worlds: Worlds) -> None:
     assert (kind, "already" in message) == ("LayoutError", True), message
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_process_ends_the_others_with_an_error_in_time(lost: int, tmp_path: Path) -> None:
-    with SETTINGS["torch-4"].world() as world:
+_LOST = [("torch-4", 0), ("torch-4", 1), ("horovod-2", 0), ("horovod-2", 1), ("horovod-2-tensorflow", 0)]
+
+
+@pytest.mark.parametrize(("setting", "lost"), _LOST)
+def test_a_killed_process_ends_the_others_with_an_error_in_time(setting: str, lost: int, tmp_path: Path) -> None:
+    count = SETTINGS[setting].processes
+    with SETTINGS[setting].world() as world:
         outcomes = world.outcomes("tests.parity.mistakes:lose_a_process", lost, str(tmp_path))
     assert {outcome.failure.kind for outcome in outcomes.values() if outcome.failure is not None} == {"ended"}
-    assert len(outcomes) == 4
+    assert len(outcomes) == count
     told = {path.name: path.read_text().split("\n", 1) for path in tmp_path.glob("told-*")}
-    assert sorted(told) == [f"told-{index}" for index in range(4) if index != lost]
+    assert sorted(told) == [f"told-{index}" for index in range(count) if index != lost]
     for seconds, message in told.values():
         assert float(seconds) < 30
         assert "another process of the group ended" in message

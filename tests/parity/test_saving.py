@@ -84,3 +84,16 @@ def test_weights_alone_are_whole_and_load_everywhere(written: Written, alone: Al
     for setting, spec in (("torch-2", MODEL_2), ("sim-torch", GRID), ("jax-4", MODEL_4)):
         for found in worlds.get(setting).call("tests.parity.train:load_weights", CASE, spec, folder):
             assert_same_values(found, written.saved[0].weights, 0.0)
+
+
+def test_processes_on_tensorflow_write_once_and_load(alone: Alone, worlds: Worlds, tmp_path: Path) -> None:
+    """There every process holds the whole model: one of them writes it."""
+    world, folder = worlds.get("horovod-2-tensorflow"), str(tmp_path)
+    for saved in world.call("tests.parity.train:save", CASE, DATA_2, folder):
+        assert saved.files == FILES
+    wanted = alone.world("tensorflow").call("tests.parity.train:load_and_go_on", CASE, None, folder)[0]
+    assert_same_arrays(wanted.start, alone.train("tensorflow", CASE).weights)
+    for result in world.call("tests.parity.train:load_and_go_on", CASE, DATA_2, folder):
+        assert_same_arrays(result.start, wanted.start, 0.0)
+        assert_same_logs(result.logs, wanted.logs)
+        assert_same_values(result.weights, wanted.weights)

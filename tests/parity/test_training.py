@@ -5,6 +5,7 @@ The reference is plain Keras in a process of its own, on the same Keras backend.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ import pytest
 from tests.parity.compare import assert_same_logs, assert_same_values, moved
 from tests.parity.models import CASES, Case
 from tests.parity.train import Result, Spec
-from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_4, SETTINGS, Alone, Worlds
+from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_4, SETTINGS, Alone, Setting, Worlds
 
 pytestmark = pytest.mark.processes
 
@@ -37,6 +38,14 @@ _COMPILED = {
 }
 
 
+# Horovod's processes agree on each collective every millisecond, which is slow with four on few cores.
+_ON_HOROVOD = {
+    DATA_4: ("mlp_ragged_adam", "conv_norm"),
+    MODEL_4: ("residual",),
+    GRID: ("mlp_ragged_adam", "conv_norm", "tagger", "contrast"),
+}
+
+
 @dataclass(frozen=True)
 class Training:
     """One training on many devices: each process's result, and one device's."""
@@ -53,8 +62,14 @@ def _trainings() -> list[tuple[str, Spec, str]]:
         (setting.name, spec, case)
         for setting in SETTINGS.values()
         for spec in setting.specs
-        for case in _COMPILED.get(setting.name, {}).get(spec, CASES if setting.keras == "torch" else ())
+        for case in _cases(setting, spec)
     ]
+
+
+def _cases(setting: Setting, spec: Spec) -> Iterable[str]:
+    if setting.name == "horovod-4":
+        return _ON_HOROVOD[spec]
+    return _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras != "jax" else ())
 
 
 @pytest.fixture(scope="session", params=_trainings(), ids=lambda p: f"{p[0]}-{p[1].name}-{p[2]}")
@@ -113,7 +128,9 @@ def test_something_was_sent(training: Training) -> None:
             # Every gradient is reduced over all devices in every step: at least the ring bound of an all-reduce.
             n = spec.size("data")
             bound = Fraction(2 * (n - 1), n) * result.trainable_bytes * case.steps
-            assert sent["all_reduce"] >= bound
+            # (On TensorFlow gradients of lookups are sparse: their rows are gathered.)
+            reduced = sum(sent.values()) if SETTINGS[training.setting].keras == "tensorflow" else sent["all_reduce"]
+            assert reduced >= bound
 
 
 def _size(shape: tuple[int, ...]) -> int:

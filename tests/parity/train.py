@@ -24,15 +24,18 @@ class Spec:
         kind: "data" for DataParallel, "model" for ModelParallel with the case's rules.
         axes: the mesh.
         devices: the ranks at its places; None: in order.
+        zero: the stage of ZeRO.
     """
 
     kind: str
     axes: tuple[tuple[str, int], ...]
     devices: tuple[int, ...] | None = None
+    zero: int = 0
 
     @property
     def name(self) -> str:
-        return self.kind + "-" + "x".join(f"{axis}{size}" for axis, size in self.axes)
+        stage = f"-zero{self.zero}" if self.zero else ""
+        return self.kind + "-" + "x".join(f"{axis}{size}" for axis, size in self.axes) + stage
 
     def size(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
@@ -84,8 +87,8 @@ def strategy_of(spec: Spec, case: Case) -> Any:
 
     mesh = unidist.Mesh(dict(spec.axes), spec.devices)
     if spec.kind == "data":
-        return unidist.DataParallel(mesh)
-    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, case.rules))
+        return unidist.DataParallel(mesh, zero=spec.zero)
+    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, case.rules), zero=spec.zero)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.parity.train import Result, Spec, start
 from tests.visible import WITH_TENSORFLOW
 from unidist.testing.processes import Launcher, ProcessWorld
+
+ROOT = Path(__file__).parents[2]
 
 DATA_4 = Spec("data", (("data", 4),))
 MODEL_4 = Spec("model", (("model", 4),))
@@ -61,6 +64,9 @@ SETTINGS = {
         Setting("sim-jax", "jax", "sim", devices=4, specs=FOUR),
         Setting("torch-2", "torch", "torch", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
         Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),
+        Setting("horovod-2", "torch", "horovod", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
+        Setting("horovod-4", "torch", "horovod", 4, launcher="torchrun", specs=FOUR),
+        Setting("horovod-2-tensorflow", "tensorflow", "horovod", 2, launcher="torchrun", specs=(DATA_2,)),
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
         Setting("sim-tensorflow", "tensorflow", "sim", devices=4, specs=FOUR),
         Setting("tensorflow-4", "tensorflow", "tensorflow", devices=4, specs=FOUR),

@@ -85,7 +85,7 @@ def test_the_backend_is_that_of_the_environment(
         (["--grace", "-1"], "LaunchError", "grace must be 0"),
         (["--devices-per-process", "2"], "LaunchError", "torch has one device a process"),
         (["--devices-per-process", "0"], "LaunchError", "devices per process must be 1 or more"),
-        (["--backend", "horovod"], "CapabilityError", "horovodrun -np"),
+        (["--backend", "horovod", "--devices-per-process", "2"], "LaunchError", "horovod has one device a process"),
         (["--backend", "sim"], "CapabilityError", "in one process"),
         (["--backend", "toch"], "BackendNotAvailableError", "unknown backend 'toch'"),
     ],

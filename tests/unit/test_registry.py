@@ -331,3 +331,17 @@ def test_importing_unidist_imports_no_framework_and_no_keras() -> None:
     env = {**os.environ, "KERAS_BACKEND": "torch"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_adapter_that_comes_with_the_package_is_held_to_the_laws() -> None:
+    held = set()
+    for path in Path(__file__).parents[1].glob("*/test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "ConformanceSuite" in {getattr(b, "id", "") for b in node.bases}:
+                held |= {
+                    item.value.value
+                    for item in node.body
+                    if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "backend"
+                }
+    own = {name for name, entry in registry.entries().items() if entry.target.startswith("unidist.")}
+    assert own <= held, f"no ConformanceSuite for {own - held}"

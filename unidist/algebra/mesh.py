@@ -199,3 +199,14 @@ def _resolved(sizes: dict[str, int], count: int | None) -> dict[str, int]:
             raise MeshError(f"{count} devices cannot fill {sizes}: {known} does not divide {count}")
         sizes[open_axes[0]] = count // known
     return {name: int(size) for name, size in sizes.items()}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """{"data": 2, "model": 2} of "data=2,model=2". Raises MeshError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (p.strip() for p in part.partition("="))
+        if not axis or axis in sizes or not size.isdigit() or int(size) < 1:
+            raise MeshError(f"--mesh {text!r}: write axes and sizes, each once, as data=2,model=2")
+        sizes[axis] = int(size)
+    return sizes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cached_property
 from math import prod
@@ -20,6 +21,7 @@ from unidist.backends.protocol import Array, Capabilities, Cluster, dtype_name, 
 from unidist.errors import CapabilityError, LayoutError, MeshError
 
 A = TypeVar("A")
+B = TypeVar("B", contravariant=True)
 MOVES_KEPT = 16384  # plans made ready for a rank; as many as plan() keeps
 
 
@@ -34,16 +36,32 @@ class Handle(Protocol):
         """Returns when the result is in the buffer that was given."""
 
 
-class Collectives(Protocol[A]):
+class BufferCollectives(Protocol[B]):
+    """What the engine that trains Keras models starts on flat buffers while it goes on computing.
+
+    All members of a group start the same ones in the same order. Buffers are contiguous and stay as they are until the
+    wait. An adapter that has no asynchronous collectives may finish before it returns.
+    """
+
+    def all_reduce_inplace(self, x: B, group: Group, op: ReduceOp) -> Handle:
+        """Starts to reduce a buffer in place: P -> I. Sends 2(n-1)/n of it."""
+
+    def reduce_scatter_into(self, out: B, x: B, group: Group, op: ReduceOp) -> Handle:
+        """Starts to reduce `x`, group.size equal parts along dim 0; `out` is this place's part: P -> S. Sends (n-1)/n
+        of x."""
+
+    def all_gather_into(self, out: B, x: B, group: Group) -> Handle:
+        """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`:
+        S -> I. Sends (n-1)/n of out."""
+
+
+class Collectives(BufferCollectives[A], Protocol[A]):
     """Collectives over one group of ranks, on native local arrays. Inputs are left alone unless said.
 
     `sizes` are the lengths along a dim for each place of the group, in order; they may differ and may be 0.
     """
 
     def all_reduce(self, x: A, group: Group, op: ReduceOp) -> A: ...
-
-    def all_reduce_inplace(self, x: A, group: Group, op: ReduceOp) -> Handle:
-        """Starts to reduce a contiguous buffer in place."""
 
     def all_gather(self, x: A, group: Group, dim: int, sizes: Sequence[int]) -> A: ...
 
@@ -94,6 +112,8 @@ class LocalViewBackend(ABC, Generic[A]):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    compiles: ClassVar[bool] = False
+    """Whether its collectives can be part of a program that the framework compiles."""
     comm: Collectives[A]
     ops: LocalOps[A]
 
@@ -131,6 +151,14 @@ class LocalViewBackend(ABC, Generic[A]):
         count = len(self.list_devices())
         if max(mesh.devices) >= count:
             raise MeshError(f"{mesh} names rank {max(mesh.devices)}, but the world has {count} devices")
+
+    def into_program(self) -> AbstractContextManager[list[events.Event]]:
+        """Inside, moves become part of the program that is being traced; gives what each run of it will send.
+
+        Raises:
+            CapabilityError: they cannot (`compiles` is False).
+        """
+        raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
 
     # arrays ---------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,8 @@ class DistributionBackend(Protocol):
 
 def dtype_name(x: Any) -> str:
     """The dtype of a native or NumPy array as NumPy spells it ("float32", "bfloat16")."""
-    return str(getattr(x.dtype, "name", x.dtype)).rsplit(".", 1)[-1]
+    name = getattr(x.dtype, "name", None)  # torch's dtypes have none
+    return str(x.dtype).rsplit(".", 1)[-1] if name is None else str(name)
 
 
 def itemsize(dtype: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Literal, cast
 from unidist.algebra import mesh as mesh_module
 from unidist.backends.environment import detect
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
-from unidist.errors import BackendMismatchError, BackendNotAvailableError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError
 
 ENTRY_POINTS = "unidist.backends"
 
@@ -68,6 +69,13 @@ _entries: dict[str, Entry] = {
         hint='pip install "keras-unidist[tensorflow]"',
         requires=("tensorflow",),
         distribution="tensorflow",
+    ),
+    "horovod": Entry(
+        target="unidist.backends.horovod.backend:HorovodBackend",
+        hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it (docs/horovod.md); the rest comes by "
+        'pip install "keras-unidist[horovod]"',
+        requires=("horovod",),
+        distribution="horovod",
     ),
 }
 _current: DistributionBackend | None = None
@@ -184,8 +192,14 @@ def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any
     Raises:
         BackendNotAvailableError: unknown or not installed.
         BackendMismatchError: a launcher started several processes, and the adapter works in one.
+        CapabilityError: an option that the adapter does not have.
     """
-    adapter = load(name)(devices=devices, **options)  # type: ignore[call-arg]
+    adapter_class = load(name)
+    known = inspect.signature(adapter_class).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if unknown := [option for option in options if option not in known and not takes_any]:
+        raise CapabilityError(f"use({name!r}) has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    adapter = adapter_class(devices=devices, **options)  # type: ignore[call-arg]
     if _current is not None:
         _current.shutdown()
     _set(None, "no")

@@ -6,24 +6,33 @@ import importlib
 
 import keras
 
+from unidist.backends import registry
+from unidist.keras import loading
+
 _ENGINES = {
-    "torch": "unidist.keras.explicit.install",
-    "jax": "unidist.keras.partitioned.install",
-    "tensorflow": "unidist.keras.dtensor.install",
+    "torch": "unidist.keras.explicit",
+    "jax": "unidist.keras.partitioned",
+    "tensorflow": "unidist.keras.dtensor",
 }
+# Keras backends that another backend of unidist serves by another engine.
+_ENGINES_OF = {("tensorflow", "horovod"): "unidist.keras.replicated"}
 
 
-def _engine() -> object:
-    return importlib.import_module(_ENGINES[keras.config.backend()])
+def engine() -> str | None:
+    """The package of the engine for the Keras backend that runs and the backend in use; None where there is none."""
+    name = keras.config.backend()
+    used = registry.current().name if registry.has_current() else ""
+    return _ENGINES_OF.get((name, used)) or _ENGINES.get(name)
 
 
 def install() -> None:
     """Adds the hooks of this Keras backend's engine, once."""
-    if keras.config.backend() in _ENGINES:
-        _engine().install()  # type: ignore[attr-defined]
+    loading.install()
+    if (found := engine()) is not None:
+        importlib.import_module(f"{found}.install").install()
 
 
 def align_seeds() -> None:
     """Lets all processes draw the same implicit seeds from here on: rank 0's."""
-    if keras.config.backend() in _ENGINES:
-        _engine().align_seeds()  # type: ignore[attr-defined]
+    if (found := engine()) is not None:
+        importlib.import_module(f"{found}.install").align_seeds()

@@ -10,21 +10,17 @@ import keras
 
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import hooks
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
 
-_ENGINES = {
-    "torch": "unidist.keras.explicit.models",
-    "jax": "unidist.keras.partitioned.models",
-    "tensorflow": "unidist.keras.dtensor.models",
-}
-
 
 def _engine() -> Any:
-    name = keras.config.backend()
-    if name not in _ENGINES:
+    found = hooks.engine()
+    if found is None:
+        name = keras.config.backend()
         raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch, jax or tensorflow")
-    return importlib.import_module(_ENGINES[name])
+    return importlib.import_module(f"{found}.models")
 
 
 def parallelize(model: Any, strategy: Any) -> Any:
@@ -71,6 +67,12 @@ class Description:
     def bytes_per_device(self) -> int:
         return sum(row.bytes_per_device for row in self.rows)
 
+    def bytes_of(self, kind: str) -> int:
+        """Bytes per device of "weights", "slots" (the optimizer's variables) or "gradients"."""
+        if kind == "gradients":
+            return sum(row.gradient_bytes for row in self.rows)
+        return sum(row.bytes_per_device for row in self.rows if row.kind == kind)
+
     @property
     def sharded(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.is_sharded)
@@ -79,7 +81,7 @@ class Description:
         return self.show()
 
     def show(self) -> str:
-        """A table of text: path, global shape, layout, local shape, bytes per device."""
+        """A table of text: path, global shape, layout, local shape, bytes per device; and the sums."""
         head = ("variable", "shape", "layout", "local shape", "bytes per device")
         body = [
             (
@@ -91,7 +93,9 @@ class Description:
             )
             for r in self.rows
         ]
-        body.append(("total", "", "", "", f"{self.bytes_per_device:,}"))
+        for kind in ("weights", "slots", "gradients"):
+            body.append((kind, "", "", "", f"{self.bytes_of(kind):,}"))
+        body.append(("total of variables", "", "", "", f"{self.bytes_per_device:,}"))
         widths = [max(len(row[k]) for row in (head, *body)) for k in range(5)]
         return "\n".join(
             "  ".join(

@@ -16,6 +16,9 @@ class Row:
         layout: None where the variable is not distributed.
         local_shape: what the first device of this process holds.
         bytes_per_device: bytes held by the device that holds most.
+        kind: "weights" for a variable of the model, "slots" for one of its optimizer.
+        gradient_bytes: bytes of its gradient that the device holding most holds now; 0 where the engine keeps none
+            between steps.
     """
 
     path: str
@@ -24,6 +27,8 @@ class Row:
     layout: Layout | None
     local_shape: tuple[int, ...]
     bytes_per_device: int
+    kind: str = "weights"
+    gradient_bytes: int = 0
 
     @property
     def is_sharded(self) -> bool:

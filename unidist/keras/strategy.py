@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh
 from unidist.errors import CapabilityError, LayoutError
+from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, replicated
@@ -22,10 +23,19 @@ from unidist.strategies.zero import STAGES
 
 
 class UnidistDistribution(Distribution):  # type: ignore[misc]
-    """A Keras Distribution made from a Strategy; the base of DataParallel and ModelParallel."""
+    """A Keras Distribution made from a Strategy; the base of DataParallel and ModelParallel.
+
+    Attributes:
+        found: the layouts found so far, of a strategy that finds them by itself; else None.
+        model_axes: the axes that may cut variables then.
+    """
+
+    found: FoundLayouts | None = None
+    model_axes: Axes = ()
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
+        _check_served(strategy, layout_map)
         _check_zero(strategy.zero)
         self.strategy = strategy
         self.layout_map = layout_map
@@ -99,11 +109,15 @@ class DataParallel(UnidistDistribution):
 
 
 class ModelParallel(UnidistDistribution):
-    """Variables are sharded by the rules of a LayoutMap, batches over the data axis if the mesh has one.
+    """Variables are sharded by the rules of a LayoutMap, or as unidist finds by itself; batches over the data axis if
+    the mesh has one.
+
+    With "auto" the plan (unidist.plan) is made when a model is whole: by parallelize, or at its first fit, evaluate or
+    predict. Variables made in the scope before that lie by their shapes alone, and are moved once, one by one.
 
     Args:
-        mesh: a Mesh or Keras DeviceMesh; None: the layout map's mesh.
-        layout_map: a LayoutMap of unidist or of Keras.
+        mesh: a Mesh or Keras DeviceMesh; None: the layout map's mesh, or all devices on one axis, "model".
+        layout_map: "auto", or a LayoutMap of unidist or of Keras.
         data_axis: the axis or axes that cut the batch. None: the axis named "data" or "batch", else the first of
             several axes, else none.
         model_axis: the axes of the rules; None: all others.
@@ -126,17 +140,23 @@ class ModelParallel(UnidistDistribution):
         auto_shard_dataset: bool = True,
     ) -> None:
         if isinstance(layout_map, str):
-            raise CapabilityError(
-                f"layout_map={layout_map!r}: layouts are not found automatically in this version; "
-                "give ModelParallel a LayoutMap(mesh, {path pattern: layout})"
-            )
+            self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, zero, auto_shard_dataset)
+            return
         grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
         rules = as_layout_map(layout_map, grid)
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
         data, _ = choose_axes(grid, data_axis, model_axis)
-        strategy = Strategy(grid, data, rules.layout_for, auto_shard_dataset, zero, _uneven())
+        strategy = Strategy(grid, data, _layouts_of(rules), auto_shard_dataset, zero, _uneven())
         super().__init__(strategy, rules)
+
+    def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, zero: int, auto_shard: bool) -> None:
+        if how != "auto":
+            raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
+        data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
+        self.found = FoundLayouts(mesh, self.model_axes)
+        strategy = Strategy(mesh, data, self.found.layout_for, auto_shard, zero, _uneven())
+        super().__init__(strategy, self.found.layout_map)
 
 
 def mesh_of_map(layout_map: Any) -> Mesh:
@@ -236,8 +256,38 @@ def _uneven() -> bool:
     return bool(keras.config.backend() == "torch")
 
 
+def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
+    """The map's layouts; what only an uneven map allows is refused where Keras's arrays must divide."""
+    if _uneven() or not rules.uneven:
+        return rules.layout_for
+
+    def even(path: str, shape: tuple[int, ...]) -> Layout:
+        layout = rules.layout_for(path, shape)
+        for dim, axes in enumerate(layout.dims):
+            if axes and shape[dim] % rules.mesh.axis_size(axes):
+                raise CapabilityError(
+                    f"variable {path!r} of shape {shape}: dim {dim} does not divide over {axes}, and Keras on "
+                    f"{keras.config.backend()} has no shards of different sizes: uneven=True is for torch. Leave the "
+                    "variable out of the layout map, or use a mesh that divides it"
+                )
+        return layout
+
+    return even
+
+
+def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises CapabilityError where Keras on TensorFlow over Horovod cannot do it: there every process holds all."""
+    if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
+        return
+    if layout_map is not None or strategy.data_shards != strategy.mesh.size:
+        raise CapabilityError(
+            "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
+            "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
+        )
+
+
 # The stages of ZeRO that each Keras backend's engine serves.
-_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": (0,), "jax": (0,), "tensorflow": (0,)}
+_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": STAGES, "jax": STAGES, "tensorflow": (0,)}
 
 
 def _check_zero(zero: int) -> None:

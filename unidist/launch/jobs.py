@@ -1,13 +1,15 @@
-"""The two ways in which processes are started: by ourselves (JAX, TensorFlow), and by torchrun's elastic agent (torch)."""
+"""How processes start: by ourselves (JAX, TensorFlow, Horovod), and by torchrun's elastic agent (torch)."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,12 +17,17 @@ from typing import BinaryIO
 from unidist.backends import registry
 from unidist.launch import program
 from unidist.launch.console import Console
-from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port
+from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
 
 # Run by path and with -P: a module in the folder where the user stands must not shadow what the agent imports.
 _AGENT = Path(registry.__file__).parent / "torch" / "agent.py"
+_RENDEZVOUS = Path(registry.__file__).parent / "horovod" / "rendezvous.py"
 # JAX's preemption service would keep the SIGTERM, with which the launcher ends processes, for itself.
 _DEFAULTS = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+
+# Seconds after the first failure of a Horovod process: until its last words are read, and until a process that began
+# to fail before it has ended too.
+_WORDS_ARRIVE, _CAUSE_ARRIVES = 0.1, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +70,17 @@ class LocalProcesses(Job):
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         address = self.request.address or f"{LOOPBACK}:{free_port()}"
-        for local_index in range(self.request.processes):
+        variables = [self._variables(address, local_index) for local_index in range(self.request.processes)]
+        self._start_each({**_DEFAULTS, **environ}, variables, console)
+
+    def _start_each(self, environ: Mapping[str, str], variables: Sequence[Mapping[str, str]], console: Console) -> None:
+        for local_index, own in enumerate(variables):
             out, err = console.attach(self.request.rank(local_index))
             try:
                 self._children.append(
                     subprocess.Popen(
                         [sys.executable, program.__file__, *self.request.command],
-                        env={**_DEFAULTS, **environ, **self._variables(address, local_index)},
+                        env={**environ, **own},
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
@@ -125,14 +136,82 @@ class Clients(LocalProcesses):
         return variables
 
 
+class HorovodProcesses(LocalProcesses):
+    """Horovod: one process each, which meet at a rendezvous server of Horovod's own in a process beside them."""
+
+    def __init__(self, request: Request) -> None:
+        _one_device_a_process(request)
+        super().__init__(request)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._environ: Mapping[str, str] = {}
+        self._console: Console | None = None
+        self._failed_since = 0.0
+
+    def start(self, environ: Mapping[str, str], console: Console) -> None:
+        """Starts the server; the processes follow when it tells where it is (node 0) or has found node 0's."""
+        request = self.request
+        host, port = split_address(request.address) if request.address else (LOOPBACK, 0)
+        task = {
+            "host": host,
+            "port": port,
+            "hosts": request.nodes,
+            "host_number": request.node_rank,
+            "per_host": request.processes,
+        }
+        self._environ, self._console = {**_threads(request), **environ}, console
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", str(_RENDEZVOUS), json.dumps(task)],
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def poll(self) -> list[Failure] | None:
+        server, console = self._server, self._console
+        if server is None or server.stdout is None or console is None:
+            return None
+        if self._children:
+            return self._without_consequences(super().poll(), console)
+        if not select.select([server.stdout], [], [], 0)[0]:
+            return None
+        line = server.stdout.readline()
+        if not line:
+            return [Failure(None, server.wait() or 1)]
+        self._start_each(self._environ, json.loads(line), console)
+        return None
+
+    def _without_consequences(self, failures: list[Failure] | None, console: Console) -> list[Failure] | None:
+        """A process that fails tells the others through Horovod while it ends, so they may end before it does. Until
+        the one is there, or it is too late, those that only say that another was lost are no failures."""
+        if not failures:
+            return failures
+        now = time.monotonic()
+        self._failed_since = self._failed_since or now
+        first = [failure for failure in failures if not _lost_another(failure, console)]
+        # What a process wrote last may come after its end is known.
+        if now - self._failed_since < _WORDS_ARRIVE or (not first and now - self._failed_since < _CAUSE_ARRIVES):
+            return None
+        return first or failures
+
+    def groups(self) -> list[int]:
+        return [*super().groups(), *([] if self._server is None else [self._server.pid])]
+
+    def running(self) -> bool:
+        return super().running() or (self._server is not None and self._server.poll() is None)
+
+    def close(self) -> None:
+        if self._server is not None:
+            for stream in (self._server.stdin, self._server.stdout):
+                if stream is not None:
+                    stream.close()
+
+
 class ElasticAgent(Job):
     """torch: torchrun's agent, in a process of its own, starts the others and tells how they ended."""
 
     def __init__(self, request: Request) -> None:
-        if request.devices_per_process is not None:
-            raise LaunchError(
-                "torch has one device a process: start more processes (-n) instead of --devices-per-process"
-            )
+        _one_device_a_process(request)
         super().__init__(request)
         self._verdict: BinaryIO | None = None
 
@@ -147,7 +226,7 @@ class ElasticAgent(Job):
             self._children.append(
                 subprocess.Popen(
                     [sys.executable, "-P", str(_AGENT), json.dumps(task)],
-                    env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // request.processes)), **environ},
+                    env={**_threads(request), **environ},
                     stdin=subprocess.DEVNULL,
                     pass_fds=passed,
                     start_new_session=True,
@@ -171,4 +250,26 @@ class ElasticAgent(Job):
             self._verdict.close()
 
 
-JOBS: dict[str, type[Job]] = {"torch": ElasticAgent, "jax": LocalProcesses, "tensorflow": Clients}
+def _lost_another(failure: Failure, console: Console) -> bool:
+    found = console.traceback(failure.rank) if failure.rank is not None else None
+    return found is not None and any(name in found[1][-1] for name in ("HorovodInternalError", "ProcessLostError"))
+
+
+def _one_device_a_process(request: Request) -> None:
+    if request.devices_per_process is not None:
+        raise LaunchError(
+            f"{request.backend} has one device a process: start more processes (-n) instead of --devices-per-process"
+        )
+
+
+def _threads(request: Request) -> dict[str, str]:
+    """The cores of the machine, shared by its processes."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // request.processes))}
+
+
+JOBS: dict[str, type[Job]] = {
+    "torch": ElasticAgent,
+    "jax": LocalProcesses,
+    "tensorflow": Clients,
+    "horovod": HorovodProcesses,
+}

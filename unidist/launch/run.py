@@ -22,9 +22,10 @@ from unidist.launch.jobs import JOBS, Failure, Job
 from unidist.launch.request import Request
 
 _POLL = 0.05
+# What Keras may run on under a backend that is none itself; the first where the shell says none of these.
+_KERAS = {"horovod": ("torch", "tensorflow")}
 _ELSEWHERE = {
     "sim": "its ranks live in one process: start the script with python",
-    "horovod": "start the script with horovodrun -np N python train.py; unidist reads what horovodrun tells it",
 }
 
 
@@ -83,10 +84,17 @@ def _supervise(job: Job, console: Console) -> int:
 
 def _environ(backend: str, run_id: str) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
-    environ = {"KERAS_BACKEND": backend, **without_launcher(os.environ)}
-    environ |= {"UNIDIST_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
+    environ = without_launcher(os.environ)
+    # What is asked for here goes before what an earlier program left in the shell.
+    keras = _keras(backend, environ.get("KERAS_BACKEND"))
+    environ |= {"UNIDIST_BACKEND": backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
     mark(environ, run_id)
     return environ
+
+
+def _keras(backend: str, said: str | None) -> str:
+    served = _KERAS.get(backend, (backend,))
+    return said if said is not None and said in served else served[0]
 
 
 def _report(failures: list[Failure], request: Request, console: Console) -> int:

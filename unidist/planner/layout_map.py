@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from unidist.algebra import Layout, Mesh
+from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_layout, as_mesh
 from unidist.errors import LayoutError
 
@@ -21,14 +22,18 @@ class LayoutMap(MutableMapping[str, Layout]):
         mesh: a Mesh or a Keras DeviceMesh.
         rules: pattern -> Layout, tuple of axes or TensorLayout.
         strict: a rule that matches no variable is an error when the model is planned.
+        uneven: a dim that does not divide is cut all the same, into shards of different sizes (as torch.chunk does).
 
     Raises:
         LayoutError: a rule names an unknown axis or is no regular expression; a path matches two rules.
     """
 
-    def __init__(self, mesh: Any, rules: Mapping[str, Any] | None = None, strict: bool = True) -> None:
+    def __init__(
+        self, mesh: Any, rules: Mapping[str, Any] | None = None, strict: bool = True, uneven: bool = False
+    ) -> None:
         self.mesh: Mesh = as_mesh(mesh)
         self.strict = strict
+        self.uneven = uneven
         self._rules: dict[str, Layout] = {}
         for pattern, layout in dict(rules or {}).items():
             self[pattern] = layout
@@ -72,6 +77,29 @@ class LayoutMap(MutableMapping[str, Layout]):
     def __repr__(self) -> str:
         return f"LayoutMap({self.mesh}, {self._rules})"
 
+    def to_json(self) -> str:
+        """The rules as text, a rule a line: kept beside a model, read and changed by people; `from_json` reads it."""
+        rules = ",\n".join(
+            f"    {json.dumps(pattern)}: {json.dumps([_named(axes) for axes in layout.dims])}"
+            for pattern, layout in self._rules.items()
+        )
+        return f'{{\n  "mesh": {json.dumps(dict(self.mesh.axes))},\n  "rules": {{\n{rules}\n  }}\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str, mesh: Any = None, strict: bool = True) -> LayoutMap:
+        """The LayoutMap that `to_json` wrote, on its own mesh or on another with the same axes.
+
+        Raises:
+            LayoutError: the text is none, or a rule does not fit the mesh.
+        """
+        try:
+            found = json.loads(text)
+            rules = {pattern: Layout(*map(_axes, dims)) for pattern, dims in found["rules"].items()}
+            sizes = dict(found["mesh"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LayoutError(f"this is no LayoutMap that to_json wrote: {error!r}") from error
+        return cls(Mesh(sizes) if mesh is None else mesh, rules, strict)
+
     def match(self, path: str) -> str | None:
         """The rule for a path, or None. Raises LayoutError where two rules match."""
         if path in self._rules:
@@ -85,10 +113,12 @@ class LayoutMap(MutableMapping[str, Layout]):
         """The layout of a variable; replicated where no rule matches.
 
         Raises:
-            LayoutError: two rules match, the layout has more dims than the variable, or a dim does not divide.
+            LayoutError: two rules match, the layout has more dims than the variable, or a dim does not divide and the
+            map is not uneven.
         """
         rule = self.match(path)
-        return check_variable(path, shape, self._rules[rule] if rule is not None else Layout(), self.mesh)
+        found = self._rules[rule] if rule is not None else Layout()
+        return check_variable(path, shape, found, self.mesh, uneven=self.uneven)
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """The rules that match none of the paths."""
@@ -112,14 +142,22 @@ class LayoutMap(MutableMapping[str, Layout]):
             )
 
 
-def check_variable(path: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Layout:
-    """The layout. Raises LayoutError where it does not fit a variable's shape evenly."""
+def _named(axes: Axes) -> Any:
+    return axes[0] if len(axes) == 1 else list(axes) or None
+
+
+def _axes(named: Any) -> Any:
+    return tuple(named) if isinstance(named, list) else named
+
+
+def check_variable(path: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh, *, uneven: bool = False) -> Layout:
+    """The layout. Raises LayoutError where it does not fit a variable's shape, evenly unless `uneven`."""
     try:
         layout.check(mesh, len(shape))
     except LayoutError as error:
         raise LayoutError(f"variable {path!r} of shape {shape}: {error}") from error
     for dim, axes in enumerate(layout.dims):
-        if axes and shape[dim] % mesh.axis_size(axes):
+        if axes and not uneven and shape[dim] % mesh.axis_size(axes):
             raise LayoutError(
                 f"variable {path!r} of shape {shape}: dim {dim} ({shape[dim]}) does not divide over "
                 f"{'x'.join(axes)} ({mesh.axis_size(axes)}): choose another dim or axis, or pad the layer's size"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import MeshError
@@ -75,6 +75,10 @@ class Strategy:
             return VariableLayouts(storage=ruled, compute=compute, state=ruled)
         state = spread(ruled, shape, self.data_axes, self.mesh, uneven=self.uneven)
         return VariableLayouts(storage=state if self.zero == 3 else ruled, compute=compute, state=state)
+
+    def with_rule(self, layout: Layout) -> Strategy:
+        """The same strategy for variables that all lie alike."""
+        return replace(self, rule=lambda path, shape: layout)
 
     def batch(self) -> Layout:
         """The layout of a batch: its first dim over the data axes."""

@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from keras.src.backend.jax import distribution_lib, trainer
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.layers.layer import Layer
+from keras.src.metrics.metric import Metric
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving import saving_api
 from keras.src.trainers import data_adapters
@@ -20,7 +22,12 @@ from unidist.errors import BackendMismatchError
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 PLACES: dict[str, Any] = {
     "JaxVariable": (JaxVariable, ("_initialize_layout", "_direct_assign", "__array__")),
-    "BaseOptimizer": (BaseOptimizer, ("add_variable_from_reference",)),
+    "BaseOptimizer": (
+        BaseOptimizer,
+        ("add_variable_from_reference", "_overwrite_model_variables_with_average_value", "stateless_apply"),
+    ),
+    "Layer": (Layer, ("stateless_call",)),
+    "Metric": (Metric, ("add_variable",)),
     "JAXTrainer": (trainer.JAXTrainer, ("__init__", "_make_function")),
     "JAXEpochIterator": (trainer.JAXEpochIterator, ("_get_iterator",)),
     "trainer": (trainer, ("_distribute_data",)),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from unidist.keras.partitioned import data, layouts, placing, seeds
+from unidist.keras.partitioned import data, layouts, placing, redistribution, seeds
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "padding counts as rows": (data.Padded, "cut", lambda self: self.array),
@@ -19,6 +19,12 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda shape, distribution: layouts.replicated(distribution),
     ),
     "seeds differ by process": (seeds, "align", lambda: None),
+    "states stay whole": (
+        layouts,
+        "placement",
+        lambda variable, distribution: layouts.Placement(*[layouts.replicated(distribution)] * 3),
+    ),
+    "gradients in part": (redistribution, "_to_state", lambda placed, value: value / 2),
 }
 
 

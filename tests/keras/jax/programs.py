@@ -47,7 +47,9 @@ def told(model: Any) -> Result:
         "weights": unidist.gather_weights(model),
         "slots": [np.asarray(v) for v in model.optimizer.variables],
         "sharded": sorted(row.path for row in unidist.describe(model).rows if row.is_sharded),
-        "spread": max(len(v.value.sharding.device_set) for v in model.variables),
+        "spread": max(
+            (len(v.value.sharding.device_set) for v in model.variables if hasattr(v.value, "sharding")), default=0
+        ),
     }
 
 

@@ -16,6 +16,12 @@ def test_every_place_is_as_in_the_version_it_was_made_for(one: ProcessWorld) -> 
         "JaxVariable._direct_assign": "(self, value)",
         "JaxVariable.__array__": "(self, dtype=None)",
         "BaseOptimizer.add_variable_from_reference": "(self, reference_variable, name=None, initializer='zeros')",
+        "BaseOptimizer._overwrite_model_variables_with_average_value": "(self, trainable_variables)",
+        "BaseOptimizer.stateless_apply": "(self, optimizer_variables, grads, trainable_variables)",
+        "Layer.stateless_call": (
+            "(self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs)"
+        ),
+        "Metric.add_variable": "(self, shape, initializer, dtype=None, aggregation='sum', name=None)",
         "JAXTrainer.__init__": "(self)",
         "JAXTrainer._make_function": "(self, step_function, concatenate_outputs=False)",
         "JAXEpochIterator._get_iterator": "(self)",

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
-_ENV = {"KERAS_BACKEND": "jax"}
+# Compiling is most of the time that a test takes.
+_ENV = {
+    "KERAS_BACKEND": "jax",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+}
 
 
 def strict() -> None:
@@ -38,8 +43,13 @@ def joined(count: int) -> None:
 
 
 def is_first() -> bool:
-    return os.environ.get("JAX_PROCESS_ID", "0") == "0"
+    return os.environ.get("JAX_PROCESS_ID", os.environ.get("RANK", "0")) == "0"
 
 
 def environment() -> dict[str, str]:
     return dict(_ENV)
+
+
+def with_tensorflow() -> dict[str, str]:
+    """For tf.data, which the other tests do without (tests/conftest.py)."""
+    return {**_ENV, "PYTHONPATH": str(Path(__file__).parents[3]), "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
+import warnings
 
 import numpy as np
 
@@ -77,6 +78,52 @@ def own_parts():
     found = run(unidist.DataParallel(auto_shard_dataset=False), X[mine], Y[mine], 6)
     for a, b in zip(found, run(None, X, Y, 10), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def apart(kind):
+    """auto_shard_dataset=False, and process 1's data is shorter or raises: (type, text) of what a process is told."""
+    import keras
+
+    import unidist
+    from tests.keras.torch.sources import X, Y
+
+    second = unidist.process_index() == 1
+
+    def stream():
+        for k in range(4):
+            if second and k == 2:
+                if kind == "raises":
+                    raise OSError("the disk of process 1 is gone")
+                return
+            yield X[k : k + 2], Y[k : k + 2]
+
+    with unidist.DataParallel(auto_shard_dataset=False).scope():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", loss="mse")
+    rows = 4 if second else 8
+    data = {"x": X[:rows], "y": Y[:rows], "batch_size": 2} if kind == "shorter arrays" else {"x": stream()}
+    told = ("nothing", "")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            model.fit(**data, verbose=0, shuffle=False)
+    except (unidist.DesyncError, OSError) as error:
+        told = type(error).__name__, str(error)
+    return told
+
+
+def own_steps(zero):
+    """A train_step that tells its own metrics, and one with two optimizers."""
+    import unidist
+    from tests.keras.torch.models import assert_equal, features, train
+    from tests.keras.torch.test_steps import OwnTrackers, adversaries, own
+
+    x, y = features()
+    both = (unidist.DataParallel(zero=zero), None)
+    assert_equal(*(train(own(OwnTrackers), x, y, given, compiled={}) for given in both))
+    real = features(out=8)[1]
+    for found, wanted in zip(*(adversaries(x, real, given) for given in both), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def creation_peak():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,22 @@ def test_own_parts_are_counted(world):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shorter", r"data of data shards \[1\] of 2 ended, while others have more.*steps_per_epoch"),
+        ("shorter arrays", r"an epoch has 4, 2 batches .*steps_per_epoch"),
+        ("raises", r"data of data shards \[1\] of 2 raised an error"),
+    ],
+)
+def test_own_parts_that_end_apart_are_told_to_all(world, kind, text):
+    first, second = world.call(cases.apart, kind)
+    assert first[0] == "DesyncError"
+    assert re.search(text, first[1])
+    assert second == (("OSError", "the disk of process 1 is gone") if kind == "raises" else first)
+
+
+@pytest.mark.processes
 def test_a_model_is_created_in_shards():
     # Freed blocks go back to the system at once, so that resident memory is what is held.
     env = {"KERAS_BACKEND": "torch", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -81,3 +98,9 @@ def test_callbacks_write_once(world, tmp_path):
 @pytest.mark.processes
 def test_a_loop_of_the_users_own(world):
     world.call(cases.own_loop)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [0, 3])
+def test_steps_of_the_users_own(world, zero):
+    world.call(cases.own_steps, zero)

@@ -7,7 +7,7 @@ another's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
 import torch
@@ -21,6 +21,7 @@ from unidist.backends.torch.ops import TorchOps
 from unidist.errors import DesyncError
 
 Tensor = torch.Tensor
+BLOCK = 1 << 16  # elements
 
 # What each op does to the tensor that collects the result. Of bool, sum is "or" and prod "and".
 FOLD: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
@@ -71,12 +72,40 @@ class RankCollectives:
         call = self._call("all_reduce", x, op=op, inplace=True)
 
         def combine(parts: list[Tensor]) -> list[None]:
-            out = self._reduced(parts, op)
-            for part in parts:
-                part.copy_(out)
+            for out, *others in _blocks(parts):
+                self._fold(out, others, op)
+                for block in others:
+                    block.copy_(out)
             return [None] * len(parts)
 
         self._world.exchange(group.ranks, call, x.detach(), combine)
+        return Done()
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, group: Group, op: ReduceOp) -> Done:
+        self._check_length("reduce_scatter", x, group, 0, group.size * out.shape[0])
+        call = self._call("reduce_scatter", x, op=op, inplace=True)
+
+        def combine(parts: list[tuple[Tensor, Tensor]]) -> list[None]:
+            # Added up part by part: a whole sum would be one more tensor of the whole's size.
+            for place, (own, _) in enumerate(parts):
+                own.copy_(self._reduced([whole.chunk(len(parts))[place] for _, whole in parts], op))
+            return [None] * len(parts)
+
+        self._world.exchange(group.ranks, call, (out.detach(), x.detach()), combine)
+        return Done()
+
+    def all_gather_into(self, out: Tensor, x: Tensor, group: Group) -> Done:
+        self._check_length("all_gather", out, group, 0, group.size * x.shape[0])
+        call = self._call("all_gather", x, inplace=True)
+
+        def combine(parts: list[tuple[Tensor, Tensor]]) -> list[None]:
+            for whole, _ in parts:
+                for piece, (_, own) in zip(whole.chunk(len(parts)), parts, strict=True):
+                    if piece.data_ptr() != own.data_ptr():
+                        piece.copy_(own)
+            return [None] * len(parts)
+
+        self._world.exchange(group.ranks, call, (out.detach(), x.detach()), combine)
         return Done()
 
     def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -153,10 +182,18 @@ class RankCollectives:
 
     def _reduced(self, parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
         """A new tensor, reduced in the dtype of the parts, one after the other."""
-        fold, out = FOLD[op], _own(parts[0])
-        for part in parts[1:]:
+        result = _own(parts[0])
+        for out, *others in _blocks([result, *parts[1:]]):
+            self._fold(out, others, op)
+        return result
+
+    def _fold(self, out: Tensor, others: Sequence[Tensor], op: ReduceOp) -> None:
+        """Reduces into `out`, one after the other."""
+        fold = FOLD[op]
+        for part in others:
             fold(out, part)
-        return self._ops.scale(out, 1 / len(parts)) if op == "mean" else out
+        if op == "mean":
+            out.copy_(self._ops.scale(out, 1 / (len(others) + 1)))
 
     def _joined(self, pieces: list[Tensor], group: Group, place: int, dim: int, wanted: list[int]) -> Tensor:
         found = [piece.shape[dim] for piece in pieces]
@@ -183,6 +220,14 @@ class RankCollectives:
 
 def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _blocks(parts: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """The same block of each part, one block after the other: small ones stay in the processor's cache while all
+    ranks' are summed and copied, which is what a reduction of large tensors costs."""
+    if parts[0].numel() <= BLOCK or not all(part.is_contiguous() for part in parts):
+        return [tuple(parts)]
+    return zip(*(part.view(-1).split(BLOCK) for part in parts), strict=True)
 
 
 def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:

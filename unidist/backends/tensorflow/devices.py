@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
 
-
 # Set by `unidist run --devices-per-process`: as many virtual CPU devices, where the program names no number.
 DEVICES = "UNIDIST_CPU_DEVICES"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 
+from unidist import events
 from unidist.algebra import Axes, Mesh, Sharding, plan
 from unidist.backends.local import Both, LocalViewBackend, Move
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
@@ -18,7 +20,9 @@ from unidist.backends.torch.joining import DeviceType, World, alone, join
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced
 from unidist.backends.torch.wires import Wires
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
+
+TensorKind: TypeAlias = Literal["native", "dtensor"]
 
 
 class TorchBackend(LocalViewBackend[torch.Tensor]):
@@ -34,21 +38,33 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     Args:
         devices: how many devices the program is written for, or their names. The world must have as many processes.
             The kind in the names ("cpu:0", "gpu:0") chooses the devices; by default CUDA's where there are any.
+        tensor: what a Keras model's `state_dict()` holds: "native", each process's shards as plain tensors, or
+            "dtensor", DTensors on them, for torch.distributed.checkpoint. Computing is native in both.
+
+    Raises:
+        CapabilityError: another kind of tensor.
     """
 
     name: ClassVar[str] = "torch"
     keras_backends: ClassVar[tuple[str, ...]] = ("torch",)
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
+    compiles: ClassVar[bool] = True
+
     comm: TorchComm
 
-    def __init__(self, devices: int | Sequence[str] | None = None) -> None:
+    def __init__(self, devices: int | Sequence[str] | None = None, *, tensor: TensorKind = "native") -> None:
+        if tensor not in get_args(TensorKind):
+            raise CapabilityError(f"use('torch', tensor={tensor!r}): there are {' and '.join(get_args(TensorKind))}")
+        self.tensor: TensorKind = tensor
         self._asked = devices
         self._device_type = _device_type(devices)
         self._world: World | None = None
         self._has_joined = False
         self._meshes: dict[Mesh, Any] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._is_tracing = False
+        self._sent: list[events.Event] = []
         self.ops = TorchOps()
         self.comm = TorchComm(Wires(Cluster().timeout))  # of the world of one, until another is joined
         self._traced = self.comm
@@ -103,7 +119,26 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     @property
     def reports(self) -> bool:
-        return not torch.compiler.is_compiling()  # what is traced is not sent now
+        return not (torch.compiler.is_compiling() or self._is_tracing)  # what is traced is not sent now
+
+    @contextlib.contextmanager
+    def into_program(self) -> Iterator[list[events.Event]]:
+        """Inside, moves become part of the program: for tracers other than torch.compile's own. Gives what each run of
+        the program, backward included, will send: the list is filled while moves are made."""
+        before = self._is_tracing, self._sent
+        self._is_tracing, self._sent = True, []
+        try:
+            yield self._sent
+        finally:
+            self._is_tracing, self._sent = before
+
+    def _note_sent(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> None:
+        move, size = self._move(src, dst), x.element_size()
+        both = (move, move.adjoint) if x.requires_grad and torch.is_grad_enabled() else (move,)
+        for step, group in [pair for one in both for pair in one.steps]:
+            if step.is_collective:
+                sent = step.bytes(size, self.rank)
+                self._sent.append(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
 
     def process_index(self) -> int:
         return self.world.rank
@@ -154,13 +189,15 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
             return super().gather(x.detach(), sharding)
 
     def redistribute(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_tracing:
+            if self._is_tracing:
+                self._note_sent(x, src, dst)
             number = self._traced_move(tracing.parts(src), tracing.parts(dst))
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().redistribute(x, src, dst)
 
     def broadcast(self, x: torch.Tensor, sharding: Sharding, axes: Axes, root: int) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_tracing:
             number = self._traced_broadcast(tracing.parts(sharding), axes, root)
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().broadcast(x, sharding, axes, root)
@@ -168,7 +205,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     def permute(
         self, x: torch.Tensor, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_tracing:
             number = self._traced_permute(tracing.parts(sharding), axes, pairs)
             return tracing.traced(x, number)  # type: ignore[no-any-return]
         return super().permute(x, sharding, axes, pairs)

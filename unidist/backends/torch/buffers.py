@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Generic
 
 import torch
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.torch.primitives import Primitives
+from unidist.backends.torch.primitives import Primitives, W
 from unidist.backends.torch.reducing import MOVED_AS, REDUCED_AS, op_for
 from unidist.backends.torch.shapes import cuts, resized
-from unidist.backends.torch.wires import Wire
 
 
-class BufferedCollectives:
+class BufferedCollectives(Generic[W]):
     """Uneven shards are padded to the largest one; nothing is sent where all shards are empty."""
 
-    def __init__(self, primitives: Primitives) -> None:
+    def __init__(self, primitives: Primitives[W]) -> None:
         self._primitives = primitives
 
-    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, wire: W, op: ReduceOp) -> torch.Tensor:
         if x.numel() == 0:
             return x
         values = x.to(REDUCED_AS.get(x.dtype, x.dtype)).contiguous()
         out = self._primitives.all_reduce(values, wire, op_for(op, x.dtype)).to(x.dtype)
         return out / wire.size if op == "mean" else out
 
-    def all_gather(self, x: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, wire: W, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         shape = resized(x, {dim: sum(sizes)})
         if prod(shape) == 0:
             return x.new_empty(shape)
@@ -39,7 +39,7 @@ class BufferedCollectives:
         parts = joined.chunk(wire.size)
         return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim).view(x.dtype)
 
-    def reduce_scatter(self, x: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, wire: W, dim: int, sizes: Sequence[int], op: ReduceOp) -> torch.Tensor:
         own = sizes[wire.index]
         if x.numel() == 0:
             return x.new_empty(resized(x, {dim: own}))
@@ -55,7 +55,7 @@ class BufferedCollectives:
     def all_to_all(
         self,
         x: torch.Tensor,
-        wire: Wire,
+        wire: W,
         split: int,
         split_sizes: Sequence[int],
         concat: int,
@@ -72,12 +72,12 @@ class BufferedCollectives:
         came = cuts(self._primitives.all_to_all(flat, wire, counts, [part.numel() for part in parts]), counts)
         return torch.cat([p.view(shape) for p, shape in zip(came, shapes, strict=True)], concat).view(x.dtype)
 
-    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor, wire: W, root: int) -> torch.Tensor:
         if x.numel() == 0:
             return x
         return self._primitives.broadcast(_carried(x).contiguous(), wire, root).view(x.dtype)
 
-    def permute(self, x: torch.Tensor, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    def permute(self, x: torch.Tensor, wire: W, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
         if x.numel() == 0 or not pairs:
             return torch.zeros_like(x, memory_format=torch.contiguous_format)
         sent, received = [0] * wire.size, [0] * wire.size

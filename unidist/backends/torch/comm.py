@@ -19,7 +19,7 @@ from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, op_for
 from unidist.backends.torch.wires import Wire
 from unidist.errors import LayoutError
 
-Ways = DirectCollectives | BufferedCollectives
+Ways = DirectCollectives | BufferedCollectives[Wire]
 
 
 class TorchComm:
@@ -105,7 +105,7 @@ class TorchComm:
     # under way ------------------------------------------------------------------------------------------------
 
     def all_reduce_inplace(self, x: torch.Tensor, group: Group, op: ReduceOp) -> Handle:
-        _check_contiguous(x)
+        check_contiguous(x)
         if group.size == 1 or x.numel() == 0:
             return Done()
         wire = self.wire(group)
@@ -127,8 +127,8 @@ class TorchComm:
 
         Both contiguous; `x` must stay as it is until the wait. Moves (n-1)/n of x.
         """
-        _check_contiguous(out, x)
-        _check_parts(out, x, group)
+        check_contiguous(out, x)
+        check_parts(out, x, group)
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
@@ -152,8 +152,8 @@ class TorchComm:
 
         Both contiguous, all parts of one shape; `x` must stay as it is until the wait. Moves (n-1)/n of out.
         """
-        _check_contiguous(out, x)
-        _check_parts(x, out, group)
+        check_contiguous(out, x)
+        check_parts(x, out, group)
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
@@ -200,12 +200,12 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _check_contiguous(*buffers: torch.Tensor) -> None:
+def check_contiguous(*buffers: torch.Tensor) -> None:
     if not all(buffer.is_contiguous() for buffer in buffers):
         raise LayoutError("a collective in place needs contiguous buffers: give x.contiguous()")
 
 
-def _check_parts(part: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
+def check_parts(part: torch.Tensor, whole: torch.Tensor, group: Group) -> None:
     if part.dim() == 0 or whole.shape != (part.shape[0] * group.size, *part.shape[1:]) or whole.dtype != part.dtype:
         raise LayoutError(
             f"a group of {group.size} with parts of shape {tuple(part.shape)} ({part.dtype}) needs a whole of "

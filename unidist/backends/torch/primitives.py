@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,40 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Primitives(Protocol):
+class Places(Protocol):
+    """A group of processes, seen from one of them."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+
+W = TypeVar("W", bound=Places)
+W_contra = TypeVar("W_contra", bound=Places, contravariant=True)
+
+
+class Primitives(Protocol[W_contra]):
     """On contiguous tensors of dtypes that every transport has; inputs are left alone, results are new.
 
     Tensors have at least one dim; every member of the wire comes with the same shape (all_to_all: with splits that fit
     each other), of more than no elements.
     """
 
-    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, wire: W_contra, op: ReduceOp) -> torch.Tensor:
         """The sum, max, min or prod; the sum for a mean."""
 
-    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, wire: W_contra) -> torch.Tensor:
         """Joined along dim 0."""
 
-    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, wire: W_contra, op: ReduceOp) -> torch.Tensor:
         """This place's part of equal parts along dim 0; the sum for a mean."""
 
-    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor, wire: W_contra, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
         """Parts of those lengths along dim 0 to and from each place."""
 
-    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor: ...
+    def broadcast(self, x: torch.Tensor, wire: W_contra, root: int) -> torch.Tensor: ...
 
 
 class Eager:

@@ -1,4 +1,4 @@
-"""The entrances and steps of Keras's TensorFlow trainer: batches are packed, one tf.function a step, results on host."""
+"""The entrances and steps of Keras's TensorFlow trainer: batches packed, one tf.function a step, results on host."""
 
 from __future__ import annotations
 

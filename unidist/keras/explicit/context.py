@@ -42,12 +42,17 @@ class Frame:
         world: its world.
         rows: the batch of this step; None outside of train, test and predict steps.
         overrides: id of a variable -> what it reads as at the moment.
-        local: variables read as this rank's shard (in optimizers, and after backward).
+        inputs: while a program is traced, id of a place -> what stands in for its value (programs.py).
+        local: variables read as the part that this rank updates (in optimizers).
+        updating_whole: variables read whole, from the parts that optimizers write to.
+        accumulating: this step's gradients stay on their rank until the accumulation is full.
+        keeps_gradients: what leaves hold waits to be reduced with this step's gradients.
         backward_done: gradients are there: read outside of a layer, a variable is the shard that has the gradient.
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
+        fanned: (tensor, how, result) of the last fan-out, which the next layer may share (rules.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
     """
 
@@ -55,12 +60,17 @@ class Frame:
     world: RankWorld
     rows: Rows | None = None
     overrides: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[int, torch.Tensor] | None = None
     local: bool = False
+    updating_whole: bool = False
+    accumulating: bool = False
+    keeps_gradients: bool = False
     backward_done: bool = False
     exact_loss: bool = False
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    fanned: tuple[torch.Tensor, Any, torch.Tensor] | None = None
     seed_place: int = 0
 
     @contextlib.contextmanager
@@ -75,12 +85,22 @@ class Frame:
 
     @contextlib.contextmanager
     def reading_shards(self) -> Iterator[None]:
-        """Every variable reads as this rank's shard and has its shape."""
+        """Every variable reads as the part that this rank updates and has its shape."""
         before, self.local = self.local, True
         try:
             yield
         finally:
             self.local = before
+
+    @contextlib.contextmanager
+    def updating_wholes(self) -> Iterator[None]:
+        """Every variable reads whole and is assigned whole, between an optimizer's steps: collectives."""
+        before = self.local, self.updating_whole
+        self.local, self.updating_whole = False, True
+        try:
+            yield
+        finally:
+            self.local, self.updating_whole = before
 
     @contextlib.contextmanager
     def seeds_at(self, place: int) -> Iterator[None]:
@@ -105,5 +125,16 @@ def entered(new: Frame) -> Iterator[Frame]:
     _here.frame = new
     try:
         yield new
+    finally:
+        _here.frame = before
+
+
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """Inside no rank is at work: what is made is made for all ranks of this process."""
+    before = frame()
+    _here.frame = None
+    try:
+        yield
     finally:
         _here.frame = before

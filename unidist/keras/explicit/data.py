@@ -13,10 +13,11 @@ from keras.src import tree
 from keras.src.backend.torch.trainer import TorchEpochIterator
 
 from unidist import events
-from unidist.algebra import Layout, Sharding
+from unidist.algebra import Layout, Mesh, Sharding
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.explicit.context import Rows
-from unidist.keras.explicit.world import RankWorld
+from unidist.keras.explicit.world import RankWorld, rank_world
+from unidist.keras.writing import Crew
 
 
 class LocalBatches(list[Any]):
@@ -65,14 +66,56 @@ def cut(batch: Any, start: int, length: int, *, copy: bool = False) -> Any:
 def rows_already_local(world: RankWorld, batch: Any) -> Rows:
     """Rows where every process was given its own part (auto_shard_dataset=False): counted by a collective."""
     local = row_count(batch)
+    return _agreed_rows(world, local)
+
+
+def _agreed_rows(world: RankWorld, local: int) -> Rows:
     if not world.data_axes:
         return Rows(local, local, True)
+    found = _of_shards(world, local)
+    if min(found) < 0:
+        _tell_apart(world, found)
+    return Rows(local, sum(found), len(set(found)) == 1)
+
+
+def _of_shards(world: RankWorld, number: int) -> list[int]:
+    """Every data shard's number, in order. A collective."""
     shards = world.mesh.axis_size(world.data_axes)
     sharding = Sharding(world.mesh, Layout(world.data_axes), (shards,))
     with events.for_purpose("batch sizes"):
-        counts = world.backend.redistribute(torch.tensor([local]), sharding, sharding.with_layout(Layout()))
-    found = counts.tolist()
-    return Rows(local, sum(found), len(set(found)) == 1)
+        found = world.backend.redistribute(torch.tensor([number]), sharding, sharding.with_layout(Layout()))
+    return [int(n) for n in found]
+
+
+# In place of a number of rows: this shard's data has no more, or raised.
+_ENDED, _RAISED = -1, -2
+
+
+def _tell_apart(world: RankWorld, found: list[int]) -> None:
+    """Raises DesyncError unless the data of all shards has ended together."""
+    if set(found) == {_ENDED}:
+        return
+    how = "raised an error" if _RAISED in found else "ended, while others have more batches"
+    apart = [place for place, n in enumerate(found) if n == (_RAISED if _RAISED in found else _ENDED)]
+    raise DesyncError(
+        f"auto_shard_dataset=False: the data of data shards {apart} of {len(found)} {how}. Give every process as many "
+        "batches, or pass steps_per_epoch, which each of them can give",
+        ranks=tuple(r for r in world.mesh.devices if world.data_place(r) in apart),
+        collective="batch sizes",
+    )
+
+
+def _agree_on_length(world: RankWorld, batches: int) -> None:
+    """Raises DesyncError where data shards were given epochs of different lengths (0: not known ahead)."""
+    found = _of_shards(world, batches) if world.data_axes else [batches]
+    if len(set(found)) > 1:
+        told = [str(n) if n else "unknown" for n in found]
+        raise DesyncError(
+            f"auto_shard_dataset=False: an epoch has {', '.join(told)} batches on the data shards, in their order. "
+            "Give every process as many batches, or pass steps_per_epoch, which each of them can give",
+            ranks=world.mesh.devices,
+            collective="batch sizes",
+        )
 
 
 class EpochReader:
@@ -112,12 +155,27 @@ class EpochReader:
         # The source's iterator is made at once, as Keras makes it: it draws a seed when it is.
         return self._batches(iter(self._source))
 
+    def _own_batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        """The batches of this process; all processes are told of each, and when there are no more."""
+        while True:
+            try:
+                batch = next(source, None)
+                count = _ENDED if batch is None else row_count(batch)
+            except Exception:
+                if self.world.data_axes:
+                    _of_shards(self.world, _RAISED)
+                raise
+            rows = _agreed_rows(self.world, count)
+            if batch is None:
+                return
+            self.rows = rows
+            yield batch
+
     def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        if self._already_local:
+            yield from self._own_batches(source)
+            return
         for batch in source:
-            if self._already_local:
-                self.rows = rows_already_local(self.world, batch)
-                yield batch
-                continue
             total = self._sizes.pop(0) if self._sizes is not None else row_count(batch)
             self.rows = rows_of(self.world, self.rank, total)
             start, length = bounds(self.world, self.rank, total)
@@ -153,9 +211,26 @@ def share_random_state(world: RankWorld) -> None:
     torch.set_rng_state(state[2])
 
 
-def broadcast_bytes(world: RankWorld, data: bytes) -> bytes:
+def crew(world: RankWorld) -> Crew | None:
+    """The processes that train a model together, if there are several."""
+    if world.is_virtual or world.mesh.size == 1:
+        return None
+
+    def share(text: str) -> str:
+        # One letter more: nothing of no length is sent.
+        return broadcast_bytes(_by_process(world), f".{text}".encode(), "files")[1:].decode()
+
+    return Crew(world.writes, share)
+
+
+def _by_process(world: RankWorld) -> RankWorld:
+    """All processes in order, so that the first of them is process 0 in whatever order a mesh has them."""
+    return rank_world(Mesh({"process": world.backend.process_count()}), ())
+
+
+def broadcast_bytes(world: RankWorld, data: bytes, purpose: str = "random state") -> bytes:
     """The first rank's bytes on every process."""
-    with events.for_purpose("random state"):
+    with events.for_purpose(purpose):
         length = _broadcast(world, torch.tensor([len(data)]))
         buffer = torch.zeros(int(length), dtype=torch.uint8)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -186,7 +261,10 @@ def install() -> None:
         engine = current_engine()
         if engine is None or engine.world.is_virtual:
             return source
-        self._unidist_reader = EpochReader(source, engine.world, not engine.distribution.strategy.auto_shard_dataset)
+        already_local = not engine.distribution.strategy.auto_shard_dataset
+        if already_local:
+            _agree_on_length(engine.world, self.steps_per_epoch or self._num_batches or 0)
+        self._unidist_reader = EpochReader(source, engine.world, already_local)
         return self._unidist_reader
 
     def __next__(self: Any) -> Any:  # noqa: N807

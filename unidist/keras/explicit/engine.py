@@ -18,10 +18,11 @@ from keras.src.utils.torch_utils import TorchModuleWrapper
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit import context, data, metrics, pairs, placing, rules
+from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
-from unidist.keras.explicit.reducer import Reducer
+from unidist.keras.explicit.traffic import Traffic
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
@@ -42,7 +43,7 @@ class Engine:
         self.world = placing.world_of(distribution)
         self.rules: list[rules.Rule] = []
         self.pairs: list[pairs.Pair] | None = None
-        self._reducers: dict[int, Reducer] = {}
+        self.traffic: Traffic | None = None
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
         self.logs_are_read = True
@@ -56,9 +57,19 @@ class Engine:
         try:
             with self.distribution.scope():
                 yield
+                self.settle()
         finally:
             self.logs_are_read = before
             _current.reset(token)
+
+    def settle(self) -> None:
+        """Variables and optimizer states become what one device's would be now: nothing is under way, and gradients
+        that wait for an accumulation are in its slots. A collective where there are any."""
+        traffic = self.traffic
+        if traffic is not None:
+            traffic.settle()
+            if any(traffic.reducer(rank).is_holding for rank in self.world.ranks):
+                self.world.run(traffic.flush)
 
     # preparing ----------------------------------------------------------------------------------------------------
 
@@ -68,6 +79,8 @@ class Engine:
         if self._state() == self._prepared:
             return
         fresh = not self._prepared
+        if fresh and settle(model, self.distribution):
+            placing.move_model(model, self.distribution)
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
@@ -75,6 +88,8 @@ class Engine:
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
         self._watch_gradients()
+        if programs.is_compiled(model):
+            programs.install_programs(model, self.world.backend)
         self._prepared = self._state()
 
     def _state(self) -> tuple[Any, ...]:
@@ -83,7 +98,15 @@ class Engine:
         optimizer = getattr(model, "optimizer", None)
         slots = len(optimizer.variables) if optimizer is not None else 0
         weights = model.variables
-        return (id(optimizer), slots, len(weights), len(model.metrics_variables), tuple(v.trainable for v in weights))
+        compiled = bool(getattr(model, "jit_compile", False))
+        return (
+            id(optimizer),
+            compiled,
+            slots,
+            len(weights),
+            len(model.metrics_variables),
+            tuple(v.trainable for v in weights),
+        )
 
     def _set_rules(self) -> None:
         for layer in self.model._flatten_layers():
@@ -99,6 +122,8 @@ class Engine:
             if rule is not None:
                 rules.install_rule(rule)
                 self.rules.append(rule)
+        for layer in self.model._flatten_layers():
+            heads.install_heads(layer, self.rules)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
@@ -108,22 +133,15 @@ class Engine:
         return [tracker for tracker in found if tracker is not None]
 
     def _watch_gradients(self) -> None:
-        for reducer in self._reducers.values():
-            reducer.close()
-        data_axes = self.world.data_axes
-        self._reducers = {}
-        for rank in self.world.ranks:
-            watched = []
-            for variable in self.model.trainable_variables:
-                held = variable._place
-                axes = tuple(a for a in data_axes if held.layout.state(a) == "I" and self.world.mesh.axis_size(a) > 1)
-                watched.append((held.shards[rank], axes))
-            self._reducers[rank] = Reducer(self.world, rank, watched)
+        if self.traffic is not None:
+            self.settle()
+            self.traffic.close()
+        self.traffic = Traffic(self.model, self.world)
 
     # steps --------------------------------------------------------------------------------------------------------
 
-    def step(self, function: Callable[[Any], Any], batches: Any, *, gathers: bool = False) -> Any:
-        """Keras's step function on each rank's rows; `gathers`: its outputs are rows, to be joined (predict)."""
+    def step(self, function: Callable[[Any], Any], batches: Any, *, kind: str) -> Any:
+        """Keras's step function on each rank's rows; of kind "train", "test" or "predict" (outputs are joined)."""
         if not self._ready:
             self.prepare()
             self._ready = True
@@ -140,18 +158,27 @@ class Engine:
             mine = rows if rows is not None else data.rows_of(self.world, frame.rank, total)
             own = local if rows is not None else self._cut(batch, frame.rank, total)
             frame.rows = mine
-            self._prove_pairs(frame, own)
-            out = function([own])
-            return self._joined(out, mine) if gathers else out
+            traffic = self._traffic()
+            with traffic.step(frame, kind):
+                if self._prove_pairs(frame, own):
+                    traffic.release(frame)
+                out = function([own])
+                return self._joined(out, mine) if kind == "predict" else out
 
         return self.world.run(on_rank)
+
+    def _traffic(self) -> Traffic:
+        if self.traffic is None:
+            raise RuntimeError("a step before the model was prepared")
+        return self.traffic
 
     def _cut(self, batch: Any, rank: int, total: int) -> Any:
         return data.cut(batch, *data.bounds(self.world, rank, total), copy=self.world.is_virtual)
 
-    def _prove_pairs(self, frame: Frame, batch: Any) -> None:
+    def _prove_pairs(self, frame: Frame, batch: Any) -> bool:
+        """Whether there was anything to do."""
         if self.pairs is not None and frame.rank in self._proven_on:
-            return
+            return False
         x = tree.map_structure(_few_rows, unpack_x_y_sample_weight(batch)[0])
         found = pairs.prove(self.model, self.rules, frame, x)
         self._proven_on.add(frame.rank)
@@ -160,6 +187,7 @@ class Engine:
             for pair in found:
                 for layer in pair.random:
                     _distinct_seeds(layer, pair.row.axes)
+        return True
 
     @functools.cached_property
     def _proven_on(self) -> set[int]:
@@ -228,13 +256,13 @@ class Engine:
 class StepFunction:
     """Keras's step function on each rank's rows."""
 
-    def __init__(self, engine: Engine, function: Callable[[Any], Any], gathers: bool) -> None:
+    def __init__(self, engine: Engine, function: Callable[[Any], Any], kind: str) -> None:
         self.engine = engine
         self.function = function
-        self.gathers = gathers
+        self.kind = kind
 
     def __call__(self, batches: Any) -> Any:
-        return self.engine.step(self.function, batches, gathers=self.gathers)
+        return self.engine.step(self.function, batches, kind=self.kind)
 
 
 def world_of_model(model: Any) -> Any:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from typing import Any
 
-import torch
 from keras.src import backend as keras_backend
 from keras.src import tree
 from keras.src.backend.torch.layer import TorchLayer
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.callbacks.callback import Callback
 from keras.src.callbacks.callback_list import CallbackList
-from keras.src.callbacks.csv_logger import CSVLogger
 from keras.src.distribution import distribution_lib as keras_distribution_lib
 
 from unidist import session
@@ -23,22 +20,26 @@ from unidist.keras.explicit import (
     data,
     distribution_lib,
     engine,
+    generation,
     initializing,
     losses,
     metrics,
     optimizers,
     placing,
+    programs,
     saving,
+    state_dicts,
     statistics,
 )
 from unidist.keras.explicit.world import rank_world
+from unidist.keras.writing import by_one
 
 _installed = False
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MAKERS = (
-    ("make_train_function", "train_function", False),
-    ("make_test_function", "test_function", False),
-    ("make_predict_function", "predict_function", True),
+    ("make_train_function", "train_function", "train"),
+    ("make_test_function", "test_function", "test"),
+    ("make_predict_function", "predict_function", "predict"),
 )
 
 
@@ -57,6 +58,7 @@ def install() -> None:
     data.install()
     saving.install()
     optimizers.install()
+    generation.install()
     _patch_trainer()
     _patch_layer()
 
@@ -81,8 +83,8 @@ def _give_distribution() -> None:
 def _patch_trainer() -> None:
     for name in _ENTRANCES:
         setattr(TorchTrainer, name, _in_session(getattr(TorchTrainer, name)))
-    for maker, attribute, gathers in _MAKERS:
-        setattr(TorchTrainer, maker, _making_steps(getattr(TorchTrainer, maker), attribute, gathers))
+    for maker, attribute, kind in _MAKERS:
+        setattr(TorchTrainer, maker, _making_steps(getattr(TorchTrainer, maker), attribute, kind))
 
 
 def _in_session(original: Any) -> Any:
@@ -100,17 +102,10 @@ def _in_session(original: Any) -> Any:
                 found.prepare()
             if "verbose" in signature.parameters and not found.world.writes:
                 bound.arguments["verbose"] = 0
-                _hush(bound.arguments.get("callbacks"))
-            return original(*bound.args, **bound.kwargs)
+            with by_one(bound.arguments.get("callbacks"), data.crew(found.world)):
+                return original(*bound.args, **bound.kwargs)
 
     return entrance
-
-
-def _hush(callbacks: Any) -> None:
-    """Lets callbacks that write logs write them nowhere: one process writes."""
-    for callback in tree.flatten(callbacks):
-        if isinstance(callback, CSVLogger):
-            callback.filename = os.devnull
 
 
 def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:
@@ -129,14 +124,22 @@ def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engi
     return given.get("verbose", "auto") in ("auto", 1, True) or heard or custom
 
 
-def _making_steps(original: Any, attribute: str, gathers: bool) -> Any:
+def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
-        original(self, force=force)
-        function = getattr(self, attribute)
         found = engine.current_engine()
+        if found is not None and programs.is_compiled(self):
+            # The model's call is the program: the step around it is run as it is.
+            self.jit_compile = False
+            try:
+                original(self, force=force)
+            finally:
+                self.jit_compile = True
+        else:
+            original(self, force=force)
+        function = getattr(self, attribute)
         if found is not None and not isinstance(function, engine.StepFunction):
-            setattr(self, attribute, engine.StepFunction(found, function, gathers))
+            setattr(self, attribute, engine.StepFunction(found, function, kind))
 
     return make
 
@@ -145,11 +148,11 @@ def _patch_layer() -> None:
     zero_grad = TorchLayer.zero_grad
 
     def _track_variables(self: Any) -> None:
-        self._torch_params = torch.nn.ParameterDict({v.path: _parameter(v) for v in self.variables})
+        self._torch_params = state_dicts.PlacedParameters(self.variables)
 
     def _post_track_variable(self: Any, variable: Any) -> None:
         if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
-            self.torch_params[variable.path] = _parameter(variable)
+            self.torch_params.add(variable)
 
     def _zero_grad(self: Any, set_to_none: bool = True) -> None:
         frame = context.frame()
@@ -158,15 +161,11 @@ def _patch_layer() -> None:
             return
         for variable in self.trainable_variables:
             if placing.is_placed(variable):
-                variable._place.local(frame).grad = None
+                if not frame.keeps_gradients:
+                    variable._place.forget_gradients(frame.rank)
             elif variable.value.grad is not None:
                 variable.value.grad = None
 
     TorchLayer._track_variables = _track_variables
     TorchLayer._post_track_variable = _post_track_variable
     TorchLayer.zero_grad = _zero_grad
-
-
-def _parameter(variable: Any) -> Any:
-    """What torch sees of a variable: of a placed one this process's (first) shard, never a gathered copy."""
-    return variable._place.local(None) if placing.is_placed(variable) else variable.value

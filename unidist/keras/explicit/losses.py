@@ -8,7 +8,7 @@ batches, and gradients are summed, not averaged.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from keras.src import ops
@@ -59,6 +59,43 @@ def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None 
         return _originals["reduce_values"](values, sample_weight, reduction)
     known, rows = _known(here)
     known.exact_loss = True
+    return _marked(_contribution(known, rows, values, sample_weight, reduction))
+
+
+# An attribute of a tensor, or of the node that made it: it is what a rank contributes to a loss.
+_MARK = "_unidist_contribution"
+# Losses are summed, weighted and scaled: a few nodes lie between them and what is told to a metric.
+_NODES_BETWEEN = 64
+
+
+def _marked(loss: torch.Tensor) -> torch.Tensor:
+    setattr(loss, _MARK, True)
+    if loss.grad_fn is not None:
+        _notes(loss.grad_fn)[_MARK] = True
+    return loss
+
+
+def _notes(node: Any) -> dict[Any, Any]:
+    # A dict, though torch types it as a method.
+    return cast("dict[Any, Any]", node.metadata)
+
+
+def is_contribution(value: torch.Tensor) -> bool:
+    """Whether a number is what this rank contributes to a loss, or was computed from that."""
+    if getattr(value, _MARK, False):
+        return True
+    nodes = [value.grad_fn] if value.grad_fn is not None else []
+    for _ in range(_NODES_BETWEEN):
+        if not nodes:
+            return False
+        node = nodes.pop(0)
+        if _notes(node).get(_MARK):
+            return True
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
+def _contribution(known: Frame, rows: Rows, values: Any, sample_weight: Any, reduction: str | None) -> Any:
     if tuple(values.shape) == ():
         # A loss function that gave a scalar: a mean over its rows, so it counts by them.
         return torch.where(torch.tensor(rows.local > 0, device=values.device), values * rows.share, 0.0)
@@ -102,6 +139,9 @@ def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
     here = frame()
     if here is None or here.rows is None or not here.world.data_axes:
         return value
+    if not here.rows.local:
+        # A mean over no rows is not a number, and counts nothing.
+        return torch.zeros_like(value)
     return value * here.rows.share
 
 

@@ -1,7 +1,8 @@
 """Metrics: each rank sums up its own rows; a result is computed from the states summed over the data axes.
 
 Keras declares the states of metrics `synchronization="on_read", aggregation="sum"`: this is that reading. All states of
-a model are summed in one collective: after each step whose logs somebody reads, and at the end of each epoch.
+a model are summed in one collective: after each step whose logs somebody reads, and at the end of each epoch. A metric
+with an update_state that is not Keras's may keep another thing than sums: it is given the rows of all shards.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from keras.src import tree
+from keras.src.backend.common.masking import set_keras_mask
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.trainer import Trainer
 
 from unidist import events
-from unidist.keras.explicit.context import Frame, frame
+from unidist.keras.explicit import losses
+from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.variables import DistributedVariable
 
 _originals: dict[str, Any] = {}
@@ -68,11 +72,16 @@ def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
     """Makes a model's metrics merge on `result()`, and its loss trackers count contributions."""
+    trackers = list(loss_trackers)
     for metric in metrics:
         for leaf in _leaves(metric):
             if "result" not in vars(leaf):
                 object.__setattr__(leaf, "result", _merging(leaf, leaf.result))
-    for tracker in loss_trackers:
+                if _counts_its_own_way(leaf):
+                    object.__setattr__(leaf, "update_state", _of_all_rows(leaf.update_state))
+                elif type(leaf).update_state is Mean.update_state and not any(leaf is t for t in trackers):
+                    object.__setattr__(leaf, "update_state", _by_share(leaf, leaf.update_state))
+    for tracker in trackers:
         if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", _contributing(tracker, tracker.update_state))
 
@@ -91,6 +100,56 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
             return original()
 
     return result
+
+
+def _counts_its_own_way(metric: Any) -> bool:
+    """Whether its state may be another thing than a sum over rows, as those of Keras's own metrics are."""
+    return not type(metric).update_state.__module__.startswith("keras.src.")
+
+
+def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The first data shard counts the rows of all; the states of the others stay as they began, zeros in the sum."""
+
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        here = frame()
+        if here is None or here.rows is None or not here.world.data_axes:
+            return original(*args, **kwargs)
+        rows = here.rows
+        with events.for_purpose("metrics"), torch.no_grad():
+            args, kwargs = tree.map_structure(lambda x: _whole_rows(here, rows, x), (args, kwargs))
+        return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
+
+    return update_state
+
+
+def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.is_meta or not x.ndim or x.shape[0] != rows.local:
+        return x
+    whole = here.world.gather_rows(x.detach(), rows.total)
+    mask = getattr(x, "_keras_mask", None)
+    if mask is not None:
+        set_keras_mask(whole, here.world.gather_rows(mask, rows.total))
+    return whole
+
+
+def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A Mean that a train_step tells one number a step: a rank's number counts by its share of the rows. A loss is a
+    contribution already, of which the sum is the loss of all rows."""
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        here = frame()
+        given = isinstance(values, torch.Tensor) and not values.is_meta and values.ndim == 0 and sample_weight is None
+        if here is None or here.rows is None or not here.world.data_axes or not given:
+            return original(values, sample_weight=sample_weight)
+        share = here.rows.share
+        with torch.no_grad():
+            if not losses.is_contribution(values):
+                values = values * share if share else torch.zeros_like(values)
+            metric.total.assign_add(values.detach())
+            metric.count.assign_add(torch.as_tensor(share, dtype=torch.float32))
+        return None
+
+    return update_state
 
 
 def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., Any]:

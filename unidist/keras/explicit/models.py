@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from unidist.backends.protocol import Array
 from unidist.keras.explicit import engine
@@ -32,24 +34,31 @@ def rows(model: Any) -> list[Row]:
         found.distribution.check_model([v.path for v in model.variables])
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
-    return [_row(v) for v in [*model.variables, *slots]]
+    return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]
 
 
-def _row(variable: Any) -> Row:
+def _row(variable: Any, kind: str) -> Row:
     held = getattr(variable, "_place", None)
     if held is None:
         value = variable.value
-        return Row(variable.path, tuple(value.shape), str(variable.dtype), None, tuple(value.shape), value.nbytes)
+        shape = tuple(value.shape)
+        return Row(variable.path, shape, str(variable.dtype), None, shape, value.nbytes, kind, _gradient_bytes([value]))
     shards = list(held.shards.values())
     first = shards[0]
     return Row(
         path=variable.path,
-        shape=held.sharding.shape,
+        shape=held.lies.stored.shape,
         dtype=str(variable.dtype),
-        layout=held.layout,
+        layout=held.lies.stored.layout,
         local_shape=tuple(first.shape),
         bytes_per_device=max(shard.numel() * shard.element_size() for shard in shards),
+        kind=kind,
+        gradient_bytes=_gradient_bytes(held.states.values()),
     )
+
+
+def _gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return max(p.grad.nbytes if p.is_leaf and p.grad is not None else 0 for p in parameters)
 
 
 def gather_weights(model: Any) -> list[tuple[str, Array]]:

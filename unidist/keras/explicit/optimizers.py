@@ -1,11 +1,15 @@
-"""Optimizers work on shards; what looks at norms sees whole variables."""
+"""Optimizers work on the part that each rank keeps the states of; what looks at whole variables gets them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from keras import optimizers
+from keras.src.backend.torch.optimizers.torch_parallel_optimizer import TorchParallelOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.ftrl import Ftrl
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
@@ -13,49 +17,178 @@ from unidist.errors import CapabilityError
 from unidist.keras.explicit import context, placing
 from unidist.keras.explicit.context import Frame
 
+# Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
+# enough to be fast. Nadam's update counts its own calls, so it is not among these.
+UPDATE_BYTES = 32 << 20
+_UPDATED_IN_TURNS = (
+    optimizers.SGD,
+    optimizers.Adam,
+    optimizers.Adagrad,
+    optimizers.Adadelta,
+    optimizers.Adamax,
+    optimizers.Lion,
+    optimizers.RMSprop,
+)
+_originals: dict[str, Any] = {}
+
 
 def install() -> None:
-    """Patches BaseOptimizer.apply and clipping (Keras 3.15): in a frame, optimizers see shards, and norms are those
-    of whole variables."""
-    apply, clip, gradients = (
-        BaseOptimizer.apply,
-        BaseOptimizer._clip_gradients,
-        BaseOptimizer._backend_apply_gradients,
-    )
-
-    def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        frame = context.frame()
-        if frame is None:
-            return _apply_outside(self, grads, trainable_variables)
-        with frame.reading_shards():
-            return apply(self, grads, trainable_variables)
-
-    def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
-        """A loop of the user's own: the rank at work is this process's."""
-        targets = trainable_variables if trainable_variables is not None else getattr(self, "_trainable_variables", [])
-        world = next((v._place.world for v in targets if placing.is_placed(v)), None)
-        if world is None:
-            return apply(self, grads, trainable_variables)
-        if world.is_virtual:
-            raise CapabilityError(
-                "optimizer.apply was called outside of fit on a model in the simulator, whose ranks work only inside "
-                "fit and train_on_batch: put the loop's body into the model's train_step"
-            )
-        return world.run(lambda frame: _apply(self, grads, trainable_variables))
-
-    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
-        object.__setattr__(self, "_unidist_clipped", list(trainable_variables))
-        return gradients(self, grads, trainable_variables)
-
-    def _clip_gradients(self: Any, grads: Any) -> Any:
-        frame, variables = context.frame(), getattr(self, "_unidist_clipped", [])
-        if frame is None or not any(placing.is_placed(v) and v._place.is_sharded for v in variables):
-            return clip(self, grads)
-        return clipped(self, frame, grads, variables)
-
+    """Patches BaseOptimizer and LossScaleOptimizer (Keras 3.15): in a frame, optimizers see the parts that this rank
+    updates, norms are those of whole variables, and all ranks skip a step alike."""
+    _originals["apply"] = BaseOptimizer.apply
+    _originals["clip"] = BaseOptimizer._clip_gradients
+    _originals["gradients"] = BaseOptimizer._backend_apply_gradients
+    _originals["update"] = BaseOptimizer._backend_update_step
+    _originals["parallel"] = TorchParallelOptimizer._backend_update_step
+    _originals["finite"] = LossScaleOptimizer.check_finite
     BaseOptimizer.apply = _apply
     BaseOptimizer._backend_apply_gradients = _backend_apply_gradients
     BaseOptimizer._clip_gradients = _clip_gradients
+    BaseOptimizer._backend_update_step = _backend_update_step
+    TorchParallelOptimizer._backend_update_step = _update_in_turns
+    LossScaleOptimizer.check_finite = _check_finite
+
+
+def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    frame = context.frame()
+    if frame is None:
+        return _apply_outside(self, grads, trainable_variables)
+    if frame.accumulating:
+        return _accumulate(self, frame)
+    if trainable_variables is not None:
+        placing.place_optimizer(self, list(trainable_variables))
+    targets = _targets(self, trainable_variables)
+    with frame.reading_shards():
+        own = [_own_part(frame, g, v) for g, v in zip(grads, targets, strict=True)] if targets else grads
+        result = _originals["apply"](self, own, trainable_variables)
+    _join(frame, targets or self._trainable_variables)
+    return result
+
+
+def _targets(optimizer: Any, trainable_variables: Any) -> list[Any]:
+    return list(trainable_variables if trainable_variables is not None else optimizer._trainable_variables)
+
+
+def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
+    """A gradient of the whole that layers see, cut to the part that this rank updates."""
+    if grad is None or not placing.is_placed(variable):
+        return grad
+    place = variable._place
+    held, state = place.sharding, place.lies.state
+    if held == state or tuple(grad.shape) == state.local_shape(frame.rank):
+        return grad
+    pairs = zip(state.region(frame.rank), held.region(frame.rank), strict=True)
+    return grad[tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)]
+
+
+def _join(frame: Frame, variables: Any) -> None:
+    """What ranks have updated in parts becomes whole where it is stored whole. What was fetched before is let go: a
+    step may read it again."""
+    placed = [v._place for v in variables if placing.is_placed(v)]
+    for unit in {id(u): u for p in placed if not p.is_kept and (u := p.units.get(frame.rank))}.values():
+        unit.is_pinned = False
+        unit.free()
+    places = [place for place in placed if place.is_kept]
+    apart = [place for place in places if place.lies.state != place.lies.stored]
+    fetchers = {}
+    for place in apart:
+        unit = place.units.get(frame.rank)
+        if unit is not None:
+            fetchers[id(unit.fetcher)] = unit.fetcher
+            continue
+        whole = frame.world.backend.redistribute(place.own(frame).detach(), place.lies.state, place.lies.stored)
+        place.shards[frame.rank].data.copy_(whole)
+    for fetcher in fetchers.values():
+        fetcher.join(apart)
+
+
+def _accumulate(optimizer: Any, frame: Frame) -> None:
+    """A step of an accumulation whose gradients wait on their ranks: the accumulators take nothing."""
+    if optimizer.use_ema:
+        with frame.reading_shards():
+            variables = optimizer._trainable_variables
+            _originals["apply"](optimizer, [torch.zeros_like(v.value) for v in variables], variables)
+    else:
+        optimizer._iterations.assign_add(1)
+
+
+def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
+    """A loop of the user's own: the rank at work is this process's."""
+    targets = trainable_variables if trainable_variables is not None else getattr(self, "_trainable_variables", [])
+    world = next((v._place.world for v in targets if placing.is_placed(v)), None)
+    if world is None:
+        return _originals["apply"](self, grads, trainable_variables)
+    if world.is_virtual:
+        raise CapabilityError(
+            "optimizer.apply was called outside of fit on a model in the simulator, whose ranks work only inside "
+            "fit and train_on_batch: put the loop's body into the model's train_step"
+        )
+
+    def reduced(grad: Any, variable: Any) -> Any:
+        place = getattr(variable, "_place", None)
+        return place.own(None).grad if grad is None and place is not None else grad
+
+    given = [reduced(g, v) for g, v in zip(grads, targets, strict=True)] if len(targets) == len(grads) else grads
+    return world.run(lambda frame: _apply(self, given, trainable_variables))
+
+
+def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+    """Keras's update one variable after the other. Its elementwise optimizers have a faster one for torch; so those
+    that come here, but Ftrl, may look at whole variables: each is gathered, with its slots, updated alike on every
+    rank, and cut again."""
+    frame = context.frame()
+    if frame is None or not frame.local or type(self) is Ftrl:
+        return _originals["update"](self, grads, trainable_variables, learning_rate)
+    for grad, variable in zip(grads, trainable_variables, strict=True):
+        if not placing.is_placed(variable) or not variable._place.lies.state.layout.dims:
+            self.update_step(grad, variable, learning_rate)
+            continue
+        with frame.updating_wholes(), events.for_purpose("whole variable"):
+            self.update_step(variable._place.joined(grad), variable, learning_rate)
+    return None
+
+
+def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+    """Keras's update of elementwise optimizers, for some variables after others."""
+    frame = context.frame()
+    if frame is None or not isinstance(self, _UPDATED_IN_TURNS):
+        return _originals["parallel"](self, grads, trainable_variables, learning_rate)
+    turn: list[tuple[Any, Any]] = []
+    nbytes = 0
+    for grad, variable in zip(grads, trainable_variables, strict=True):
+        more = grad.numel() * grad.element_size()
+        if turn and nbytes + more > UPDATE_BYTES:
+            _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
+            turn, nbytes = [], 0
+        turn.append((grad, variable))
+        nbytes += more
+    return _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
+
+
+def _check_finite(self: Any, grads: Any) -> Any:
+    """Whether all gradients are finite, on every rank."""
+    finite = _originals["finite"](self, grads)
+    placed = [v for v in self._trainable_variables if placing.is_placed(v)]
+    axes = tuple(dict.fromkeys(a for v in placed for a in v._place.lies.state.layout.sharded_axes))
+    if not axes:
+        return finite
+    world = placed[0]._place.world
+    partial = Sharding(world.mesh, Layout(partial=dict.fromkeys(axes, "min")), ())
+    with events.for_purpose("finite gradients"), torch.no_grad():
+        everywhere = world.backend.redistribute(finite.float(), partial, partial.with_layout(Layout()))
+    return everywhere > 0
+
+
+def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+    object.__setattr__(self, "_unidist_clipped", list(trainable_variables))
+    return _originals["gradients"](self, grads, trainable_variables)
+
+
+def _clip_gradients(self: Any, grads: Any) -> Any:
+    frame, variables = context.frame(), getattr(self, "_unidist_clipped", [])
+    if frame is None or not any(placing.is_placed(v) and v._place.lies.state.layout.dims for v in variables):
+        return _originals["clip"](self, grads)
+    return clipped(self, frame, grads, variables)
 
 
 def clipped(optimizer: Any, frame: Frame, grads: list[Any], variables: list[Any]) -> list[Any]:
@@ -76,7 +209,7 @@ def _whole_squares(frame: Frame, grads: list[Any], variables: list[Any]) -> list
     squares = [(g.detach() ** 2).sum() for g in grads]
     kinds: dict[tuple[str, ...], list[int]] = {}
     for k, variable in enumerate(variables):
-        axes = variable._place.layout.sharded_axes
+        axes = variable._place.lies.state.layout.sharded_axes
         if axes:
             kinds.setdefault(tuple(sorted(axes)), []).append(k)
     for axes, members in kinds.items():

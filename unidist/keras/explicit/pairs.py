@@ -2,7 +2,7 @@
 
 Three checks on a few rows of the first batch, all ranks together:
 1. Disturbance: one slice of a column layer's output is changed. The change must reach one row layer as exactly that
-   slice, and nothing else: no other layer with a rule, no output of the model. (A change, not a NaN: fused attention
+   slice, and nothing else: no other column or row layer, no output of the model. (A change, not a NaN: fused attention
    kernels swallow NaNs in queries and keys.)
 2. Closure: a row layer is a candidate only if every column layer that reaches it reaches it so.
 3. Equality: the model with the pair and the model without it give the same outputs and the same gradients.
@@ -25,7 +25,7 @@ from unidist.algebra import Layout, Sharding
 from unidist.errors import UnidistError
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.rules import ELEMENTWISE, Rule, activation_name
+from unidist.keras.explicit.rules import Rule
 
 RELATIVE = 1e-4
 ABSOLUTE = 1e-6
@@ -46,12 +46,11 @@ class Pair:
 
 @dataclass
 class _Clean:
-    """An undisturbed run: what each row layer took, how often each column layer was called, what came out, and what
-    each layer with random numbers took."""
+    """An undisturbed run: what each row layer took and each column layer gave, what came out, and what each layer with
+    random numbers took."""
 
-    taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    seen: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     seeded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    called: dict[int, int] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -60,6 +59,7 @@ class _Reach:
     """Where a change of one column's output arrived."""
 
     rows: dict[int, bool] = field(default_factory=dict)  # id(row rule) -> in the right slice and nowhere else
+    hits: dict[int, int] = field(default_factory=dict)  # id(row rule) -> in how many of its calls
     leaked: bool = False
     random: list[Any] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
         x: a few rows of input.
     """
     columns = [r for r in rules if r.kind == "column" and _can_be_paired(r)]
-    rows = [r for r in rules if r.kind == "row"]
+    rows = [r for r in rules if r.kind == "row" and _can_be_paired(r)]
     if not columns or not rows:
         return []
     with events.for_purpose("proof of pairs"):
@@ -95,10 +95,11 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
 
 
 def _can_be_paired(rule: Rule) -> bool:
+    """Whether its shards are of one size (all ranks then see alike whether they fit) and nothing else looks at them."""
     layer = rule.layer
-    if not hasattr(layer, "_kernel") or layer.activity_regularizer is not None:
+    if not hasattr(layer, "_kernel") or layer.activity_regularizer is not None or not rule.pairable:
         return False
-    return layer.activation is None or activation_name(layer.activation) in ELEMENTWISE
+    return all(layer._kernel.shape[d] % rule.parts == 0 for d, a in enumerate(layer._kernel._place.layout.dims) if a)
 
 
 # 1. disturbance -------------------------------------------------------------------------------------------------------
@@ -117,10 +118,7 @@ def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
     clean = _Clean()
 
     def record(rule: Rule, value: torch.Tensor) -> torch.Tensor:
-        if rule.kind == "row":
-            clean.taken.setdefault(id(rule), []).append(value.detach())
-        else:
-            clean.called[id(rule)] = clean.called.get(id(rule), 0) + 1
+        clean.seen.setdefault(id(rule), []).append(value.detach())
         return value
 
     def note(layer: Any, taken: list[torch.Tensor]) -> None:
@@ -132,31 +130,47 @@ def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
 
 
 def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) -> _Reach:
-    reach = _Reach(leaked=clean.called.get(id(column), 0) != 1)
+    reach = _Reach(leaked=id(column) not in clean.seen)
+    seen: dict[int, int] = {}
 
     def probe(rule: Rule, value: torch.Tensor) -> torch.Tensor:
         if rule is column:
             return _changed(value, rule.out_dim, _slice_of(rule, value.shape[rule.out_dim], frame))
-        before = clean.taken.get(id(rule))
-        if rule.kind != "row" or before is None:
+        before = clean.seen.get(id(rule))
+        if before is None:
             return value
-        where = (value != before[0]) if len(before) == 1 and value.shape == before[0].shape else None
-        if where is None:
+        # A shared layer is called several times: each call is compared with the same one of the clean run.
+        call = seen[id(rule)] = seen.get(id(rule), -1) + 1
+        if call >= len(before) or value.shape != before[call].shape:
             reach.leaked = True
             return value
-        if bool(where.any()):
+        where = value != before[call]
+        if bool(where.any()) and rule.kind == "column":
+            # It takes the whole of what was changed.
+            reach.leaked = True
+        elif bool(where.any()):
             slice_ = _slice_of(rule, value.shape[rule.in_dim], frame)
-            reach.rows[id(rule)] = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
+            sound = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
+            reach.rows[id(rule)] = sound and reach.rows.get(id(rule), True)
+            reach.hits[id(rule)] = reach.hits.get(id(rule), 0) + 1
         # What goes on is clean: a change that arrives anywhere else came by another way.
-        return before[0]
+        return before[call]
+
+    calls: dict[int, list[bool]] = {}
 
     def note(layer: Any, taken: list[torch.Tensor]) -> None:
-        if not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in clean.seeded[id(layer)]):
+        known = clean.seeded[id(layer)]
+        hit = not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in known)
+        calls.setdefault(id(layer), []).append(hit)
+        if hit:
             reach.random.append(layer)
 
     with _probing(frame, probe), _seeded_layers(model, frame, note), torch.no_grad():
         outputs = _floats(_forward(model, x))
-    reach.leaked = reach.leaked or not _close(outputs, clean.outputs)
+    # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
+    mixed = any(any(hits) and not all(hits) for hits in calls.values())
+    partly = any(hits != len(clean.seen[row]) for row, hits in reach.hits.items())
+    reach.leaked = reach.leaked or mixed or partly or not _close(outputs, clean.outputs)
     return reach
 
 

@@ -11,9 +11,9 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
-from unidist.errors import CapabilityError
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit.context import frame
+from unidist.keras.explicit.context import frame, left
+from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.strategy import UnidistDistribution
@@ -35,13 +35,13 @@ def place_new(variable: Any) -> None:
         return
     given = variable._layout
     if isinstance(given, PlacedLayout):
-        world = _world_of_sharding(given.sharding)
+        world = _world_of_sharding(given.state)
         if world is not None:
-            place(variable, world, given.sharding)
+            place(variable, world, Lies.alike(given.state))
         return
     distribution = strategies.current()
     if distribution is not None:
-        place(variable, world_of(distribution), sharding_of(variable, distribution))
+        place(variable, world_of(distribution), lies_of(variable, distribution, variable._trainable))
         variable._unidist_distribution = distribution
 
 
@@ -53,20 +53,36 @@ def _world_of_sharding(sharding: Sharding) -> RankWorld | None:
     return _worlds.get(sharding.mesh)
 
 
-def sharding_of(variable: Any, distribution: UnidistDistribution) -> Sharding:
-    """How a variable lies: by its own layout, as a metric's state (summed on reading), or by the strategy."""
+def lies_of(variable: Any, distribution: UnidistDistribution, is_weight: bool) -> Lies:
+    """How a variable lies: by its own layout, as a metric's state (summed on reading), or by the strategy.
+
+    Args:
+        is_weight: it is trained, or was before it was frozen. What is not (moving statistics, seeds, counters) lies as
+            the layout rules say, the same for all purposes: it is small, read in every step and has no gradient.
+    """
     world = world_of(distribution)
     _worlds[distribution.mesh] = world
-    shape = tuple(variable._value.shape)
+    mesh, shape = distribution.mesh, tuple(variable._value.shape)
     if variable._layout is not None:
         given = variable._layout
-        layout = given.sharding.layout if isinstance(given, PlacedLayout) else as_layout(given)
-        return Sharding(distribution.mesh, layout, shape)
+        if isinstance(given, PlacedLayout):
+            return Lies.alike(given.state)
+        return Lies.alike(Sharding(mesh, as_layout(given), shape))
     if variable.synchronization == "on_read":
         axes = distribution.strategy.data_axes if variable.aggregation == "sum" else ()
-        return Sharding(distribution.mesh, Layout(partial=axes), shape)
-    storage = distribution.strategy.variable(variable.path, shape).storage
-    return Sharding(distribution.mesh, storage, shape)
+        return Lies.alike(Sharding(mesh, Layout(partial=axes), shape))
+    return _ruled(variable.path, shape, distribution, is_weight)
+
+
+def _ruled(path: str, shape: tuple[int, ...], distribution: UnidistDistribution, is_weight: bool) -> Lies:
+    strategy = distribution.strategy
+    if not is_weight:
+        return Lies.alike(Sharding(distribution.mesh, strategy.rule(path, shape), shape))
+    return Lies.by(strategy.variable(path, shape), distribution.mesh, shape)
+
+
+def _trained(model: Any) -> set[int]:
+    return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
 
 
 def place_model(model: Any, distribution: UnidistDistribution) -> None:
@@ -76,29 +92,74 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 
     Raises:
         LayoutError: a strict rule matches no variable, or one does not fit.
-        CapabilityError: the optimizer looks at whole variables and a variable is sharded.
     """
     world = world_of(distribution)
     _worlds[distribution.mesh] = world
     weights = list(model.variables)
     distribution.check_model([v.path for v in weights])
 
+    trained = _trained(model)
+
     def place_all(variables: Iterable[Any]) -> None:
         for variable in _unplaced(variables):
             reference = _reference_of(variable, model)
             if reference is not None:
                 variable._layout = reference._layout
-            place(variable, world, sharding_of(variable, distribution), prepare=lambda x: _from_first(x, world))
+            lies = lies_of(variable, distribution, id(variable) in trained)
+            place(variable, world, lies, prepare=lambda x: _from_first(x, world))
 
     place_all(weights)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     place_all([*_optimizer_variables(model), *model.metrics_variables])
-    check_optimizer(model)
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Builds and places an optimizer that a train_step brings along, beside or in place of the model's."""
+    if optimizer.built and not _unplaced(optimizer.variables):
+        return
+    built_in = (v._unidist_distribution for v in variables if hasattr(v, "_unidist_distribution"))
+    distribution = strategies.current() or next(built_in, None)
+    if distribution is None:
+        return
+    with left(), distribution.scope():
+        if not optimizer.built:
+            with backend.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+        for variable in _unplaced(optimizer.variables):
+            reference = _owner_of(variable, optimizer)
+            if reference is not None:
+                variable._layout = reference._layout
+            place(variable, world_of(distribution), lies_of(variable, distribution, is_weight=False))
+
+
+def move_model(model: Any, distribution: UnidistDistribution) -> None:
+    """Moves the placed variables of a model, and its optimizer's slots, to where the strategy says now: one by one,
+    so that one whole variable exists at a time. A collective of the mesh."""
+    world = world_of(distribution)
+    trained = _trained(model)
+    for variable in model.variables:
+        if is_placed(variable) and not variable._place.layout.partial:
+            shape = variable._place.lies.stored.shape
+            _move(variable, world, _ruled(variable.path, shape, distribution, id(variable) in trained))
+    for slot in _optimizer_variables(model):
+        reference = _reference_of(slot, model) if is_placed(slot) else None
+        if reference is not None:
+            _move(slot, world, Lies.alike(reference._place.lies.state))
+
+
+def _move(variable: Any, world: RankWorld, lies: Lies) -> None:
+    if variable._place.lies == lies:
+        return
+    value = variable._place.whole(None).detach()
+    held = Place(world, lies, variable.path)
+    held.fill(value, trainable=variable._trainable)
+    variable._place = held
+    variable._layout = PlacedLayout(lies.stored, lies.state)
 
 
 def equalize(variables: Iterable[Any], world: RankWorld) -> None:
@@ -106,12 +167,12 @@ def equalize(variables: Iterable[Any], world: RankWorld) -> None:
     if world.is_virtual:
         return
     for variable in variables:
-        held = variable._place
-        axes = tuple(a for a in world.mesh.axis_names if held.layout.state(a) in ("I", "F"))
-        if axes and world.mesh.axis_size(axes) > 1 and not held.layout.partial:
+        stored = variable._place.lies.stored
+        axes = tuple(a for a in world.mesh.axis_names if stored.layout.state(a) in ("I", "F"))
+        if axes and world.mesh.axis_size(axes) > 1 and not stored.layout.partial:
             with torch.no_grad():
-                shard = held.local(None)
-                shard.copy_(world.backend.broadcast(shard.detach(), held.sharding, axes, 0))
+                shard = variable._place.parameter()
+                shard.copy_(world.backend.broadcast(shard.detach(), stored, axes, 0))
 
 
 def _from_first(value: torch.Tensor, world: RankWorld) -> torch.Tensor:
@@ -132,7 +193,10 @@ def _optimizer_variables(model: Any) -> list[Any]:
 
 def _reference_of(slot: Any, model: Any) -> Any:
     """The placed model variable that an optimizer's slot belongs to, found as Keras names slots."""
-    optimizer = getattr(model, "optimizer", None)
+    return _owner_of(slot, getattr(model, "optimizer", None))
+
+
+def _owner_of(slot: Any, optimizer: Any) -> Any:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner is None or not getattr(inner, "built", False):
         return None
@@ -142,37 +206,6 @@ def _reference_of(slot: Any, model: Any) -> Any:
         if slot.name.startswith(variable.path.replace("/", "_") + "_") and tuple(slot.shape) == tuple(variable.shape):
             return variable if is_placed(variable) else None
     return None
-
-
-WHOLE_VARIABLE_OPTIMIZERS = ("Adafactor", "Lamb", "Muon")
-
-
-def check_optimizer(model: Any) -> None:
-    """Raises CapabilityError where the optimizer would need whole variables but gets shards."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return
-    sharded = [v.path for v in model.trainable_variables if is_placed(v) and v._place.is_sharded]
-    if not sharded:
-        return
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if type(inner).__name__ in WHOLE_VARIABLE_OPTIMIZERS:
-        raise CapabilityError(
-            f"{type(inner).__name__} looks at whole variables, but {sharded[0]!r} is sharded: use an elementwise "
-            "optimizer (SGD, Adam, AdamW, RMSprop, Lion, Adagrad, Nadam), or do not shard"
-        )
-    if inner is not optimizer:
-        raise CapabilityError(
-            f"{type(optimizer).__name__} decides by all gradients whether to step, but {sharded[0]!r} is sharded and "
-            "each rank sees only its part: use mixed_bfloat16, which needs no loss scaling, or do not shard"
-        )
-    for variable in model.trainable_variables:
-        kind = type(variable.constraint).__name__
-        if variable.constraint is not None and kind != "NonNeg" and is_placed(variable) and variable._place.is_sharded:
-            raise CapabilityError(
-                f"constraint {kind} looks at the whole of {variable.path!r}, which is sharded: remove the constraint "
-                "or do not shard the variable"
-            )
 
 
 _originals: dict[str, Any] = {}

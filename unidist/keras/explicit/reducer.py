@@ -1,4 +1,5 @@
-"""Reducer: gradients are summed over the data axes in flat buckets, while backward still runs.
+"""Reducer: gradients are summed over the data axes in flat buckets, while backward still runs: by all_reduce where each
+data rank keeps the whole sum, by reduce_scatter where each keeps its part.
 
 Source of the method: PyTorch DistributedDataParallel (Li et al., VLDB 2020): buckets in the order in which backward
 fills them, a small first one, launched strictly in order so that all ranks agree.
@@ -6,8 +7,9 @@ fills them, a small first one, launched strictly in order so that all ranks agre
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,13 +17,35 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Group
 from unidist.errors import CapabilityError
-from unidist.keras.explicit import context
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.parcels import Cut, Parcel, cut_between
+from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.world import RankWorld
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+# Buckets that are cut among the ranks are let go as soon as they are reduced; so many may be under way at once.
+SCATTERED_AT_ONCE = 2
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def bucket_bytes() -> int:
+    """Bytes of a bucket: UNIDIST_BUCKET_MB, or 25 MiB.
+
+    Raises:
+        ValueError: the variable holds no positive number.
+    """
+    given = os.environ.get("UNIDIST_BUCKET_MB")
+    if given is None:
+        return BUCKET_BYTES
+    try:
+        size = float(given)
+    except ValueError:
+        size = 0.0
+    if size <= 0:
+        raise ValueError(f"UNIDIST_BUCKET_MB={given!r}: give the size of a gradient bucket in MiB, above 0")
+    return int(size * (1 << 20))
 
 
 def _untraced(function: _F) -> _F:
@@ -29,86 +53,172 @@ def _untraced(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function))
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A variable whose gradient is reduced.
+
+    Attributes:
+        leaf: where backward puts the gradient. target: where the reduced one goes.
+        axes: over which it arrives partial.
+        cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
+    """
+
+    leaf: torch.nn.Parameter
+    target: torch.nn.Parameter
+    axes: Axes
+    cut_axes: Axes = ()
+    cut: Cut | None = None
+
+    @staticmethod
+    def of(place: Place, rank: int) -> Watched:
+        world = place.world
+        axes = tuple(a for a in world.data_axes if place.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
+        found = cut_between(place.sharding, place.lies.state, rank)
+        return Watched(place.leaf(rank), place.states[rank], axes, *(found or ()))
+
+
 class Bucket:
     """Gradients of one dtype that are reduced over one group, as one flat buffer."""
 
-    def __init__(self, axes: Axes, group: Group, parameters: list[torch.nn.Parameter]) -> None:
-        self.axes = axes
-        self.group = group
-        self.parameters = parameters
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views: list[torch.Tensor] = []
-        start = 0
-        for p in parameters:
-            self.views.append(self.flat[start : start + p.numel()].view(p.shape))
-            start += p.numel()
-        self.missing = len(parameters)
-        self.handle: Any = None
+    def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
+        self.world = world
+        self.members = members
+        self.axes = members[0].axes
+        self.group = world.mesh.group(self.axes, rank)
+        self.nbytes = sum(m.leaf.numel() * m.leaf.element_size() for m in members)
+        self.missing = len(members)
+        self.had: list[bool] = []
 
-    def collect(self) -> list[bool]:
-        """Copies the gradients into the buffer; which of them exist."""
-        have = [p.grad is not None for p in self.parameters]
-        full = [(v, p.grad) for v, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        if len(full) < len(have):
-            self.flat.zero_()
+    def launch(self) -> None:
+        """Copies the gradients into the buffer and starts to reduce it."""
+        raise NotImplementedError
+
+    def finish(self) -> list[torch.Tensor]:
+        """Waits; the reduced gradients, valid until the next launch."""
+        raise NotImplementedError
+
+
+class WholeBucket(Bucket):
+    """P -> I: every rank keeps the sums."""
+
+    def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
+        super().__init__(world, rank, members)
+        leaves = [m.leaf for m in members]
+        self._flat = leaves[0].new_zeros(sum(p.numel() for p in leaves)).detach()
+        flats = self._flat.split([p.numel() for p in leaves])
+        self._views = [flat.view(p.shape) for flat, p in zip(flats, leaves, strict=True)]
+        self._handle: Any = None
+
+    def launch(self) -> None:
+        grads = [m.leaf.grad for m in self.members]
+        self.had = [g is not None for g in grads]
+        full = [(v, g) for v, g in zip(self._views, grads, strict=True) if g is not None]
+        if len(full) < len(grads):
+            self._flat.zero_()
         if full:
             torch._foreach_copy_([v for v, _ in full], [g for _, g in full])
-        return have
+        backend = self.world.backend
+        backend.record("all_reduce", self.axes, self.group, self._flat)
+        self._handle = backend.comm.all_reduce_inplace(self._flat, self.group, "sum")
+
+    def finish(self) -> list[torch.Tensor]:
+        self._handle.wait()
+        self._handle = None
+        return self._views
+
+
+class CutBucket(Bucket):
+    """P -> S: every rank keeps its part of each sum; the whole buffer lives from launch to finish."""
+
+    def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
+        super().__init__(world, rank, members)
+        first = members[0]
+        self.cut_axes = first.cut_axes
+        self.rest: Axes = tuple(a for a in self.axes if a not in self.cut_axes)
+        self.rest_group: Group | None = world.mesh.group(self.rest, rank) if self.rest else None
+        group = world.mesh.group(self.cut_axes, rank)
+        self._parcel = Parcel(group, [m.cut for m in members if m.cut is not None], first.leaf)
+        self._row: torch.Tensor | None = None
+        self._under_way: tuple[torch.Tensor, Any] | None = None
+
+    def launch(self) -> None:
+        parcel, backend = self._parcel, self.world.backend
+        buffer = parcel.buffer()
+        self.had = [m.leaf.grad is not None for m in self.members]
+        for k, member in enumerate(self.members):
+            parcel.put(buffer, k, member.leaf.grad)
+            member.leaf.grad = None
+        if self._row is None:
+            self._row = parcel.row()
+        backend.record("reduce_scatter", self.cut_axes, parcel.group, buffer)
+        self._under_way = buffer, backend.comm.reduce_scatter_into(self._row, buffer, parcel.group, "sum")
+
+    def finish(self) -> list[torch.Tensor]:
+        backend = self.world.backend
+        if self._under_way is not None:
+            self._under_way[1].wait()
+            self._under_way = None
+            if self.rest_group is not None and self._row is not None:
+                backend.record("all_reduce", self.rest, self.rest_group, self._row)
+                backend.comm.all_reduce_inplace(self._row, self.rest_group, "sum").wait()
+        row = self._row if self._row is not None else self._parcel.row()
+        return [self._parcel.part(row, k) for k in range(len(self.members))]
 
 
 class Reducer:
-    """Watches one rank's parameters and sums their gradients over `axes_of` each of them.
+    """Watches one rank's parameters and reduces their gradients.
 
     Args:
         world: the ranks. rank: the one whose parameters these are.
-        parameters: (parameter, axes over which its gradient arrives partial), in the order of the model.
+        watched: the variables, in the order of the model.
     """
 
-    def __init__(self, world: RankWorld, rank: int, parameters: Iterable[tuple[torch.nn.Parameter, Axes]]) -> None:
+    def __init__(self, world: RankWorld, rank: int, watched: Iterable[Watched]) -> None:
         self.world = world
         self.rank = rank
         self.buckets: list[Bucket] = []
+        self.frame: Frame | None = None
+        self.is_paused = False
+        # What leaves hold from steps of an accumulation is not reduced yet.
+        self.is_holding = False
         self._bucket_of: dict[int, Bucket] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._next = 0
-        self._have: dict[int, list[bool]] = {}
+        self._finished = 0
         self._running = False
         self._hooks: list[Any] = []
-        self._paused = False
-        watched = [(p, axes) for p, axes in parameters if p.requires_grad]
-        for axes, members in self._by_kind(watched):
-            self._cut(axes, members)
+        self.launched_early = 0
+        self.watched = [w for w in watched if w.leaf.requires_grad]
+        for members in self._by_kind():
+            self._cut(members)
         for bucket in self.buckets:
-            for p in bucket.parameters:
-                self._bucket_of[id(p)] = bucket
-                self._hooks.append(p.register_hook(self._keeper(p)))
-        for p, _ in watched:
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))
+            for member in bucket.members:
+                self._bucket_of[id(member.leaf)] = bucket
+                self._hooks.append(member.leaf.register_hook(self._keeper(member.leaf)))
+        for member in self.watched:
+            self._hooks.append(member.leaf.register_post_accumulate_grad_hook(self._arrived))
 
-    @staticmethod
-    def _by_kind(
-        parameters: Iterable[tuple[torch.nn.Parameter, Axes]],
-    ) -> list[tuple[Axes, list[torch.nn.Parameter]]]:
-        kinds: dict[tuple[Axes, torch.dtype], list[torch.nn.Parameter]] = {}
-        for p, axes in reversed(list(parameters)):
-            if axes:
-                kinds.setdefault((axes, p.dtype), []).append(p)
-        return [(axes, members) for (axes, _), members in kinds.items()]
+    def _by_kind(self) -> list[list[Watched]]:
+        kinds: dict[Any, list[Watched]] = {}
+        for member in reversed(self.watched):
+            if member.axes:
+                kinds.setdefault((member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
+        return list(kinds.values())
 
-    def _cut(self, axes: Axes, members: list[torch.nn.Parameter]) -> None:
-        group = self.world.mesh.group(axes, self.rank)
-        limit = FIRST_BUCKET_BYTES if not self.buckets else BUCKET_BYTES
-        current: list[torch.nn.Parameter] = []
+    def _cut(self, members: list[Watched]) -> None:
+        kind = CutBucket if members[0].cut_axes else WholeBucket
+        usual = bucket_bytes()
+        limit = min(FIRST_BUCKET_BYTES, usual) if not self.buckets else usual
+        current: list[Watched] = []
         size = 0
-        for p in members:
-            current.append(p)
-            size += p.numel() * p.element_size()
+        for member in members:
+            current.append(member)
+            size += member.leaf.numel() * member.leaf.element_size()
             if size >= limit:
-                self.buckets.append(Bucket(axes, group, current))
-                current, size, limit = [], 0, BUCKET_BYTES
+                self.buckets.append(kind(self.world, self.rank, current))
+                current, size, limit = [], 0, usual
         if current:
-            self.buckets.append(Bucket(axes, group, current))
+            self.buckets.append(kind(self.world, self.rank, current))
 
     def close(self) -> None:
         """Stops watching."""
@@ -116,21 +226,12 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
 
-    @contextlib.contextmanager
-    def paused(self) -> Any:
-        """Gradients inside stay local."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     # what happens in backward -------------------------------------------------------------------------------------
 
     def _keeper(self, p: torch.nn.Parameter) -> Any:
         def before_accumulation(grad: torch.Tensor) -> None:
             # What an earlier backward left is reduced already: it must not be summed again.
-            if not self._paused and p.grad is not None:
+            if not self.is_paused and not self.is_holding and p.grad is not None:
                 self._kept[id(p)] = p.grad.clone()
                 p.grad = None
 
@@ -138,48 +239,65 @@ class Reducer:
 
     @_untraced
     def _arrived(self, p: torch.nn.Parameter) -> None:
-        if self._paused:
-            return
         if not self._running:
             self._running = True
+            self.launched_early = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._bucket_of.get(id(p))
-        if bucket is None:
+        if bucket is None or self.is_paused:
             return
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
-            self._launch(self.buckets[self._next])
+            self.launched_early += self.buckets[self._next].nbytes
+            self._launch()
 
-    def _launch(self, bucket: Bucket) -> None:
-        self._have[id(bucket)] = bucket.collect()
-        backend = self.world.backend
+    def _launch(self) -> None:
+        bucket = self.buckets[self._next]
+        if isinstance(bucket, CutBucket):
+            for member in bucket.members:
+                if member.target.grad is not None:  # a view of the row that will be written to
+                    self._kept[id(member.leaf)] = member.target.grad.clone()
         with events.for_purpose("gradient"), torch.no_grad():
-            backend.record("all_reduce", bucket.axes, bucket.group, bucket.flat)
-            bucket.handle = backend.comm.all_reduce_inplace(bucket.flat, bucket.group, "sum")
-        self._next += 1
+            bucket.launch()
+            self._next += 1
+            if isinstance(bucket, CutBucket):
+                while self._next - self._finished > SCATTERED_AT_ONCE:
+                    self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Waits for the next bucket and makes its sums the gradients."""
+        bucket = self.buckets[self._finished]
+        for member, view, had in zip(bucket.members, bucket.finish(), bucket.had, strict=True):
+            before = self._kept.pop(id(member.leaf), None)
+            if not had and not bool(view.any()):
+                member.target.grad = before
+                continue
+            member.target.grad = view if before is None else before + view
+        bucket.missing = len(bucket.members)
+        self._finished += 1
 
     @_untraced
     def _finish(self) -> None:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
-        while self._next < len(self.buckets):
-            self._launch(self.buckets[self._next])
-        for bucket in self.buckets:
-            bucket.handle.wait()
-            for p, view, had in zip(bucket.parameters, bucket.views, self._have[id(bucket)], strict=True):
-                kept = self._kept.pop(id(p), None)
-                if not had and not bool(view.any()):
-                    p.grad = kept
-                    continue
-                p.grad = view if kept is None else kept + view
-            bucket.handle, bucket.missing = None, len(bucket.parameters)
-        self._next, self._running = 0, False
-        self._have.clear()
-        frame = context.frame()
+        self._running = False
+        frame = self.frame
         if frame is not None:
             frame.backward_done = True
-            if self.buckets and frame.rows is not None and not frame.exact_loss:
-                raise CapabilityError(
-                    "train_step computed its loss by itself, from this rank's rows alone, so its gradient is not that "
-                    "of the global mean: compute it with self.compute_loss(x=x, y=y, y_pred=y_pred) or a "
-                    "keras.losses.Loss that reduces (not reduction='none')"
-                )
+        if not self.is_paused:
+            self.reduce()
+        if self.buckets and frame is not None and frame.rows is not None and not frame.exact_loss:
+            raise CapabilityError(
+                "train_step computed its loss by itself, from this rank's rows alone, so its gradient is not that "
+                "of the global mean: compute it with self.compute_loss(x=x, y=y, y_pred=y_pred) or a "
+                "keras.losses.Loss that reduces (not reduction='none')"
+            )
+
+    def reduce(self) -> None:
+        """Launches every bucket that was not, and hands all out."""
+        with events.for_purpose("gradient"), torch.no_grad():
+            while self._next < len(self.buckets):
+                self._launch()
+            while self._finished < len(self.buckets):
+                self._hand_out()
+        self._next = self._finished = 0
+        self.is_holding = False

@@ -7,6 +7,7 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import keras
 import torch
 from keras.src import ops
+from keras.src.backend.common.masking import set_keras_mask
 from keras.src.backend.torch.core import get_device
 
 from unidist import events
@@ -40,6 +42,8 @@ class Rule:
         kind: "column", "row", "vocabulary" or "gather".
         axes: the model axes that cut its kernel.
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
+        parts: how many ranks cut it.
+        pairable: False: its shards are not to stay with the ranks.
         paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
     """
 
@@ -48,6 +52,8 @@ class Rule:
     axes: Axes = ()
     in_dim: int = -1
     out_dim: int = -1
+    parts: int = 1
+    pairable: bool = True
     paired: bool = False
     call: Callable[..., Any] = field(default=lambda: None)
 
@@ -65,11 +71,28 @@ def make_rule(layer: Any) -> Rule | None:
     own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
     if not own:
         return None
-    finder = _FINDERS.get(type(layer))
+    finder = _finder(layer)
     rule = finder(layer) if finder is not None and not _is_special(layer) else None
     rule = rule or Rule(layer, "gather")
     rule.call = layer.call
+    rule.parts = own[0]._place.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
+
+
+def _finder(layer: Any) -> Callable[[Any], Rule | None] | None:
+    """That of the layer's class, or of the class it inherits all its computing from."""
+    for base in type(layer).__mro__:
+        if base in _FINDERS:
+            same = all(_defined(type(layer), name) is _defined(base, name) for name in _COMPUTING)
+            return _FINDERS[base] if same else None
+    return None
+
+
+def _defined(cls: type, name: str) -> Any:
+    return inspect.getattr_static(cls, name, None)
+
+
+_COMPUTING = ("call", "__call__", "kernel", "embeddings", "compute_mask")
 
 
 def _is_sharded(variable: Any) -> bool:
@@ -159,6 +182,7 @@ _FINDERS: dict[type, Callable[[Any], Rule | None]] = {
     keras.layers.Dense: _find_dense,
     keras.layers.EinsumDense: _find_einsum,
     keras.layers.Embedding: _find_embedding,
+    keras.layers.ReversibleEmbedding: _find_embedding,
 }
 
 
@@ -168,6 +192,17 @@ _FINDERS: dict[type, Callable[[Any], Rule | None]] = {
 def _move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
     sharding = Sharding(frame.world.mesh, src, shape)
     return frame.world.backend.redistribute(x, sharding, sharding.with_layout(dst))
+
+
+def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """I -> F over `axes`: nothing forward, all_reduce backward. Layers that take one tensor in turn (query, key and
+    value; gate and up) share it, and so the one all_reduce of their gradients."""
+    key = (axes, torch.is_grad_enabled(), frame.trial)
+    if frame.fanned is not None and frame.fanned[0] is x and frame.fanned[1] == key:
+        return frame.fanned[2]
+    y = _move(frame, x, tuple(x.shape), Layout(), Layout(fanout=axes))
+    frame.fanned = (x, key, y)
+    return y
 
 
 def _cut_dim(ndim: int, dim: int, axes: Axes) -> Layout:
@@ -196,22 +231,23 @@ def _column(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) ->
     """Kernel cut by its outputs: I -> F (nothing forward, all_reduce backward); the output is sharded."""
     layer = rule.layer
     if isinstance(layer, keras.layers.Embedding):
-        return _embedding_column(rule, frame, inputs)
-    x = _move(frame, inputs, tuple(inputs.shape), Layout(), Layout(fanout=rule.axes))
+        return _embedding_column(rule, frame, inputs, *args, **kwargs)
+    x = fan_out(frame, inputs, rule.axes)
     dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
     y = _product(layer, x, _shard(frame, layer._kernel, dim, rule.axes))
     whole = _whole_shape(y, rule.out_dim, layer._kernel.shape[dim])
     if layer.bias is not None:
         bias_dim = _bias_dim(layer, rule.out_dim, y.ndim)
         y = ops.add(y, _shard(frame, layer.bias, bias_dim, rule.axes))
+    paired = rule.is_paired(frame)
+    # An unknown activation gets the whole, unless the pair is proven: the proof disturbs what the activation takes.
     local = layer.activation is None or activation_name(layer.activation) in ELEMENTWISE
-    if local and layer.activation is not None:
+    if (local or paired) and layer.activation is not None:
         y = layer.activation(y)
-    if not rule.is_paired(frame):
+    if not paired:
         y = _move(frame, y, whole, _cut_dim(y.ndim, rule.out_dim, rule.axes), Layout())
-    if not local:
-        y = layer.activation(y)
-    return frame.probe(rule, y) if frame.probe is not None else y
+    y = frame.probe(rule, y) if frame.probe is not None else y
+    return y if local or paired else layer.activation(y)
 
 
 def _row(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,28 +281,62 @@ def activation_name(activation: Any) -> str:
     return getattr(activation, "__name__", type(activation).__name__)
 
 
-def _vocabulary(rule: Rule, frame: Frame, inputs: Any) -> Any:
+def _vocabulary(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) -> Any:
     """Table cut by its rows: each rank looks up what it holds, zeros elsewhere; P -> I."""
     layer = rule.layer
+    if reverse:
+        return _logits(rule, frame, inputs)
     table = _shard(frame, layer._embeddings, 0, rule.axes)
     start, length = Sharding(frame.world.mesh, Layout(rule.axes), layer._embeddings._place.sharding.shape).region(
         frame.rank
     )[0]
     index = inputs.long() - start
     held = (index >= 0) & (index < length)
-    rows = torch.nn.functional.embedding(torch.where(held, index, 0), table)
-    rows = torch.where(held.unsqueeze(-1), rows, 0.0)
+    if length:
+        rows = torch.nn.functional.embedding(torch.where(held, index, 0), table)
+        rows = torch.where(held.unsqueeze(-1), rows, 0.0)
+    else:
+        # A rank without rows still takes part, and its empty table gets its empty gradient.
+        rows = table.new_zeros((*inputs.shape, table.shape[1])) + table.sum()
     whole = _move(frame, rows, tuple(rows.shape), Layout(partial=rule.axes), Layout())
-    return ops.cast(whole, dtype=layer.compute_dtype)
+    return _masked(layer, inputs, ops.cast(whole, dtype=layer.compute_dtype))
 
 
-def _embedding_column(rule: Rule, frame: Frame, inputs: Any) -> Any:
+def _logits(rule: Rule, frame: Frame, inputs: torch.Tensor) -> Any:
+    """A table cut by its rows in reverse: a column product, whose outputs are joined."""
+    layer = rule.layer
+    x = fan_out(frame, inputs, rule.axes)
+    if layer.tie_weights:
+        kernel = ops.transpose(_shard(frame, layer._embeddings, 0, rule.axes))
+    else:
+        kernel = _shard(frame, layer.reverse_embeddings, 1, rule.axes)
+    if layer.reverse_dtype is not None:
+        x, kernel = ops.cast(x, layer.reverse_dtype), ops.cast(kernel, layer.reverse_dtype)
+    y = ops.matmul(x, kernel)
+    if layer.logit_soft_cap is not None:
+        y = ops.multiply(ops.tanh(ops.divide(y, layer.logit_soft_cap)), layer.logit_soft_cap)
+    whole = _whole_shape(y, -1, layer.input_dim)
+    return _move(frame, y, whole, _cut_dim(y.ndim, -1, rule.axes), Layout())
+
+
+def _embedding_column(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) -> Any:
     """Table cut by its features: a local lookup, then the features are joined."""
+    if reverse:
+        return _gather(rule, frame, inputs, reverse=True)
     layer = rule.layer
     rows = torch.nn.functional.embedding(inputs.long(), _shard(frame, layer._embeddings, 1, rule.axes))
     whole = _whole_shape(rows, -1, layer._embeddings.shape[1])
     rows = _move(frame, rows, whole, _cut_dim(rows.ndim, -1, rule.axes), Layout())
-    return ops.cast(rows, dtype=layer.compute_dtype)
+    return _masked(layer, inputs, ops.cast(rows, dtype=layer.compute_dtype))
+
+
+def _masked(layer: Any, inputs: Any, rows: Any) -> Any:
+    """A ReversibleEmbedding marks its output itself; of an Embedding Keras does it."""
+    if isinstance(layer, keras.layers.ReversibleEmbedding):
+        mask = keras.layers.Embedding.compute_mask(layer, inputs)
+        if mask is not None:
+            set_keras_mask(rows, mask)
+    return rows
 
 
 def _whole(frame: Frame, variable: Any) -> torch.Tensor:

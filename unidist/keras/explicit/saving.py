@@ -57,7 +57,14 @@ def _several_processes(model: Any) -> Any:
     return None if world is None or world.is_virtual or world.mesh.size == 1 else world
 
 
+def _settle(model: Any) -> None:
+    found = vars(model).get("_unidist_engine")
+    if found is not None:
+        found.settle()
+
+
 def _save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    _settle(model)
     world = _several_processes(model)
     if world is None:
         return _originals["model"](model, filepath, *args, **kwargs)
@@ -70,6 +77,7 @@ def _save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _save_weights_only(model: Any, filepath: Any, max_shard_size: Any = None, objects_to_skip: Any = None) -> Any:
+    _settle(model)
     world = _several_processes(model)
     if world is None or world.writes:
         _originals["weights"](model, filepath, max_shard_size, objects_to_skip)
@@ -80,6 +88,7 @@ def _save_weights_only(model: Any, filepath: Any, max_shard_size: Any = None, ob
 
 
 def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    _settle(model)
     world = _several_processes(model)
     if world is None:
         return _originals["hdf5"](model, filepath, *args, **kwargs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from keras.src import backend
+from keras.src.backend.torch import random as torch_random
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
-from keras.src.random.seed_generator import SeedGenerator
+from keras.src.random.seed_generator import SeedGenerator, draw_seed
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
@@ -19,11 +21,14 @@ SEED_STRIDE = 0x9E3779B1
 
 
 def install() -> None:
-    """Patches BatchNormalization._moments and SeedGenerator.next (Keras 3.15); without a frame they are as before."""
+    """Patches BatchNormalization._moments, SeedGenerator.next and the torch backend's dropout (Keras 3.15); without a
+    frame they are as before."""
     _originals["moments"] = BatchNormalization._moments
     _originals["next"] = SeedGenerator.next
     BatchNormalization._moments = _moments
     SeedGenerator.next = _next
+    _originals["dropout"] = torch_random.dropout
+    torch_random.dropout = _dropout
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:
@@ -76,3 +81,35 @@ def _next(self: Any, ordered: bool = True) -> Any:
         return seed
     offset = (here.seed_place * SEED_STRIDE) & 0x7FFFFFFF
     return seed + torch.tensor([offset, 0], dtype=seed.dtype, device=seed.device)
+
+
+def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+    """Where a rank is at work, every dropout draws by its seed: without one Keras would take torch's own random
+    numbers, of which ranks know nothing: replicas would drop different units."""
+    here = frame()
+    if here is not None and noise_shape is None and isinstance(seed, SeedGenerator):
+        noise_shape = tuple(inputs.shape)
+    if here is not None and here.inputs is not None and seed is not None and 0 < rate < 1:
+        return _dropout_in_a_program(inputs, rate, noise_shape or tuple(inputs.shape), seed)
+    return _originals["dropout"](inputs, rate, noise_shape=noise_shape, seed=seed)
+
+
+def _dropout_in_a_program(inputs: torch.Tensor, rate: float, noise_shape: Any, seed: Any) -> torch.Tensor:
+    """The units that Keras's dropout keeps with the same seed."""
+    shape = [size if n is None else n for n, size in zip(noise_shape, inputs.shape, strict=True)]
+    kept = torch.broadcast_to(_kept_units(draw_seed(seed), 1.0 - rate, shape), inputs.shape)
+    return torch.where(kept, inputs / (1.0 - rate), torch.zeros_like(inputs))
+
+
+@torch.library.custom_op("unidist::kept_units", mutates_args=())
+def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int]) -> torch.Tensor:
+    """Which units a dropout keeps. A program takes it as it is: torch's generators cannot be part of one."""
+    first, second = seed
+    generator = torch.Generator(device=seed.device)
+    generator.manual_seed(int(first + second) & 0xFFFFFFFF)
+    return torch.bernoulli(torch.full(list(shape), probability, device=seed.device), generator=generator).bool()
+
+
+@_kept_units.register_fake
+def _kept_units_shape(seed: torch.Tensor, probability: float, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=torch.bool, device=seed.device)

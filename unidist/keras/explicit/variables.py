@@ -12,112 +12,26 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from keras.src.backend.torch.core import convert_to_numpy, get_device, to_torch_dtype
 
-from unidist import events
-from unidist.algebra import Layout, Sharding
-from unidist.keras.explicit import context
+from unidist.algebra import Sharding
+from unidist.keras.explicit import context, memory
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.world import RankWorld
 from unidist.keras.strategy import keras_mesh
 
 
 class PlacedLayout(TensorLayout):  # type: ignore[misc]
-    """A placed variable's layout as Keras tells it. A slot that is made with it finds its sharding there."""
+    """A placed variable's layout as Keras tells it. A slot that is made with it finds its own there: the state's."""
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, sharding: Sharding, state: Sharding | None = None) -> None:
         axes = [sharding.layout.dim_axes(dim) for dim in range(len(sharding.shape))]
         super().__init__([(a[0] if len(a) == 1 else a) or None for a in axes])
         self.sharding = sharding
+        self.state = state or sharding
 
     @property
     def device_mesh(self) -> Any:
         return keras_mesh(self.sharding.mesh)
-
-
-class Place:
-    """Where a variable's value is: its sharding, and the shard of each rank of this process."""
-
-    def __init__(self, world: RankWorld, sharding: Sharding, path: str) -> None:
-        self.world = world
-        self.sharding = sharding
-        self.path = path
-        self.shards: dict[int, torch.nn.Parameter] = {}
-
-    @property
-    def layout(self) -> Layout:
-        return self.sharding.layout
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self.layout.dims)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank holds the whole value."""
-        return not self.layout.dims and not self.layout.partial
-
-    def fill(self, value: torch.Tensor, *, trainable: bool) -> None:
-        """Makes each rank's shard of a whole value; no shard shares memory with it."""
-        for rank in self.world.ranks:
-            shard = self._shard_of(value, rank).clone(memory_format=torch.contiguous_format)
-            self.shards[rank] = torch.nn.Parameter(shard, requires_grad=trainable and shard.is_floating_point())
-
-    def keep(self, parameter: torch.nn.Parameter) -> None:
-        """Takes a parameter as it is: torch modules that share it keep it."""
-        self.shards[self.world.ranks[0]] = parameter
-
-    def assign(self, value: torch.Tensor) -> None:
-        """Writes a whole value into each rank's shard (of the rank at work alone, in a frame)."""
-        frame = context.frame()
-        with torch.no_grad():
-            for rank in self.world.ranks if frame is None else (frame.rank,):
-                self.shards[rank].copy_(self._shard_of(value, rank))
-
-    def _shard_of(self, value: torch.Tensor, rank: int) -> torch.Tensor:
-        if self.layout.partial:
-            here = self.world.mesh.coordinate(rank)
-            if any(here[axis] for axis, op in self.layout.partial if op == "sum"):
-                return torch.zeros_like(value)
-            return value
-        return value[self.sharding.slices(rank)] if self.layout.dims else value
-
-    def local(self, frame: Frame | None) -> torch.nn.Parameter:
-        return self.shards[frame.rank if frame is not None else self.world.ranks[0]]
-
-    def whole(self, frame: Frame | None, *, differentiable: bool = False) -> torch.Tensor:
-        """The whole value: a collective of the mesh, except where it lies whole on every rank.
-
-        In a frame it is differentiable on demand: model axes give each rank the same gradient (I), data axes
-        gradients of their own rows (F).
-        """
-        if self.is_whole:
-            return self.local(frame)
-        if frame is None and self.world.is_virtual:
-            return torch.as_tensor(self._assembled())
-        return self._redistributed(self.local(frame), differentiable)
-
-    def _redistributed(self, shard: torch.Tensor, differentiable: bool) -> torch.Tensor:
-        fanned = tuple(a for a in self.layout.sharded_axes if a in self.world.data_axes)
-        target = self.sharding.with_layout(Layout(fanout=fanned) if differentiable else Layout())
-        frame = context.frame()
-        proving = frame is not None and frame.trial is not None
-        with events.for_purpose(events.purpose() if proving else self.path):
-            if differentiable:
-                return self.world.backend.redistribute(shard, self.sharding, target)
-            with torch.no_grad():
-                return self.world.backend.redistribute(shard.detach(), self.sharding, target)
-
-    def _assembled(self) -> torch.Tensor:
-        """The whole value from all virtual ranks' shards, without a step of theirs."""
-        first = next(iter(self.shards.values())).detach()
-        out = torch.zeros(self.sharding.shape, dtype=first.dtype, device=first.device)
-        for rank, shard in self.shards.items():
-            here = self.world.mesh.coordinate(rank)
-            counted = [axis for axis, op in self.layout.partial if op == "sum"]
-            if any(here[a] for a in self.world.mesh.axis_names if self.layout.state(a) != "S" and a not in counted):
-                continue
-            part = out[self.sharding.slices(rank)]
-            part.copy_(part + shard.detach() if counted else shard.detach())
-        return out
 
 
 class DistributedVariable(backend.Variable):  # type: ignore[misc]
@@ -131,7 +45,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     _place: Place
 
     @property
-    def _value(self) -> torch.nn.Parameter:
+    def _value(self) -> torch.Tensor:
         return self._place.local(context.frame())
 
     @_value.setter
@@ -142,7 +56,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     def shape(self) -> tuple[int, ...]:
         frame = context.frame()
         if frame is not None and frame.local:
-            return tuple(self._place.local(frame).shape)
+            return tuple(self._place.own(frame).shape)
         return self._shape  # type: ignore[no-any-return]
 
     @property
@@ -153,7 +67,12 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
                 return self._symbolic(self._maybe_autocast(scoped))
         if str(get_device()) == "meta":
             return self._symbolic(None)
-        return self._maybe_autocast(self._read(context.frame()))  # type: ignore[no-any-return]
+        frame = context.frame()
+        value = self._read(frame)
+        cast = self._maybe_autocast(value)
+        if cast is not value and frame is not None:
+            self._place.note_cast(frame, value, cast)
+        return cast  # type: ignore[no-any-return]
 
     def _read(self, frame: Frame | None) -> torch.Tensor:
         place = self._place
@@ -162,9 +81,11 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         override = frame.overrides.get(id(self))
         if override is not None:
             return override
-        if frame.local or not place.is_sharded or (frame.backward_done and not _in_layer()):
-            return place.local(frame)
-        return place.whole(frame, differentiable=True)
+        if frame.updating_whole:
+            return place.updated(frame)
+        if frame.local or (frame.backward_done and not _in_layer()):
+            return place.own(frame)
+        return place.whole(frame, differentiable=True) if place.is_sharded else place.local(frame)
 
     def _symbolic(self, value: torch.Tensor | None) -> torch.Tensor:
         """A stand-in of the whole shape for shape inference, which knows nothing of distribution."""
@@ -179,8 +100,8 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             get_stateless_scope().add_update((self, value))
             return value  # type: ignore[no-any-return]
         frame, shape = context.frame(), tuple(value.shape)
-        if frame is not None and (frame.local or not self._place.is_sharded):
-            shard = self._place.local(frame)
+        if frame is not None and (frame.local or self._place.is_replica):
+            shard = self._place.own(frame) if frame.local else self._place.local(frame)
             self._check_shape(shape, tuple(shard.shape))
             with torch.no_grad():
                 shard.copy_(value)
@@ -206,8 +127,41 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     @trainable.setter
     def trainable(self, value: bool) -> None:
         self._trainable = bool(value)
-        for shard in self._place.shards.values():
-            shard.requires_grad = bool(value) and shard.is_floating_point()
+        self._place.set_trainable(self._trainable)
+
+    @property
+    def constraint(self) -> Any:
+        """In an optimizer a constraint gets the whole value and gives this rank's part back."""
+        frame, found = context.frame(), self._constraint
+        if frame is None or not frame.local or found is None or not self._place.lies.state.layout.dims:
+            return found
+        return lambda variable: self._constrained(frame, found)
+
+    @constraint.setter
+    def constraint(self, value: Any) -> None:
+        backend.Variable.constraint.fset(self, value)
+
+    def _constrained(self, frame: Frame, constraint: Any) -> torch.Tensor:
+        with frame.updating_wholes():
+            whole = constraint(self._place.updated(frame))
+        return whole[self._place.lies.state.slices(frame.rank)]  # type: ignore[no-any-return]
+
+    @property
+    def regularizer(self) -> Any:
+        """Behind the layers a regularizer fetches what it reads and lets it go again."""
+        frame, found = context.frame(), self._regularizer
+        if frame is None or found is None or frame.rank not in self._place.units:
+            return found
+
+        def regularized(value: Any) -> Any:
+            with self._place.in_use(frame):
+                return found(value)
+
+        return regularized
+
+    @regularizer.setter
+    def regularizer(self, value: Any) -> None:
+        backend.Variable.regularizer.fset(self, value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         value = convert_to_numpy(self.value)
@@ -216,7 +170,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     def __repr__(self) -> str:
         return (
             f"<DistributedVariable path={self.path}, shape={self._shape}, dtype={self._dtype}, "
-            f"layout={self._place.layout}>"
+            f"layout={self._place.lies.stored.layout}>"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -234,7 +188,7 @@ def _in_layer() -> bool:
 def place(
     variable: Any,
     world: RankWorld,
-    sharding: Sharding,
+    lies: Lies,
     *,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
@@ -243,21 +197,24 @@ def place(
     Args:
         variable: a torch-backend Keras variable that has its value.
         world: the ranks.
-        sharding: how it lies; its shape is the variable's.
+        lies: how it lies; of the variable's shape.
         prepare: makes the value equal on all processes before it is cut.
     """
     parameter = variable._value
     value = parameter.detach()
     if prepare is not None:
         value = prepare(value)
-    held = Place(world, sharding, variable.path)
-    if held.is_whole and not world.is_virtual:
+    held = Place(world, lies, variable.path)
+    if not held.is_kept and value.device.type == "cpu":
+        memory.give_back_large_blocks()
+    stored = lies.stored.layout
+    if not stored.dims and not stored.partial and not world.is_virtual:
         with torch.no_grad():
             parameter.copy_(value)
         held.keep(parameter)
     else:
         held.fill(value, trainable=variable._trainable)
-    variable._layout = PlacedLayout(sharding)
+    variable._layout = PlacedLayout(lies.stored, lies.state)
     del variable.__dict__["_value"]
     variable.__class__ = DistributedVariable
     variable._place = held

@@ -9,11 +9,13 @@ from typing import Any
 from keras.src.backend.jax import distribution_lib as keras_distribution_lib
 from keras.src.backend.jax import trainer as keras_trainer
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.layers.layer import Layer
+from keras.src.metrics.metric import Metric
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 
 from unidist.backends import registry
-from unidist.keras.partitioned import data, layouts, placing, processes, saving, seeds, trainer
+from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
 from unidist.keras.partitioned.interception import around
 
@@ -52,6 +54,10 @@ def _install_variables() -> None:
     around(keras_distribution_lib, "distribute_tensor", layouts.constraining)
     around(keras_distribution_lib, "initialize", processes.joining)
     around(BaseOptimizer, "add_variable_from_reference", placing.adding_slot)
+    around(BaseOptimizer, "_overwrite_model_variables_with_average_value", placing.overwriting)
+    around(BaseOptimizer, "stateless_apply", redistribution.updating)
+    around(Layer, "stateless_call", redistribution.calling)
+    around(Metric, "add_variable", placing.adding_to_metric)
 
 
 def _install_trainer() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.distribution import TensorLayout
+from keras.src.backend import random_seed_dtype
 
 from unidist.algebra import Layout, Sharding
 from unidist.errors import LayoutError
-from unidist.keras.strategy import UnidistDistribution, adopt
+from unidist.keras.strategy import UnidistDistribution, adopt, keras_layout
 from unidist.planner.layout_map import check_variable
 
 
@@ -47,6 +49,43 @@ def parts_of_dim(sharding: NamedSharding, dim: int) -> int:
     return count
 
 
+# On a variable: the layout that it was given by hand, or None; and that it belongs to a metric.
+GIVEN = "_unidist_given_layout"
+OF_METRIC = "_unidist_of_metric"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a variable rests, where layers use it, and where its gradient and its slots lie."""
+
+    storage: NamedSharding
+    compute: NamedSharding
+    state: NamedSharding
+
+
+def placement(variable: Any, distribution: Any) -> Placement:
+    """The three layouts of a placed variable. One that was given a layout by hand has only that, and so has what
+    is no weight: the state of a metric or of a seed generator."""
+    rests = native(variable._layout, distribution) if variable._layout is not None else replicated(distribution)
+    if getattr(variable, GIVEN, None) is not None or not _is_weight(variable):
+        return Placement(rests, rests, rests)
+    shape = tuple(variable.shape)
+    chosen = adopt(distribution).strategy.variable(variable.path, shape)
+    return Placement(
+        storage=rests,
+        compute=_as_native(chosen.compute, shape, distribution),
+        state=_as_native(chosen.state, shape, distribution),
+    )
+
+
+def _is_weight(variable: Any) -> bool:
+    return not getattr(variable, OF_METRIC, False) and str(variable.dtype) != random_seed_dtype()
+
+
+def _as_native(layout: Layout, shape: tuple[int, ...], distribution: Any) -> NamedSharding:
+    return native(keras_layout(layout, shape, adopt(distribution).mesh, distribution.device_mesh), distribution)
+
+
 def of_variable(variable: Any, distribution: Any) -> Any:
     """The layout of a new variable, checked, in a form that Keras's variable takes.
 
@@ -58,6 +97,8 @@ def of_variable(variable: Any, distribution: Any) -> Any:
     rules = adopt(distribution).layout_map
     if not ours and rules is not None:
         rules.match(path)
+    if ours and not _is_weight(variable):
+        return _as_native(distribution.strategy.rule(path, shape), shape, distribution)
     layout = distribution.get_variable_layout(variable)
     if layout is None:
         return None

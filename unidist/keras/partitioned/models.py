@@ -40,11 +40,13 @@ def rows(model: Any) -> Iterator[Row]:
         placing.check_rules(model, distribution)
     optimizer = getattr(model, "optimizer", None)
     slots = optimizer.variables if optimizer is not None else []
-    for variable in [*model.variables, *slots]:
-        yield _row(variable)
+    for variable in model.variables:
+        yield _row(variable, "weights")
+    for variable in slots:
+        yield _row(variable, "slots")
 
 
-def _row(variable: Any) -> Row:
+def _row(variable: Any, kind: str) -> Row:
     value: jax.Array = variable.value
     held: dict[Any, int] = {}
     for shard in value.addressable_shards:
@@ -58,4 +60,5 @@ def _row(variable: Any) -> Row:
         layout=layouts.of_native(value.sharding) if distributed else None,
         local_shape=tuple(first.data.shape),
         bytes_per_device=max(held.values()),
+        kind=kind,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -13,18 +14,21 @@ import numpy as np
 from keras import distribution as keras_distribution
 
 from unidist.keras.partitioned import layouts, processes
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution, adopt
 
 # Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it.
 _PLACED = "_unidist_distribution"
-_GIVEN = "_unidist_given_layout"
 _REFERENCE = "_unidist_reference"
+# In place of the distribution, where a plan moves a variable: its value is the same on every process already.
+_MOVING = object()
 # The whole value on the host, while a model is being saved.
 WHOLE = "_unidist_whole"
 
 # The distribution under which a model object was made: all that is known of one that has no variables yet.
 _made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_making = threading.local()
 
 
 def current() -> Any:
@@ -48,6 +52,8 @@ def initializing_layout(original: Any) -> Any:
 
     @functools.wraps(original)
     def _initialize_layout(variable: Any) -> None:
+        if getattr(_making, "metric", False):
+            setattr(variable, layouts.OF_METRIC, True)
         distribution = current()
         if distribution is None:
             original(variable)
@@ -55,7 +61,9 @@ def initializing_layout(original: Any) -> Any:
         given = variable._layout
         if given is None:
             variable._layout = layouts.of_variable(variable, distribution)
-        setattr(variable, _GIVEN, given)
+        if not hasattr(variable, layouts.GIVEN):
+            # Keras asks twice: the second time the layout is the one that was found the first time.
+            setattr(variable, layouts.GIVEN, given)
         setattr(variable, _PLACED, distribution)
 
     return _initialize_layout
@@ -99,11 +107,41 @@ def adding_slot(original: Any) -> Any:
 
     @functools.wraps(original)
     def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(self, reference_variable, *args, **kwargs)
+        distribution = current()
+        if distribution is None or getattr(reference_variable, "_layout", None) is None:
+            slot = original(self, reference_variable, *args, **kwargs)
+        else:
+            state = layouts.placement(reference_variable, distribution).state
+            slot = original(self, _Laid(reference_variable, state), *args, **kwargs)
         setattr(slot, _REFERENCE, ref(reference_variable))
         return slot
 
     return add_variable_from_reference
+
+
+class _Laid:
+    """A variable that seems to lie elsewhere: Keras gives a slot the layout of the variable that it belongs to."""
+
+    def __init__(self, variable: Any, layout: Any) -> None:
+        self._variable = variable
+        self._layout = layout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._variable, name)
+
+
+def adding_to_metric(original: Any) -> Any:
+    """Metric.add_variable: lets the variable be known as a metric's before it is given its place."""
+
+    @functools.wraps(original)
+    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _making.metric = getattr(_making, "metric", False), True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _making.metric = before
+
+    return add_variable
 
 
 def making_model(original: Any) -> Any:
@@ -145,6 +183,10 @@ def place_model(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable.
     """
+    if settle(model, distribution):
+        for variable in all_variables(model):
+            if getattr(variable, _PLACED, None) is distribution:
+                setattr(variable, _PLACED, _MOVING)
     strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
     if not strangers:
         return
@@ -153,6 +195,21 @@ def place_model(model: Any, distribution: Any) -> None:
             _place_variable(variable, distribution)
     _made_under[model] = distribution
     model.train_function = model.test_function = model.predict_function = None
+
+
+def overwriting(original: Any) -> Any:
+    """Optimizer._overwrite_model_variables_with_average_value: variables get copies of the averages, where Keras gives
+    them the arrays themselves, which the next step would donate away from under the averages."""
+
+    @functools.wraps(original)
+    def overwrite(self: Any, trainable_variables: Any) -> None:
+        original(self, trainable_variables)
+        for variable in trainable_variables:
+            value = variable._value
+            if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+                variable._value = jax.numpy.copy(value)
+
+    return overwrite
 
 
 def _place_variable(variable: Any, distribution: Any) -> None:
@@ -173,15 +230,21 @@ def _place_variable(variable: Any, distribution: Any) -> None:
 
 
 def _kept_layout(variable: Any, distribution: Any) -> Any:
-    """A slot lies as the variable that it belongs to; a layout given by hand is kept on its own mesh."""
+    """A slot lies where the gradient of its variable is reduced to; a layout given by hand is kept on its mesh."""
     reference = getattr(variable, _REFERENCE, lambda: None)()
     if reference is not None and tuple(reference.shape) == tuple(variable.shape):
-        return reference._layout
-    given = getattr(variable, _GIVEN, None)
+        return None if reference._layout is None else layouts.placement(reference, distribution).state
+    given = getattr(variable, layouts.GIVEN, None)
     if given is None:
         return None
     on_mesh = layouts.native(given, distribution).mesh == distribution.device_mesh.backend_mesh
     return given if on_mesh else None
+
+
+def waits_for_plan(model: Any, distribution: Any) -> bool:
+    """Whether the layouts of a model are still to be found: it was built after its fit began."""
+    found = getattr(distribution, "found", None)
+    return found is not None and not found.knows((v.path, tuple(v.shape)) for v in model.variables)
 
 
 def check_rules(model: Any, distribution: Any) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 
 from keras.src.saving import saving_api
 
-from unidist.errors import UnidistError
 from unidist.keras.partitioned import placing, processes
 from unidist.keras.partitioned.interception import around
+from unidist.keras.writing import Crew
 
 _SAVERS = ("save_model", "save_weights")
 
 
-class SavingFailedError(UnidistError, OSError):
-    """Process 0, which writes for all, could not save."""
+def crew() -> Crew | None:
+    """The processes of the world, if there are several."""
+    return Crew(processes.is_first(), processes.from_first) if processes.several() else None
 
 
 def install() -> None:
@@ -42,12 +43,13 @@ def one_writer(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not processes.several():
+        several = crew()
+        if several is None:
             return original(model, *args, **kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_gathered(model))
-            stack.enter_context(_told_to_all())
-            return original(model, *args, **kwargs) if processes.is_first() else None
+            stack.enter_context(several.told_to_all())
+            return original(model, *args, **kwargs) if several.is_first else None
 
     return save
 
@@ -69,18 +71,3 @@ def _gathered(model: Any) -> Iterator[None]:
     finally:
         for variable in held:
             delattr(variable, placing.WHOLE)
-
-
-@contextlib.contextmanager
-def _told_to_all() -> Iterator[None]:
-    """Waits for process 0, and lets the others fail if it does."""
-    failure = ""
-    try:
-        yield
-    except BaseException as error:
-        failure = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        told = processes.from_first(failure)
-    if told:
-        raise SavingFailedError(f"process 0 could not save for all: {told}")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from unidist import events
-from unidist.keras.partitioned import data, ledger, placing, processes, seeds
+from unidist.keras.partitioned import data, ledger, placing, processes, saving, seeds
+from unidist.keras.writing import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 # Keras's steps are told by the state they take: fit's has optimizer variables, evaluate's only metrics.
@@ -37,7 +38,7 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not processes.is_first():
             bound.arguments["verbose"] = 0
-        with placing.active(distribution):
+        with by_one(bound.arguments.get("callbacks"), saving.crew()), placing.active(distribution):
             return original(*bound.args, **bound.kwargs)
 
     return entrance
@@ -72,6 +73,8 @@ def making_function(original: Any) -> Any:
         distribution = placing.current()
         if distribution is not None:
             placing.check_rules(self, distribution)
+            if placing.waits_for_plan(self, distribution):
+                placing.place_model(self, distribution)
         return original(self, _placed(step_function), concatenate_outputs=concatenate_outputs)
 
     return _make_function

@@ -1,0 +1,131 @@
+"""Sharded states and values on torch, two gloo processes with one thread each, against what one would write by hand.
+
+    unidist run -n 2 benchmarks/zero_torch.py [--rounds 15] [--steps 10]
+
+An MLP 784-1024-1024-1024-10, 256 rows a rank, Adam; all programs run in one process group, in turns. Prints medians of
+paired ratios (absolute times depend on the machine), and of each of ours what it moves and how much of it is on its way
+before backward ends.
+
+    stage 1   / PyTorch by hand: DDP and ZeroRedundancyOptimizer
+    stage 3   / PyTorch by hand: FSDP2's fully_shard on every layer
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+import unidist
+
+unidist.use("torch")
+
+import keras  # noqa: E402
+import torch  # noqa: E402
+from keras_torch import ROWS, batch, crossentropy  # noqa: E402
+from paired import Step, report, seconds  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+WIDTH, CLASSES, RATE = 1024, 10, 1e-3
+
+
+def ours(zero: int) -> tuple[Step, keras.Model]:
+    """fit's own step under DataParallel(zero=...)."""
+    with unidist.DataParallel(zero=zero).scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [
+                keras.layers.Input((784,)),
+                *(keras.layers.Dense(WIDTH, activation="relu", name=name) for name in "abc"),
+                keras.layers.Dense(CLASSES, name="d"),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(RATE), loss=crossentropy())
+    x, y = batch(ROWS * unidist.process_count())
+    model.train_on_batch(x, y)
+    engine, step_function = model._unidist_engine, model.train_function
+
+    def step() -> object:
+        return step_function([(x, y)])
+
+    engine._ready, engine.logs_are_read = True, False  # as in fit(verbose=0)
+    return step, model
+
+
+def torch_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(784, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
+        *(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)),
+    )
+
+
+def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    loss_of = nn.CrossEntropyLoss()
+    x, y = batch(ROWS)
+
+    def step() -> object:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def redundancy_optimizer() -> Step:
+    model = DistributedDataParallel(torch_model(), gradient_as_bucket_view=True)
+    return stepping(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=RATE))
+
+
+def fully_sharded() -> Step:
+    model = torch_model()
+    mesh = init_device_mesh("cpu", (unidist.process_count(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return stepping(model, torch.optim.Adam(model.parameters(), lr=RATE))
+
+
+def tell(zero: int, step: Step, model: keras.Model) -> None:
+    with unidist.ledger() as traffic:
+        step()
+    reducer = model._unidist_engine.traffic.reducer(unidist.process_index())
+    whole = sum(bucket.nbytes for bucket in reducer.buckets)
+    print(
+        f"stage {zero}: {traffic.bytes():,} bytes a step in {traffic.count()} collectives; "
+        f"{reducer.launched_early / whole:.0%} of the gradients' bytes launched before backward ended",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    programs = (
+        (1, "DDP, ZeroRedundancyOptimizer", redundancy_optimizer, 1.00),
+        (3, "FSDP2 fully_shard", fully_sharded, 1.10),
+    )
+    for zero, name, by_hand, aim in programs:
+        step, model = ours(zero)
+        times = seconds(
+            {"unidist": step, name: by_hand()}, arguments.rounds, steps=arguments.steps, meet=unidist.barrier
+        )
+        if unidist.process_index() == 0:
+            report(f"stage {zero}", times, arguments.steps, {("unidist", name): aim})
+            tell(zero, step, model)
+        else:
+            step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,449 @@
+"""The horovod backend in real processes: dtypes, handles, worlds, ranks that disagree, die or do not come."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unidist
+from unidist import events
+from unidist.algebra import Group, Layout, Mesh, Sharding
+from unidist.backends.protocol import ALL_DTYPES
+from unidist.errors import (
+    BackendMismatchError,
+    BackendNotAvailableError,
+    CapabilityError,
+    DesyncError,
+    MeshError,
+    ProcessLostError,
+)
+from unidist.testing.processes import ProcessWorld
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.processes
+
+
+def join(timeout: float | None = None) -> None:
+    unidist.use("horovod", timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[ProcessWorld]:
+    with ProcessWorld(2, setup=join) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessWorld]:
+    with ProcessWorld(4, setup=join) as processes:
+        yield processes
+
+
+def backend() -> Any:
+    return unidist.backend()
+
+
+def everyone(reverse: bool = False) -> Group:
+    ranks = list(range(backend().process_count()))
+    return Mesh({"x": -1}, ranks[::-1] if reverse else ranks).group("x", backend().rank)
+
+
+# Handles --------------------------------------------------------------------------------------------------------------
+
+
+def handles_in_every_dtype() -> int:
+    """What is started and waited for later is what NumPy gives, in both orders of the group."""
+    import torch
+
+    checked = 0
+    for name in sorted(ALL_DTYPES - {"bool"}):
+        dtype = getattr(torch, name)
+        for group in (everyone(), everyone(reverse=True)):
+            n, me, comm = group.size, group.index, backend().comm
+            whole = torch.arange(n * n * 3).reshape(n, n, 3)  # whole[k]: what place k gives
+            x = whole[me].to(dtype)
+            summed = x.clone()
+            part, joined = torch.empty(1, 3, dtype=dtype), torch.empty(n, 3, dtype=dtype)
+            started = [
+                comm.all_reduce_inplace(summed, group, "sum"),
+                comm.reduce_scatter_into(part, x, group, "sum"),
+                comm.all_gather_into(joined, x[:1].clone(), group),
+            ]
+            for handle in started:
+                handle.wait()
+                handle.wait()
+            wanted = whole.sum(0).to(dtype)
+            assert torch.equal(summed, wanted), (name, summed, wanted)
+            assert torch.equal(part, wanted[me : me + 1]), (name, part, wanted)
+            assert torch.equal(joined, whole[:, 0].to(dtype)), (name, joined)
+            checked += 3
+    return checked
+
+
+def test_handles(two: ProcessWorld) -> None:
+    assert two.call(handles_in_every_dtype) == [2 * 3 * 9] * 2
+
+
+def means_and_maxima() -> None:
+    import torch
+
+    group, comm = everyone(), backend().comm
+    x = torch.tensor([backend().rank + 1.0, -1.0])
+    comm.all_reduce_inplace(x, group, "mean").wait()
+    assert x.tolist() == [1.5, -1.0]
+    part = torch.empty(1)
+    comm.reduce_scatter_into(part, torch.tensor([2.0, 4.0]) * (backend().rank + 1), group, "mean").wait()
+    assert part.tolist() == [[3.0], [6.0]][backend().rank]
+    with pytest.raises(CapabilityError, match="reduce_scatter by max"):
+        comm.reduce_scatter_into(part, torch.ones(2), group, "max")
+    bits = torch.tensor([backend().rank == 0, False])
+    comm.all_reduce_inplace(bits, group, "sum").wait()
+    assert bits.tolist() == [True, False]
+
+
+def test_means_and_bits(two: ProcessWorld) -> None:
+    two.call(means_and_maxima)
+
+
+# Meshes and process sets ----------------------------------------------------------------------------------------------
+
+
+def part_of_the_world() -> list[int]:
+    """A mesh of ranks 1 and 3: refused until every process has made its process sets."""
+    import torch
+
+    mesh = Mesh({"x": 2}, [3, 1])
+    partial = Sharding(mesh, Layout(partial="x"), (2,))
+    value, inside = torch.ones(2) * backend().rank, backend().rank in mesh.devices
+    if inside:
+        with pytest.raises(CapabilityError, match=r"\[1, 3\].*on every process"):
+            backend().redistribute(value, partial, partial.with_layout(Layout()))
+    native = backend().mesh(mesh)
+    assert bool(native.process_sets) == inside
+    if not inside:
+        return []
+    assert native.process_sets["x",].ranks == [1, 3]
+    return [int(v) for v in backend().redistribute(value, partial, partial.with_layout(Layout()))]
+
+
+def test_a_mesh_of_some_of_the_ranks(four: ProcessWorld) -> None:
+    assert four.call(part_of_the_world) == [[], [4, 4], [], [4, 4]]
+
+
+def sets_of_a_grid() -> list[list[int]]:
+    grid = backend().mesh(Mesh({"data": 2, "model": 2}))
+    return [grid.process_sets[axes].ranks for axes in (("data",), ("model",), ("data", "model"))]
+
+
+def test_process_sets_are_the_groups_of_axes(four: ProcessWorld) -> None:
+    everybody = [0, 1, 2, 3]
+    assert four.call(sets_of_a_grid) == [
+        [[0, 2], [0, 1], everybody],
+        [[1, 3], [0, 1], everybody],
+        [[0, 2], [2, 3], everybody],
+        [[1, 3], [2, 3], everybody],
+    ]
+
+
+# Worlds ---------------------------------------------------------------------------------------------------------------
+
+
+def left_and_joined_again() -> tuple[int, int, list[str]]:
+    sets_of_a_grid_of_two = [backend().mesh(Mesh({"x": 2, "y": 1})) for _ in range(2)]
+    assert sets_of_a_grid_of_two[0] is sets_of_a_grid_of_two[1]
+    backend().barrier()
+    unidist.shutdown()
+    assert not any(name.startswith("HOROVOD_") for name in os.environ)
+    unidist.initialize()
+    backend().barrier()
+    with pytest.raises(BackendMismatchError, match="second time"):
+        unidist.initialize()
+    with pytest.raises(MeshError, match=r"2 devices.*unidist run --backend horovod -n 3"):
+        backend().mesh(Mesh({"x": 3}))
+    return unidist.process_index(), unidist.process_count(), unidist.list_devices()
+
+
+def test_a_world_is_left_and_joined_again() -> None:
+    with ProcessWorld(2, setup=join) as world:
+        assert world.call(left_and_joined_again) == [(rank, 2, ["cpu:0", "cpu:1"]) for rank in (0, 1)]
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import unidist
+adapter = unidist.use()  # by the environment of horovodrun
+mesh = unidist.Mesh({"x": -1})
+x = unidist.distribute(np.arange(4.0), mesh, unidist.Layout("x"))
+total = unidist.from_local([x.shards()[adapter.rank].sum().reshape(1)], mesh, unidist.Layout(partial="x"))
+sys.stdout.write(f"rank {adapter.rank} {unidist.process_count()} {adapter.name} {float(total.numpy()[0])} end\\n")
+"""
+
+
+def test_under_horovodrun_itself(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2", sys.executable, "program.py"]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"rank (\d) 2 horovod 6.0 end", done.stdout)) == ["0", "1"], done.stdout
+
+
+def alone() -> tuple[int, list[str], float]:
+    unidist.use("horovod")
+    x = unidist.distribute(np.arange(3.0), Mesh({"x": 1}), Layout("x"))
+    return unidist.process_count(), unidist.list_devices(), float(x.numpy().sum())
+
+
+def test_a_world_of_one_needs_no_launcher() -> None:
+    with ProcessWorld(1, launcher=None) as world:
+        assert world.call(alone) == [(1, ["cpu:0"], 3.0)]
+
+
+def its_own_horovod() -> None:
+    """The world of a program that has initialised Horovod is used, and left alive."""
+    import horovod.torch as hvd
+
+    assert hvd.is_initialized()
+    other = type(backend())()
+    assert (other.rank, other.process_count()) == (hvd.rank(), 2)
+    other.barrier()
+    other.shutdown()
+    assert hvd.is_initialized()
+    backend().barrier()
+
+
+def test_a_world_of_the_programs_own(two: ProcessWorld) -> None:
+    two.call(its_own_horovod)
+
+
+def not_the_devices_of_this_world() -> None:
+    for devices, kind, text in (
+        (["gpu:0", "gpu:1"], CapabilityError, "CPUs"),
+        (5, MeshError, "5 processes"),
+    ):
+        with pytest.raises(kind, match=text):
+            unidist.use("horovod", devices=devices).list_devices()  # type: ignore[arg-type]
+
+
+def test_devices_that_are_not_there() -> None:
+    with ProcessWorld(1, launcher=None) as world:
+        world.call(not_the_devices_of_this_world)
+
+
+def nobody_comes() -> str:
+    unidist.use("horovod", timeout=2.0)
+    with pytest.raises(BackendNotAvailableError) as caught:
+        unidist.initialize("127.0.0.1:1", 2, 1)
+    return str(caught.value)
+
+
+def test_a_world_that_does_not_come_together() -> None:
+    with ProcessWorld(1, launcher=None) as world:
+        (text,) = world.call(nobody_comes)
+        assert "process 1 of 2 could not reach the others at 127.0.0.1:1 within 2 s" in text
+
+
+# Ranks that disagree, or are lost -------------------------------------------------------------------------------------
+
+
+def disagree() -> str:
+    """Rank 1 comes with another shape: both are told, and the world goes on."""
+    import torch
+
+    group = everyone()
+    with pytest.raises(DesyncError) as caught, events.for_purpose("net/kernel"):
+        backend().comm.all_reduce(torch.ones(2 + backend().rank), group, "sum")
+    assert (caught.value.ranks, caught.value.collective, caught.value.variable) == ((0, 1), "all_reduce", "net/kernel")
+    assert backend().comm.all_reduce(torch.ones(2), group, "sum").tolist() == [2.0, 2.0]
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_are_told_and_go_on(two: ProcessWorld) -> None:
+    for text in two.call(disagree):
+        assert text.startswith("all_reduce for 'net/kernel' over ranks [0, 1]: the ranks disagree: Mismatched")
+
+
+def lose(how: str) -> dict[str, tuple[float, str]]:
+    """Process 1 goes away; process 0 notices in each call: the seconds and the text."""
+    import torch
+
+    group, x = everyone(), torch.ones(2, 2)
+    backend().barrier()
+    if backend().rank == 1:
+        if how == "dies":
+            os._exit(9)
+        time.sleep(12)
+        return {}
+    calls = {
+        "all_gather": lambda: backend().comm.all_gather(x[:1], group, 0, (1, 1)),
+        "reduce_scatter": lambda: backend().comm.reduce_scatter(x, group, 0, (1, 1), "sum"),
+        "all_reduce": lambda: backend().comm.all_reduce_inplace(x, group, "sum").wait(),
+        "barrier": lambda: backend().barrier(),
+    }
+    if how == "stalls":
+        calls["making the process set"] = lambda: (
+            backend().mesh(Mesh({"x": 1, "y": 2}, [1, 0])) and backend()._sets._add((0,))
+        )
+    found = {}
+    for name, call in calls.items():
+        start = time.monotonic()
+        with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
+            call()
+        found[name] = time.monotonic() - start, str(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_a_lost_peer_is_told(how: str) -> None:
+    """Horovod tells of a process that ended. Of one that lives and does not come it says nothing: we do."""
+    with ProcessWorld(2, setup=join, setup_args=(2.0 if how == "stalls" else 60.0,)) as processes:
+        outcomes = processes.outcomes(lose, how)
+    assert outcomes[0].failure is None, outcomes[0].failure
+    assert len(outcomes[0].value) >= 4
+    for name, (seconds, text) in outcomes[0].value.items():
+        assert seconds < 10
+        assert text.startswith(name)
+        assert "over ranks [0, 1]: another process of the group ended or did not come in time" in text
+        assert "start all processes again" in text
+        assert ("waited 2 s" in text) == (how == "stalls")
+        if "process set" not in name:
+            assert "for 'a test'" in text
+    if how == "dies":
+        assert outcomes[1].failure is not None
+        assert outcomes[1].failure.kind == "ended"
+
+
+def stall_in_fit(seconds: float) -> str:
+    """Rank 1 stops in the middle of fit, alive; rank 0 is told within the timeout."""
+    import keras
+
+    class Stall(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2 and unidist.process_index() == 1:
+                time.sleep(seconds)
+
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    if unidist.process_index() == 1:
+        with pytest.raises(Exception, match=r"shut down|another process"):
+            model.fit(np.ones((32, 4)), np.ones((32, 3)), batch_size=4, verbose=0, callbacks=[Stall()])
+        return ""
+    with pytest.raises(ProcessLostError) as caught:
+        model.fit(np.ones((32, 4)), np.ones((32, 3)), batch_size=4, verbose=0, callbacks=[Stall()])
+    unidist.shutdown()
+    return str(caught.value)
+
+
+def test_a_rank_that_stalls_in_the_middle_of_fit_is_told() -> None:
+    with ProcessWorld(2, setup=join, setup_args=(3.0,), env={"KERAS_BACKEND": "torch"}) as processes:
+        text = processes.call(stall_in_fit, 8.0)[0]
+    assert re.match(r"all_reduce for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
+
+
+# TensorFlow -----------------------------------------------------------------------------------------------------------
+
+
+def join_tensorflow(timeout: float | None = None) -> None:
+    unidist.use("horovod", framework="tensorflow", timeout=timeout)
+
+
+def eager_tensors_agree_or_are_told() -> str:
+    import tensorflow as tf
+
+    group = everyone()
+    with pytest.raises(DesyncError, match="all_reduce for 'a test' over ranks") as caught, events.for_purpose("a test"):
+        backend().comm.all_reduce(tf.ones(2 + backend().rank), group, "sum")
+    assert backend().comm.all_reduce(tf.ones(2), group, "sum").numpy().tolist() == [2.0, 2.0]
+    with pytest.raises(CapabilityError, match="in place"):
+        backend().comm.all_reduce_inplace(tf.ones(2), group, "sum")
+    partial = Sharding(Mesh({"x": 2}), Layout(partial="x"), (2,))
+    whole = partial.with_layout(Layout())
+    traced = tf.function(lambda x: backend().redistribute(x, partial, whole), autograph=False)
+    with pytest.raises(CapabilityError, match=r"tf\.py_function"):
+        traced(tf.ones(2))
+    return str(caught.value)
+
+
+def lose_over_tensorflow(how: str) -> tuple[float, str]:
+    import tensorflow as tf
+
+    group = everyone()
+    backend().barrier()
+    if backend().rank == 1:
+        if how == "dies":
+            os._exit(9)
+        time.sleep(6)
+        return 0.0, ""
+    start = time.monotonic()
+    with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
+        backend().comm.all_gather(tf.ones(2), group, 0, (2, 2))
+    return time.monotonic() - start, str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
+    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    limit = 2.0 if how == "stalls" else 60.0
+    with ProcessWorld(2, setup=join_tensorflow, setup_args=(limit,), env=env) as processes:
+        for text in processes.call(eager_tensors_agree_or_are_told):
+            assert "the ranks disagree: Mismatched" in text, text
+        outcomes = processes.outcomes(lose_over_tensorflow, how)
+    assert outcomes[0].failure is None, outcomes[0].failure
+    seconds, text = outcomes[0].value
+    assert seconds < 10
+    assert text.startswith("all_gather for 'a test' over ranks [0, 1]: another process of the group ended"), text
+    assert ("waited 2 s" in text) == (how == "stalls"), text
+
+
+def keras_on_tensorflow() -> str:
+    unidist.use("horovod")
+    import keras
+
+    assert (keras.config.backend(), backend().framework) == ("tensorflow", "tensorflow")
+    mesh = Mesh({"x": 1})
+    with pytest.raises(CapabilityError, match="data parallel only"):
+        unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {".*kernel": (None, "x")}))
+    with (
+        pytest.raises(CapabilityError, match="auto_shard_dataset"),
+        unidist.DataParallel(auto_shard_dataset=False).scope(),
+    ):
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).predict(np.ones((2, 2)), verbose=0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(CapabilityError) as caught:
+        unidist.parallelize(model, unidist.DataParallel())
+    return str(caught.value)
+
+
+def test_what_keras_on_tensorflow_cannot_is_refused_with_the_remedy() -> None:
+    env = {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with ProcessWorld(1, launcher=None, env=env) as world:
+        assert "jit_compile=False" in world.call(keras_on_tensorflow)[0]
+
+
+def keras_on_torch_where_nobody_says() -> tuple[str, str]:
+    unidist.use("horovod")
+    return os.environ["KERAS_BACKEND"], backend().framework
+
+
+def test_keras_runs_on_torch_where_nobody_says() -> None:
+    with ProcessWorld(1, launcher=None, env={"KERAS_BACKEND": None, "KERAS_HOME": "/nowhere"}) as world:
+        assert world.call(keras_on_torch_where_nobody_says) == [("torch", "torch")]

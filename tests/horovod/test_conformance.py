@@ -1,0 +1,109 @@
+"""The horovod backend obeys the laws over torch and over TensorFlow, with two and with four real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+import unidist
+from unidist.backends.protocol import Array
+from unidist.testing.conformance import ConformanceSuite
+from unidist.testing.laws import World
+
+# Other tests run without it (tests/conftest.py).
+WITH_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def torch_world(layout_pairs: int = 60) -> World:
+    """Called in each process, under a launcher's environment: process 0 serves Horovod's rendezvous."""
+    return World(backend=unidist.use("horovod"), array=_tensor, numpy=_array, vjp=_vjp, layout_pairs=layout_pairs)
+
+
+def torch_world_of_four() -> World:
+    """Horovod lets its processes agree on each collective every millisecond: with four on few cores that is slow."""
+    return torch_world(layout_pairs=15)
+
+
+def _tensor(value: Array, dtype: str) -> Any:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape).to(getattr(torch, dtype))
+
+
+def _array(x: Any) -> Array:
+    values = x.detach()
+    return np.asarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)
+
+
+def _vjp(function: Callable[[Any], Any], x: Any, y: Any) -> Any:
+    import torch
+
+    given = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(given), given, y)
+    return gradient
+
+
+def tensorflow_world(layout_pairs: int = 30) -> World:
+    return World(
+        backend=unidist.use("horovod", framework="tensorflow"),
+        array=_eager,
+        numpy=_eager_array,
+        vjp=_eager_vjp,
+        layout_pairs=layout_pairs,
+    )
+
+
+def tensorflow_world_of_four() -> World:
+    return tensorflow_world(layout_pairs=4)
+
+
+def _eager(value: Array, dtype: str) -> Any:
+    import tensorflow as tf
+
+    return tf.cast(tf.constant(value), dtype)
+
+
+def _eager_array(x: Any) -> Array:
+    import tensorflow as tf
+
+    return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
+
+
+def _eager_vjp(function: Callable[[Any], Any], x: Any, y: Any) -> Any:
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        out = function(x)
+    return tape.gradient(out, x, output_gradients=y, unconnected_gradients="zero")
+
+
+class TestTwoProcesses(ConformanceSuite):
+    backend = "horovod"
+    world = f"{__name__}:torch_world"
+    processes = 2
+
+
+class TestFourProcesses(ConformanceSuite):
+    backend = "horovod"
+    world = f"{__name__}:torch_world_of_four"
+    processes = 4
+    timeout = 200.0
+
+
+class TestTwoProcessesOfTensorFlow(ConformanceSuite):
+    backend = "horovod"
+    world = f"{__name__}:tensorflow_world"
+    processes = 2
+    env: ClassVar = WITH_TENSORFLOW
+
+
+class TestFourProcessesOfTensorFlow(ConformanceSuite):
+    backend = "horovod"
+    world = f"{__name__}:tensorflow_world_of_four"
+    processes = 4
+    env: ClassVar = WITH_TENSORFLOW
+    timeout = 200.0

@@ -1,0 +1,331 @@
+"""What the processes of the tests of the contract run, on every backend: a model and a way to train it a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops, optimizers
+
+import unidist
+from tests.keras.jax.programs import Result, fresh, scope, strategy, told
+from tests.keras.jax.worlds import is_first
+
+CLASSES, ROWS, BATCH = 4, 14, 4  # four batches, the last of two rows
+RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*b/kernel": ("model", None)}
+FLAT_RULES = {"lora": {".*ids/embeddings": (None, "model"), **RULES}}
+
+
+def rows(count: int = ROWS) -> tuple[Any, Any]:
+    rng = np.random.default_rng(3)
+    return rng.normal(size=(count, 12)).astype("float32"), rng.integers(0, CLASSES, count).astype("int32")
+
+
+def plain() -> Any:
+    return keras.Sequential(
+        [
+            layers.Input((12,)),
+            layers.Dense(16, "relu", name="a"),
+            layers.Dense(8, "tanh", name="b"),
+            layers.Dense(CLASSES, name="c"),
+        ],
+        name="plain",
+    )
+
+
+class Penalty(layers.Layer):
+    """Adds a loss of its call, which is a mean over the rows."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+def regularized() -> Any:
+    return keras.Sequential(
+        [
+            layers.Input((12,)),
+            layers.Dense(16, "relu", name="a", kernel_regularizer="l2", activity_regularizer="l1"),
+            Penalty(name="penalty"),
+            layers.Dense(8, name="b", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02)),
+            layers.BatchNormalization(name="norm"),
+            # On torch each rank draws for its own rows.
+            layers.GaussianNoise(0.1 if keras.config.backend() == "jax" else 0.0, seed=5, name="noise"),
+            layers.Dense(CLASSES, name="c"),
+        ],
+        name="regularized",
+    )
+
+
+class Covariance(keras.Sequential):
+    """A loss that mixes the rows: no sum of what parts of them lose."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        centered = y_pred - ops.mean(y_pred, axis=0, keepdims=True)
+        covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float32")
+        return ops.mean(ops.square(y_pred - ops.one_hot(y, CLASSES))) + 0.1 * ops.sum(ops.square(covariance))
+
+
+def covariance() -> Any:
+    return Covariance(plain().layers, name="plain")
+
+
+def lora() -> Any:
+    inputs = layers.Input((5,), dtype="int32")
+    embedded = layers.Embedding(16, 12, name="ids")(inputs)
+    hidden = layers.Dense(16, "tanh", name="a")(layers.GlobalAveragePooling1D(name="pool")(embedded))
+    model = keras.Model(inputs, layers.Dense(CLASSES, name="c")(layers.Dense(8, name="b")(hidden)), name="lora")
+    for name in ("ids", "a", "b"):
+        model.get_layer(name).enable_lora(4)
+    return model
+
+
+def _sgd(**options: Any) -> Any:
+    return optimizers.SGD(0.1, **options)
+
+
+def _adam(**options: Any) -> Any:
+    # With Keras's epsilon of 1e-7 Adam turns rounding noise of gradients that are nearly zero into whole steps.
+    return optimizers.Adam(0.01, epsilon=1e-3, **options)
+
+
+def _decayed() -> Any:
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+# Scales up at every second step, and down where gradients overflow: 2**126 times a loss does.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "clipnorm": lambda: _sgd(clipnorm=0.1),
+    "global clipnorm": lambda: _adam(global_clipnorm=0.1),
+    "clipvalue": lambda: _sgd(clipvalue=0.01),
+    "ema": lambda: _sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "accumulation": lambda: _adam(gradient_accumulation_steps=2),
+    "decay": _decayed,
+    "scaled": lambda: optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**8, dynamic_growth_steps=2),
+    "overflow": lambda: optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**127),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+}
+
+
+class Largest(keras.metrics.Metric):
+    """The largest error so far, and how many batches were seen: no sums of what parts of the rows give."""
+
+    def __init__(self, name: str = "largest", **options: Any) -> None:
+        super().__init__(name=name, **options)
+        self.top = self.add_weight(name="top", initializer="zeros")
+        self.batches = self.add_weight(name="batches", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        errors = ops.abs(ops.cast(y_true, "float32") - y_pred)
+        self.top.assign(ops.maximum(self.top, ops.max(errors)))
+        self.batches.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.top + self.batches
+
+
+METRICS: dict[str, Callable[[], list[Any]]] = {
+    "own": lambda: [Largest(), keras.metrics.MeanAbsoluteError()],
+    "binary": lambda: [
+        keras.metrics.AUC(num_thresholds=20),
+        keras.metrics.Precision(),
+        keras.metrics.Recall(),
+        keras.metrics.BinaryIoU(threshold=0.5),
+        keras.metrics.F1Score(threshold=0.5),
+        keras.metrics.MeanAbsoluteError(),
+    ],
+}
+
+
+def _crossed(model: Any, optimizer: Any, **options: Any) -> Any:
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model
+
+
+def _strategy(kind: str | None, zero: int, rules: Any = RULES) -> Any:
+    return None if kind is None else strategy(kind, rules, zero=zero)
+
+
+def _fitted(model: Any, x: Any, y: Any, **options: Any) -> Result:
+    batch = options.pop("batch_size", BATCH)
+    history = model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0, **options).history
+    seen = told(model)  # now: Keras on JAX loses the averages of a model that is evaluated
+    return {"history": history, "evaluate": model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True), **seen}
+
+
+def optimized(kind: str | None, zero: int, name: str) -> Result:
+    fresh()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), OPTIMIZERS[name]())
+    return _fitted(model, *rows())
+
+
+def averaged_twice(kind: str | None, zero: int) -> int:
+    """Fits, evaluates and fits again with averages of the weights; the number of steps."""
+    fresh()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), OPTIMIZERS["ema"]())
+    for _ in range(2):
+        _fitted(model, *rows())
+    return int(np.asarray(model.optimizer.iterations))
+
+
+def built(kind: str | None, zero: int, name: str) -> Result:
+    """Losses added by layers, losses that mix rows, adapters of low rank on frozen, cut kernels."""
+    fresh()
+    make = {"regularized": regularized, "covariance": covariance, "lora": lora}[name]
+    with scope(_strategy(kind, zero, FLAT_RULES.get(name, RULES))):
+        model = _crossed(make(), _adam())
+    x, y = rows()
+    return _fitted(model, (np.abs(x[:, :5] * 5).astype("int32") % 16) if name == "lora" else x, y)
+
+
+def measured(kind: str | None, zero: int, name: str) -> Result:
+    """Metrics that keep more than a mean."""
+    fresh()
+    with scope(_strategy(kind, zero)):
+        model = keras.Sequential([*plain().layers, layers.Dense(1, "sigmoid", name="d")], name="plain")
+        model.compile(_sgd(momentum=0.9), "binary_crossentropy", metrics=METRICS[name]())
+    x, y = rows()
+    return _fitted(model, x, (y > 1).astype("float32")[:, None], sample_weight=np.linspace(0, 2, ROWS))
+
+
+def mixed(kind: str | None, zero: int, policy: str) -> Result:
+    """Half precision with loss scaling."""
+    fresh()
+    keras.config.set_dtype_policy(policy)
+    try:
+        with scope(_strategy(kind, zero)):
+            model = _crossed(plain(), optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**8))
+        return {**_fitted(model, *rows()), "dtypes": sorted({str(v.dtype) for v in model.trainable_variables})}
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def toggled(kind: str | None, zero: int) -> Result:
+    """A layer frozen between two fits, and thawed for a third."""
+    fresh()
+    x, y = rows()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), _sgd(momentum=0.9))
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        model.get_layer("a").trainable = False
+        _crossed(model, _sgd(momentum=0.9)).fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        model.get_layer("a").trainable = True
+        return _fitted(_crossed(model, _sgd(momentum=0.9)), x, y)
+
+
+def seeded(kind: str | None, zero: int) -> Result:
+    """Dropout and noise."""
+    fresh()
+    with scope(_strategy(kind, zero)):
+        random = [layers.Dropout(0.5, name="drop"), layers.GaussianNoise(0.5, name="noise")]
+        model = _crossed(keras.Sequential([*plain().layers[:1], *random, *plain().layers[1:]], name="plain"), _adam())
+    return _fitted(model, *rows())
+
+
+def few(kind: str | None, zero: int) -> Result:
+    """Fewer rows than devices."""
+    fresh()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(regularized(), _adam())
+    x, y = rows(5)
+    return {**_fitted(model, x, y, batch_size=2), "predict": model.predict(x, batch_size=3, verbose=0)}
+
+
+def called_back(kind: str | None, zero: int, folder: str) -> Result:
+    """Callbacks that write and that decide, twice: the second training starts where a backup of the first lies."""
+    fresh()
+    x, y = rows()
+    place = Path(folder)
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), _adam())
+    backup = keras.callbacks.BackupAndRestore(str(place / "backup"), delete_checkpoint=False)
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[backup])
+    stopper = keras.callbacks.EarlyStopping(monitor="loss", min_delta=10.0, patience=1, restore_best_weights=True)
+    logger = keras.callbacks.CSVLogger(str(place / "log.csv"))
+    callbacks = [
+        keras.callbacks.BackupAndRestore(str(place / "backup")),
+        logger,
+        keras.callbacks.ModelCheckpoint(str(place / "last.weights.h5"), save_weights_only=True),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=10.0, patience=1),
+        stopper,
+    ]
+    again = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
+    return {
+        "history": again.history,
+        "epochs": again.epoch,
+        "stopped": stopper.stopped_epoch,
+        "log": logger.filename,
+        **told(model),
+    }
+
+
+class Board(keras.callbacks.TensorBoard):
+    """Keras's, but for the writing of events, for which TensorBoard would have to be installed."""
+
+    def set_model(self, model: Any) -> None:
+        self._model = model
+        self._log_write_dir = self.log_dir
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        place = Path(self._log_write_dir) / "train"
+        place.mkdir(parents=True)
+        (place / "events").write_text("")
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """No events."""
+
+    on_train_end = on_epoch_begin = on_epoch_end = on_train_batch_begin = on_train_batch_end = _nothing
+
+
+def boarded(kind: str | None, zero: int, folder: str) -> list[str]:
+    """TensorBoard on every process; where this process's callback wrote, as it was put back."""
+    fresh()
+    x, y = rows()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), _adam())
+    board = Board(folder)
+    model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, callbacks=[board])
+    return [board.log_dir]
+
+
+def streamed(kind: str | None, zero: int, source: str) -> Result:
+    fresh()
+    x, y = rows()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), _adam())
+        if source == "arrays":
+            history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+        else:
+            import tensorflow as tf
+
+            history = model.fit(
+                tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), shuffle=False, verbose=0
+            ).history
+    return {"history": history, **told(model)}
+
+
+def raising() -> None:
+    """A program of two processes, of which one's data raises in the second step."""
+    x, y = rows()
+
+    class Faulty(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, k: int) -> Any:
+            if k >= 2 and not is_first():
+                raise OSError("the disk of process 1 is gone")
+            return x[:BATCH], y[:BATCH]
+
+    with unidist.DataParallel(zero=1).scope():
+        model = _crossed(plain(), _adam())
+    model.fit(Faulty(), verbose=0)

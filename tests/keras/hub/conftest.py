@@ -1,0 +1,20 @@
+"""Models on torch in the simulator, four virtual devices in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+import unidist
+
+# Keras reads the variable when it is imported; no other test shall see it.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("KERAS_BACKEND", "torch")
+    import keras
+
+assert keras.config.backend() == "torch"
+
+
+@pytest.fixture(autouse=True)
+def four_devices():
+    unidist.use("sim", devices=4)
+    return

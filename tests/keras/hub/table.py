@@ -1,0 +1,84 @@
+"""Makes docs/models.md: `python -m tests.keras.hub.table` in a checkout, in some minutes."""
+
+# Paragraphs of the page stay lines.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+STEPS = 5
+HEAD = (
+    "| model | parameters sharded, 2 devices | 4 devices | pairs | collectives of a step, 2 devices | proven |",
+    "|---|---|---|---|---|---|",
+)
+TEXT = """# Models
+
+What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. Each row is measured, on the simulator with Keras on torch, by `python -m tests.keras.hub.table`, which writes this page: a model of two small blocks and a head is trained for 5 steps of AdamW on one device and on 2 and 4 virtual ones, and no weight and no loss may differ by more than 0.00001. Padding masks are part of the batch. The tests make some rows again and compare them.
+
+- **Parameters sharded**: the part of the model's bytes that lies in sharded variables. In models so small norms, biases and position tables weigh more than they do in large ones. Key and value heads that do not divide over the devices are replicated.
+- **Pairs**: sets of layers between which activations stay cut: proven on the first batch, of those that the plan found. In what is no pair outputs are gathered, so it is as exact and sends more.
+- **Collectives of a step**: of one forward and backward pass of the layers, on the model axis.
+- **Proven**: the number of training steps that were equal to one device's, and on which numbers of devices.
+
+{head}
+{rows}
+
+Other backbones work as well; where their attention counts heads in its own way it is gathered: DeBERTaV3, ESM, RoFormerV2, GPT-OSS. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
+
+A model of yours: `unidist plan FILE.py:function --mesh model=4` ([planning](planning.md)).
+"""
+
+
+def row(name: str) -> str:
+    """The line of a backbone of the zoo."""
+    import unidist
+    from tests.keras.hub import zoo
+
+    alone = zoo.train(zoo.BACKBONES[name], steps=STEPS)
+    fractions, pairs, sent = [], "", ""
+    for ranks in (2, 4):
+        mesh = unidist.Mesh({"model": ranks})
+        with unidist.ledger() as traffic:
+            found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh), steps=STEPS)
+        zoo.assert_equal(found, alone)
+        plan = unidist.plan(found.model, mesh)
+        fractions.append(f"{plan.sharded_fraction:.1%}")
+        if ranks == 2:
+            pairs = f"{len(zoo.pairs_of(found.model))} of {len(plan.pairs)}"
+            sent = _sent(traffic)
+    return f"| {name} | {fractions[0]} | {fractions[1]} | {pairs} | {sent} | {STEPS} steps on 2 and 4 |"
+
+
+def _sent(traffic: object) -> str:
+    """What each step sends: what was sent as often as there were steps, or a multiple of it."""
+    calls = Counter((e.op, e.purpose) for e in traffic.events if e.purpose != "proof of pairs")  # type: ignore[attr-defined]
+    each = Counter[str]()
+    for (op, _), count in calls.items():
+        each[op] += count // STEPS
+    return ", ".join(f"{count} {op}" for op, count in sorted(each.items()) if count)
+
+
+def rows_of_page() -> list[str]:
+    lines = PAGE.read_text().splitlines()
+    start = lines.index(HEAD[1]) + 1
+    return [line for line in lines[start:] if line.startswith("|")]
+
+
+def page() -> str:
+    from tests.keras.hub import zoo
+
+    rows = "\n".join(row(name) for name in zoo.BACKBONES)
+    return TEXT.format(head="\n".join(HEAD), rows=rows)
+
+
+if __name__ == "__main__":
+    os.environ["KERAS_BACKEND"] = "torch"
+    import unidist
+
+    unidist.use("sim", devices=4)
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")

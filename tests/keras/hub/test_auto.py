@@ -1,0 +1,68 @@
+"""keras_hub's backbones with nothing but ModelParallel(mesh): equal to one device, and cut as the plan says."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import unidist
+from tests.keras.hub import table, zoo
+
+MOST = ("bert", "roberta", "gpt2", "opt", "llama gqa", "mistral", "gemma", "gemma3")
+FOUR = ("bert", "gpt2", "llama mqa", "gemma", "t5", "bloom", "falcon")
+
+
+@functools.cache
+def alone(name: str) -> zoo.Trained:
+    return zoo.train(zoo.BACKBONES[name], steps=5)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in zoo.BACKBONES), *((name, 4) for name in FOUR)])
+def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int) -> None:
+    mesh = unidist.Mesh({"model": ranks})
+    with unidist.ledger() as traffic:
+        found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh), steps=5)
+    zoo.assert_equal(found, alone(name))
+    plan = unidist.plan(found.model, mesh)
+    # Every pair that the plan found on random numbers was proven on the first batch, and no other.
+    proven = zoo.pairs_of(found.model)
+    assert set(proven) == {pair[-1] for pair in plan.pairs}
+    assert {row: len(columns) for row, columns in proven.items()} == {p[-1]: len(p) - 1 for p in plan.pairs}
+    assert plan.pairs
+    assert any(e.op == "all_reduce" and e.purpose in proven for e in traffic.events)
+    held = {row.path: row.layout for row in unidist.describe(found.model).rows if row.kind == "weights"}
+    assert held == {row.path: row.layout for row in plan.rows}
+    if ranks == 2 and name in MOST:
+        assert plan.sharded_fraction >= 0.95
+
+
+@pytest.mark.parametrize("name", ["bert", "llama gqa", "gpt2"])
+def test_a_step_sends_what_the_plan_predicts(name: str) -> None:
+    mesh = unidist.Mesh({"model": 2})
+    with unidist.ledger() as traffic:
+        found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh), steps=3)
+    plan = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH)
+
+    def of_layers(ledger: unidist.Ledger) -> list[tuple[str, float]]:
+        named = {row.path.rpartition("/")[0] for row in plan.rows}
+        names = named | {row.path for row in plan.rows}
+        return sorted((e.op, float(e.bytes)) for e in ledger.events if e.purpose in names)
+
+    predicted = of_layers(plan.predicted)
+    assert len(predicted) >= 9
+    assert of_layers(traffic) == sorted(predicted * 3)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_data_and_model_axes_and_zero(zero: int) -> None:
+    strategy = unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), zero=zero)
+    found = zoo.train(zoo.BACKBONES["bert"], strategy, steps=5)
+    zoo.assert_equal(found, alone("bert"))
+    assert len(zoo.pairs_of(found.model)) == 4
+
+
+@pytest.mark.parametrize("name", ["bert", "llama mqa", "gpt-neox"])
+def test_the_page_of_models_says_what_is_measured(name: str) -> None:
+    assert table.row(name) in table.PAGE.read_text().splitlines()
+    assert set(zoo.BACKBONES) == {line.split("|")[1].strip() for line in table.rows_of_page()}

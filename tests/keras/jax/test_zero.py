@@ -1,0 +1,112 @@
+"""States, gradients and values spread over the data ranks (ZeRO 1 to 3): one device's numbers, a part of its bytes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.keras.jax.comparing import same
+from unidist.testing.processes import ProcessWorld
+
+RUN = "tests.keras.jax.zero:{}".format
+SHARDS = {"dp": 4, "2x2": 2, "2x2 across": 2}
+SLOTS = {"adam": 2, "momentum": 1}
+CASES = [
+    ("mlp", "dp", 1, "adam"),
+    ("mlp", "dp", 2, "adam"),
+    ("mlp", "dp", 3, "adam"),
+    ("mlp", "2x2", 1, "adam"),
+    ("mlp", "2x2", 3, "adam"),
+    ("conv", "dp", 3, "adam"),
+    ("conv", "2x2", 1, "adam"),
+    ("lstm", "dp", 3, "momentum"),
+    ("two_outputs", "2x2", 3, "momentum"),
+    ("subclassed", "dp", 1, "adam"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(one: ProcessWorld) -> Any:
+    return cache(lambda program, *args: one.call(RUN(program), *args)[0])
+
+
+def spread(found: dict[str, Any], kind: str, zero: int, optimizer: str) -> None:
+    """Each device holds its part of the slots, and at stage 3 of the values, and no more than a twentieth besides."""
+    ideal = found["ruled"] / SHARDS[kind]
+    assert ideal * SLOTS[optimizer] <= found["states"] <= 1.05 * ideal * SLOTS[optimizer]
+    if zero == 3:
+        assert ideal <= found["values"] <= 1.05 * ideal
+    else:
+        assert found["values"] == found["ruled"]
+    assert found["others whole"]
+
+
+@pytest.mark.parametrize(("name", "kind", "zero", "optimizer"), CASES)
+def test_four_devices_train_as_one(
+    four: ProcessWorld, expected: Any, name: str, kind: str, zero: int, optimizer: str
+) -> None:
+    found = four.call(RUN("train"), name, kind, zero, optimizer)[0]
+    same(found, expected("train", name, None, 0, optimizer))
+    if name != "two_outputs":  # whose bias of one value stays whole
+        spread(found, kind, zero, optimizer)
+        assert found["described slots"] == found["slot count"]
+    # What is updated in parts is gathered: after the update, or before the next use.
+    assert found["sent"]["all_gather"] > 0
+    assert found["sent"]["all_reduce"] + found["sent"]["reduce_scatter"] > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "zero"), [("2x2 across", 3), ("dp", 1)])
+def test_two_processes_of_two_devices_train_as_one(pair: ProcessWorld, expected: Any, kind: str, zero: int) -> None:
+    for found in pair.call(RUN("train"), "mlp", kind, zero):
+        same(found, expected("train", "mlp", None, 0, "adam"))
+        spread(found, kind, zero, "adam")
+
+
+def test_a_built_optimizer_is_laid_anew(four: ProcessWorld, expected: Any) -> None:
+    kinds = ((None, 0), ("dp", 1), ("2x2", 3), ("dp", 0))
+    found = four.call(RUN("moved"), kinds)[0]
+    same(found, expected("moved", ((None, 0),) * 4))
+    (values, states), (cut_values, cut_states), whole = found["held"]
+    assert states == 2 * values / 4
+    assert cut_states == 2 * cut_values < 2 * values
+    assert whole == (values, 2 * values)
+
+
+def test_a_resumed_training_equals_an_uninterrupted_one(four: ProcessWorld, expected: Any, tmp_path: Path) -> None:
+    straight = expected("resumed", (None, 0), None, "")
+    for first, second in ((("dp", 3), ("2x2", 0)), (("2x2", 1), ("dp", 3))):
+        found = four.call(RUN("resumed"), first, second, str(tmp_path))[0]
+        same(found, straight)
+
+
+@pytest.mark.processes
+def test_processes_save_what_none_holds_whole(pair: ProcessWorld, expected: Any, tmp_path: Path) -> None:
+    for found in pair.call(RUN("resumed"), ("dp", 3), ("2x2", 0), str(tmp_path)):
+        same(found, expected("resumed", (None, 0), None, ""))
+
+
+@pytest.mark.parametrize(("kind", "zero", "eagerly"), [("dp", 3, False), ("2x2", 1, False), ("dp", 3, True)])
+def test_a_step_written_by_hand(four: ProcessWorld, expected: Any, kind: str, zero: int, eagerly: bool) -> None:
+    found = four.call(RUN("by_hand"), kind, zero, eagerly)[0]
+    same(found, expected("by_hand", None, 0, False))
+    spread(found, kind, zero, "adam")
+
+
+def test_a_call_outside_of_fit(four: ProcessWorld) -> None:
+    assert four.call(RUN("outside"), 3)[0]
+
+
+def test_states_that_stay_whole_are_noticed(four: ProcessWorld) -> None:
+    found = four.call("tests.keras.jax.mistakes:run_with", "states stay whole", RUN("train"), "mlp", "dp", 1)[0]
+    with pytest.raises(AssertionError):
+        spread(found, "dp", 1, "adam")
+
+
+def test_gradients_that_are_cut_wrongly_change_the_numbers(four: ProcessWorld, expected: Any) -> None:
+    found = four.call("tests.keras.jax.mistakes:run_with", "gradients in part", RUN("train"), "mlp", "dp", 3)[0]
+    with pytest.raises(AssertionError):
+        same(found, expected("train", "mlp", None, 0, "adam"))

@@ -1,0 +1,127 @@
+"""What the processes of test_zero run: training with states, gradients and values spread over the data ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+import unidist
+from tests.keras.jax.models import BATCH, CASES, compile_case
+from tests.keras.jax.programs import Result, fresh, made, scope, strategy, told
+
+
+def train(name: str, kind: str | None, zero: int, optimizer: str = "adam") -> Result:
+    """Five batches, the last ragged, then evaluate and predict with batches that do not divide."""
+    fresh()
+    data = CASES[name].data()
+    with scope(_strategy(name, kind, zero)):
+        model = made(name, optimizer)
+        with unidist.ledger() as book:
+            history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=True, verbose=0).history
+        scored = {key: value for key, value in data.items() if key != "class_weight"}
+        evaluated = model.evaluate(**scored, batch_size=5, verbose=0, return_dict=True)
+        predicted = model.predict(data["x"], batch_size=9, verbose=0)
+    sent = {op: book.bytes(op) for op in ("all_reduce", "reduce_scatter", "all_gather")}
+    seen = {"history": history, "evaluate": evaluated, "predict": predicted, "sent": sent}
+    return {**seen, **_measured(model, name, kind), **told(model)}
+
+
+def _strategy(name: str, kind: str | None, zero: int) -> Any:
+    return None if kind is None else strategy(kind, CASES[name].rules, zero=zero)
+
+
+def _measured(model: Any, name: str, kind: str | None) -> Result:
+    """Bytes on the first device, and what the rules alone would leave there."""
+    rules = CASES[name].rules if kind not in (None, "dp") else {}
+    described = unidist.describe(model)
+    weights, slots = model.trainable_variables, [v for v in model.optimizer.variables if v.shape]
+    ruled = [v.value.nbytes // (2 if any(re.fullmatch(rule, v.path) for rule in rules) else 1) for v in weights]
+    others = model.metrics_variables + [v for v in model.non_trainable_variables if "seed" in v.path]
+    return {
+        "ruled": sum(ruled),
+        "values": _held(weights),
+        "states": _held(slots),
+        "described slots": sum(row.is_sharded for row in described.rows if row.kind == "slots"),
+        "slot count": len(slots),
+        "others whole": all(v.value.is_fully_replicated for v in others),
+    }
+
+
+def _held(variables: Any) -> int:
+    return sum(variable.value.addressable_shards[0].data.nbytes for variable in variables)
+
+
+def moved(kinds: tuple[tuple[str | None, int], ...]) -> Result:
+    """A trained model, its optimizer built, placed on one strategy after another and trained on each."""
+    fresh()
+    data = CASES["mlp"].data()
+    model = made("mlp", "adam")
+    losses, states = [], []
+    for kind, zero in kinds:
+        if kind is not None:
+            unidist.parallelize(model, _strategy("mlp", kind, zero))
+            states.append((_held(model.trainable_variables), _held(model.optimizer.variables[2:])))
+        losses += model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history["loss"]
+    return {"history": losses, "held": states, **told(model)}
+
+
+def resumed(first: tuple[str | None, int], second: tuple[str | None, int] | None, folder: str) -> Result:
+    """Two epochs; with `second` the model is saved between them and loaded under another strategy."""
+    fresh()
+    data = CASES["conv"].data()
+    with scope(_strategy("conv", *first)):
+        model = made("conv", "adam")
+        model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        if second is not None:
+            model.save(Path(folder) / "model.keras")
+    if second is not None:
+        with scope(_strategy("conv", *second)):
+            model = keras.saving.load_model(Path(folder) / "model.keras")
+    history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    # Keras renames on loading.
+    return {"history": history, **{**told(model), "weights": list(unidist.gather_weights(model).values())}}
+
+
+class HandWritten(keras.Model):
+    """A step of the user's own from Keras's stateless functions."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        trainable, other, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def objective(values: Any) -> Any:
+            outputs, updated = self.stateless_call(values, other, x, training=True)
+            errors = keras.ops.sum(keras.ops.square(outputs - keras.ops.one_hot(y, 4)), axis=-1)
+            # Mixes the rows: no sum of the shards' own losses.
+            return keras.ops.logsumexp(errors), updated
+
+        (loss, other), gradients = jax.value_and_grad(objective, has_aux=True)(trainable)
+        trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+        return {"loss": loss}, (trainable, other, slots, metrics)
+
+
+def by_hand(kind: str | None, zero: int, eagerly: bool) -> Result:
+    fresh()
+    case = CASES["conv"]
+    data = {key: case.data()[key] for key in ("x", "y")}
+    with scope(_strategy("conv", kind, zero)):
+        model = case.build()
+        model = HandWritten(model.inputs, model.outputs, name="conv")
+        compile_case(model, case, "adam", run_eagerly=eagerly)
+    history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    return {"history": history, **_measured(model, "conv", kind), **told(model)}
+
+
+def outside(zero: int) -> bool:
+    """Whether a call outside of fit gives what predict gives."""
+    fresh()
+    data = CASES["mlp"].data()
+    with strategy("dp", zero=zero).scope():
+        model = made("mlp", "adam")
+    called = keras.ops.convert_to_numpy(model(data["x"]))
+    return bool(np.allclose(called, model.predict(data["x"], verbose=0), atol=1e-6))

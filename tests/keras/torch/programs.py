@@ -1,0 +1,128 @@
+"""What runs in two processes for test_programs.py: models compiled by torch.compile against the same ones run as is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch._dynamo.utils import counters
+
+import unidist
+
+RULES = {
+    ".*(query|key|value)/kernel": (None, "model", None),
+    ".*(query|key|value)/bias": ("model", None),
+    ".*attention_output/kernel": ("model", None, None),
+    ".*up/kernel": (None, "model"),
+    ".*up/bias": ("model",),
+    ".*down/kernel": ("model", None),
+}
+
+
+def perceptron() -> keras.Model:
+    """With everything that a call leaves behind: random numbers, moving statistics, added losses."""
+    x = given = keras.Input((6,))
+    x = keras.layers.Dense(16, activation="relu", name="up")(x)
+    x = keras.layers.Dropout(0.3, seed=3)(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    x = keras.layers.BatchNormalization()(x)
+    return keras.Model(given, keras.layers.Dense(3, activity_regularizer="l2")(x))
+
+
+def encoder() -> keras.Model:
+    """Tokens with a mask, an attention and a feed-forward block, each with its residual."""
+    given = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(11, 16, mask_zero=True)(given)
+    x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(4, 4, name="attention")(x, x))
+    h = keras.layers.Dense(32, activation="gelu", name="up")(x)
+    x = keras.layers.LayerNormalization()(x + keras.layers.Dense(16, name="down")(h))
+    return keras.Model(given, keras.layers.Dense(3)(x))
+
+
+MODELS = {"perceptron": perceptron, "encoder": encoder}
+ROWS, BATCH, EPOCHS = 11, 8, 3
+
+
+def train(name: str, strategy: Any, jit_compile: bool, rows: int = ROWS) -> tuple[list[Any], list[np.ndarray], Any]:
+    """(losses of fit and evaluate, predictions and weights, model); of full and ragged batches if rows are odd."""
+    keras.utils.set_random_seed(2)
+    rng = np.random.default_rng(0)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = MODELS[name]()
+        model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), loss="mse", jit_compile=jit_compile)
+    x = rng.normal(size=(rows, 6)).astype("float32") if name == "perceptron" else rng.integers(0, 11, (rows, 6))
+    y = rng.normal(size=(rows, *model.output_shape[1:])).astype("float32")
+    losses = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history["loss"]
+    values = [np.asarray(w) for w in model.weights]
+    if rows % BATCH:
+        losses.append(model.evaluate(x, y, batch_size=BATCH, verbose=0))
+        values.append(model.predict(x, batch_size=BATCH, verbose=0))
+    return losses, values, model
+
+
+def strategy_of(kind: str) -> Any:
+    if kind == "data":
+        return unidist.DataParallel(zero=2)
+    mesh = unidist.Mesh({"model": 2})
+    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, RULES, strict=False))
+
+
+def counted(traffic: unidist.Ledger) -> Counter[tuple[str, str, Any]]:
+    return Counter((e.op, e.purpose, e.bytes) for e in traffic.events if e.purpose != "proof of pairs")
+
+
+def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Compiled against run as is. Gives torch.compile's counters: of graphs, and of breaks."""
+    original = torch.compile
+    torch.compile = functools.partial(original, backend=compiler)
+    try:
+        with unidist.ledger() as plain:
+            wanted = train(name, strategy_of(kind), False, rows)
+        counters.clear()
+        with unidist.ledger() as traffic:
+            found = train(name, strategy_of(kind), True, rows)
+    finally:
+        torch.compile = original
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=1e-5)
+    for a, b in zip(found[1], wanted[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert counted(traffic) == counted(plain), (counted(traffic) - counted(plain), counted(plain) - counted(traffic))
+    assert counted(traffic)
+    if kind == "model":
+        assert unidist.describe(found[2]).sharded
+        assert found[2]._unidist_engine.pairs
+    return dict(counters["stats"]), dict(counters["graph_break"])
+
+
+def equals_one_device(name: str) -> None:
+    """Without dropout's own stream of numbers one device draws what two do: its seed is given."""
+    wanted = train(name, None, False)
+    found = train(name, strategy_of("model"), False)
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=1e-5)
+
+
+class Decides(keras.layers.Layer):
+    """Reads a value, which no program can."""
+
+    def call(self, x):  # type: ignore[no-untyped-def]
+        return x * 2 if float(x.sum()) > 0 else x
+
+
+def refused() -> str:
+    with strategy_of("data").scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3), Decides()])
+        model.compile("sgd", "mse", jit_compile=True)
+    try:
+        model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 3), "float32"))
+    except unidist.CapabilityError as error:
+        return str(error)
+    return ""
+
+
+def start() -> None:
+    unidist.use("torch")

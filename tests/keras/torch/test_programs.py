@@ -1,0 +1,55 @@
+"""jit_compile=True: a model's call is one program of torch.compile, and computes and sends the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import pytest
+
+import unidist
+from tests.keras.torch import programs
+from unidist.testing.processes import ProcessWorld
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ProcessWorld]:
+    with ProcessWorld(2, env={"KERAS_BACKEND": "torch"}, setup=programs.start, timeout=200) as found:
+        yield found
+
+
+CASES = [
+    ("perceptron", "model", "inductor", programs.BATCH, 1),
+    ("perceptron", "model", "aot_eager", programs.ROWS, 4),  # a full and a ragged batch, to train and not to
+    ("perceptron", "data", "aot_eager", programs.ROWS, 4),
+    ("encoder", "model", "aot_eager", programs.BATCH, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "compiler", "rows", "shapes"), CASES)
+def test_one_graph_without_a_break(
+    world: ProcessWorld, name: str, kind: str, compiler: str, rows: int, shapes: int
+) -> None:
+    for graphs, breaks in world.call(programs.compare, name, kind, compiler, rows):
+        assert breaks == {}
+        assert graphs["unique_graphs"] == shapes
+
+
+def test_it_is_what_one_device_computes(world: ProcessWorld) -> None:
+    world.call(programs.equals_one_device, "encoder")
+
+
+def test_a_call_that_reads_values_is_refused(world: ProcessWorld) -> None:
+    for message in world.call(programs.refused):
+        assert "jit_compile=False" in message
+
+
+def test_the_simulator_cannot_compile() -> None:
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(unidist.CapabilityError, match=r"'sim' cannot be part .* jit_compile=False"):
+        model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 3), "float32"))

@@ -1,0 +1,187 @@
+"""Steps of a user's own: Keras's documented patterns on torch train as on one device."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import unidist
+from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
+
+STRATEGIES = {
+    "dp": lambda: unidist.DataParallel(),
+    "mp": lambda: model_parallel(),
+    "2x2": lambda: model_parallel(mesh=two_by_two()),
+    "zero 1": lambda: unidist.DataParallel(zero=1),
+    "zero 3": lambda: unidist.DataParallel(zero=3),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+class OwnStep(keras.Sequential):
+    """The documented custom train_step of the torch backend."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        gradients = [v.value.grad for v in trainable]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, trainable)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class OwnLoss(OwnStep):
+    def compute_step_loss(self, y, y_pred):
+        return ((y - y_pred) ** 2).mean()
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_step_loss(y, self(x, training=True))
+        loss.backward()
+        return {"loss": loss}
+
+
+class OwnTrackers(keras.Sequential):
+    """The documented custom train_step with a loss and metrics of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.twice = keras.metrics.Mean(name="twice")
+        self.level = keras.metrics.Mean(name="level")
+        self.error = keras.metrics.MeanAbsoluteError(name="mae")
+        self.criterion = keras.losses.MeanSquaredError()
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.criterion(y, y_pred)
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return self._told(y, y_pred, loss)
+
+    def test_step(self, data):
+        x, y = data
+        y_pred = self(x, training=False)
+        return self._told(y, y_pred, self.criterion(y, y_pred))
+
+    def _told(self, y, y_pred, loss):
+        self.tracker.update_state(loss)
+        self.twice.update_state(2 * loss if loss.requires_grad else 0.0)
+        self.level.update_state(ops.mean(y_pred))
+        self.error.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.twice, self.level, self.error]
+
+
+def test_metrics_that_a_step_is_told_by_itself(strategy):
+    """Losses, numbers computed from losses, means over the rows; in batches that do not divide."""
+    x, y = features()
+    found, wanted = (train(own(OwnTrackers), x, y, given, compiled={}) for given in (strategy, None))
+    assert_equal(found, wanted)
+    assert wanted.history["twice"] == pytest.approx([2 * v for v in wanted.history["loss"]])
+    for a, b in zip(
+        found.model.evaluate(x, y, batch_size=4, verbose=0),
+        wanted.model.evaluate(x, y, batch_size=4, verbose=0),
+        strict=True,
+    ):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+class Adversaries(keras.Model):
+    """Two models, two optimizers, two backward passes in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker = keras.Sequential([layers.Input((12,)), layers.Dense(8, name="maker")])
+        self.judge = keras.Sequential(
+            [layers.Input((8,)), layers.Dense(16, "relu", name="a"), layers.Dense(1, name="b")]
+        )
+        self.criterion = keras.losses.BinaryCrossentropy(from_logits=True)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.built = True
+
+    def compile(self, rates):
+        super().compile()
+        self.optimizers = [keras.optimizers.Adam(rate, epsilon=1e-3) for rate in rates]
+
+    def call(self, x):
+        return self.judge(self.maker(x))
+
+    def train_step(self, data):
+        x, real = data
+        for model, optimizer, wanted in ((self.judge, self.optimizers[0], 0.0), (self.maker, self.optimizers[1], 1.0)):
+            self.zero_grad()
+            made = self(x, training=True)
+            loss = self.criterion(ops.full_like(made, wanted), made)
+            if model is self.judge:
+                logits = self.judge(real, training=True)
+                loss = loss + self.criterion(ops.ones_like(logits), logits)
+            loss.backward()
+            weights = model.trainable_weights
+            with torch.no_grad():
+                optimizer.apply([v.value.grad for v in weights], weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+
+def test_two_models_with_two_optimizers_in_one_step(strategy):
+    x, _ = features()
+    real = features(out=8)[1]
+    found, wanted = (adversaries(x, real, given) for given in (strategy, None))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def adversaries(x, real, strategy):
+    keras.utils.set_random_seed(3)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = Adversaries()
+        model.compile([0.01, 0.02])
+        history = model.fit(x, real, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return [*history.history["loss"], *(np.asarray(v) for v in model.weights)]
+
+
+def own(kind):
+    return lambda: kind([layers.Input((12,)), layers.Dense(16, name="a"), layers.Dense(3, name="b")])
+
+
+def test_a_custom_train_step_works(strategy):
+    x, y = features()
+    compiled = {"loss": "mse", "metrics": ["mae"]}
+    assert_equal(train(own(OwnStep), x, y, strategy, compiled=compiled), train(own(OwnStep), x, y, compiled=compiled))
+
+
+def test_a_step_with_a_loss_of_its_own_is_refused_with_the_remedy():
+    x, y = features()
+    with pytest.raises(unidist.CapabilityError, match=r"self\.compute_loss\(x=x, y=y, y_pred=y_pred\)"):
+        train(own(OwnLoss), x, y, unidist.DataParallel())

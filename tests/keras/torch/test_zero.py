@@ -1,0 +1,387 @@
+"""ZeRO in the simulator: what is held, what is sent, and optimizers that look at more than their part."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import unidist
+from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
+from unidist.keras.explicit import optimizers, reducer, units
+
+STAGES = (1, 2, 3)
+
+
+def grid(zero):
+    mesh = two_by_two()
+    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, PAIR), zero=zero)
+
+
+STRATEGIES = {
+    **{f"dp-{zero}": lambda zero=zero: unidist.DataParallel(zero=zero) for zero in (1, 3)},
+    **{f"2x2-{zero}": lambda zero=zero: grid(zero) for zero in (1, 3)},
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+def adam():
+    return keras.optimizers.Adam(0.01, epsilon=1e-3)
+
+
+def even(depth=6, width=16):
+    """All of its variables divide by four."""
+    inner = [layers.Dense(width, activation="tanh", name=f"d{k}") for k in range(depth)]
+    return keras.Sequential([layers.Input((12,)), *inner, layers.Dense(4, name="out")])
+
+
+def trainable_bytes(model):
+    return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
+def sent(book, op):
+    return Fraction(book.bytes(op, purpose="gradient" if op == "reduce_scatter" else "parameters"))
+
+
+# what is sent ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("bucket_mb", [None, "0.001"])
+def test_states_in_parts_send_what_an_all_reduce_would(zero, bucket_mb, monkeypatch):
+    if bucket_mb is not None:
+        monkeypatch.setenv("UNIDIST_BUCKET_MB", bucket_mb)
+    x, y = features(rows=8, out=4)
+    with unidist.ledger() as book:
+        model = train(even, x, y, unidist.DataParallel(zero=zero), optimizer=adam, batch_size=8, epochs=3).model
+    once = Fraction(3, 4) * trainable_bytes(model)
+    assert sent(book, "reduce_scatter") == 3 * once
+    assert sent(book, "all_gather") == 3 * once
+    assert book.count("all_gather", purpose="parameters") == 3
+    assert book.count("reduce_scatter", purpose="gradient") == 3 * (1 if bucket_mb is None else 6)
+    assert book.count("all_reduce", purpose="gradient") == 0
+
+
+def test_values_in_parts_are_fetched_for_forward_and_again_for_backward(monkeypatch):
+    """Three times (n-1)/n of the bytes, but for what is still there when backward wants it (the last two layers) and
+    what backward never reads (the first layer's, whose input needs no gradient)."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    x, y = features(rows=8, out=4)
+    with unidist.ledger() as book:
+        model = train(even, x, y, unidist.DataParallel(zero=3), optimizer=adam, batch_size=8, epochs=1).model
+    keras.utils.set_random_seed(0)
+    with unidist.ledger() as book:
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    sizes = [sum(4 * int(np.prod(v.shape)) for v in layer.trainable_variables) for layer in model.layers]
+    assert sum(sizes) == trainable_bytes(model)
+    again = sum(sizes[1:-2])
+    assert sent(book, "all_gather") == Fraction(3, 4) * (sum(sizes) + again)
+    assert book.count("all_gather", purpose="parameters") == len(sizes) + len(sizes) - 3
+    assert sent(book, "reduce_scatter") == Fraction(3, 4) * sum(sizes)
+
+
+def test_values_in_parts_of_one_unit_are_fetched_once():
+    """Twice (n-1)/n of the bytes where what was fetched for forward is still there in backward."""
+    x, y = features(rows=8, out=4)
+    with unidist.ledger() as book:
+        model = train(even, x, y, unidist.DataParallel(zero=3), optimizer=adam, batch_size=8, epochs=3).model
+    assert sent(book, "all_gather") == sent(book, "reduce_scatter") == 3 * Fraction(3, 4) * trainable_bytes(model)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_steps_of_an_accumulation_send_no_gradients(zero):
+    x, y = features(rows=24)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+
+    strategy = unidist.DataParallel(zero=zero)
+    wanted = train(mlp, x, y, optimizer=optimizer)
+    with unidist.ledger() as book:
+        assert_equal(train(mlp, x, y, strategy, optimizer=optimizer), wanted)
+    assert book.count(purpose="gradient") == 4  # of 12 steps
+
+
+def test_what_waits_in_an_accumulation_is_saved(tmp_path):
+    """Two epochs of two steps, three steps a full accumulation: the file has what one device's has."""
+    x, y = features(rows=8)
+
+    def run(strategy, name):
+        found = train(
+            mlp,
+            x,
+            y,
+            strategy,
+            epochs=1,
+            optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+        )
+        found.model.save(tmp_path / name)
+        model = keras.saving.load_model(tmp_path / name)
+        return [np.asarray(v) for v in model.optimizer.variables]
+
+    wanted = run(None, "one.keras")
+    assert max(np.abs(v).max() for v in wanted[2:]) > 0
+    for zero in (0, 1, 3):
+        for a, b in zip(run(unidist.DataParallel(zero=zero), f"{zero}.keras"), wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+# what is held ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("zero", STAGES)
+def test_bytes_held_are_the_ideal(zero, devices):
+    unidist.use("sim", devices=devices)
+    x, y = features(rows=8, out=4)
+    model = train(
+        lambda: even(width=64), x, y, unidist.DataParallel(zero=zero), optimizer=adam, batch_size=8, epochs=1
+    ).model
+    whole = trainable_bytes(model)
+    values = whole if zero < 3 else whole / devices
+    gradients = whole if zero < 2 else whole / devices
+    for rank in range(devices):
+        held = {}
+        for variable in model.trainable_variables:
+            place = variable._place
+            for name in ("shards", "leaves", "states"):
+                parameter = getattr(place, name)[rank]
+                for tensor in (parameter, parameter.grad):
+                    if tensor is not None:
+                        storage = tensor.untyped_storage()
+                        held[storage._cdata] = storage.size()
+        for slot in model.optimizer.variables:
+            storage = slot._place.shards[rank].untyped_storage()
+            held[storage._cdata] = storage.size()
+        assert sum(held.values()) <= 1.05 * (values + gradients + 2 * whole / devices)
+    told = unidist.describe(model)
+    assert told.bytes_of("weights") == values
+    assert told.bytes_of("gradients") <= gradients
+    assert told.bytes_of("slots") <= 2 * whole / devices + 16
+    assert f"{int(values):,}" in told.show()
+
+
+def test_fetched_values_are_let_go(monkeypatch):
+    """While a layer computes, at most it, the one before and the next are there; after the step none is."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    x, y = features(rows=8, out=4)
+    seen = []
+    original = layers.Dense.call
+
+    def watched(self, *args, **kwargs):
+        from unidist.keras.explicit.context import frame
+
+        if frame() is not None:
+            fetcher = next(iter(self.kernel._place.units.values())).fetcher
+            seen.append(sum(unit.is_here or unit.is_coming for unit in fetcher.fetched))
+        return original(self, *args, **kwargs)
+
+    with unidist.DataParallel(zero=3).scope():
+        model = even(depth=8)
+        model.compile("sgd", loss="mse")
+    monkeypatch.setattr(layers.Dense, "call", watched)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    assert 0 < max(seen) <= 3
+    for variable in model.trainable_variables:
+        assert all(leaf.untyped_storage().size() == 0 for leaf in variable._place.leaves.values())
+
+
+# optimizers -----------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "global clipnorm, ema": lambda: keras.optimizers.Adam(
+        0.01, epsilon=1e-3, global_clipnorm=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-3),
+    "lion": lambda: keras.optimizers.Lion(0.001),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(1.0, epsilon=1e-3),
+    "adamax": lambda: keras.optimizers.Adamax(0.01, epsilon=1e-3),
+    "nadam": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "lamb": lambda: keras.optimizers.Lamb(0.01, epsilon=1e-3),
+    "muon": lambda: keras.optimizers.Muon(0.01, epsilon=1e-3),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name, strategy):
+    x, y = features()
+    found = train(mlp, x, y, strategy, optimizer=OPTIMIZERS[name])
+    assert_equal(found, train(mlp, x, y, optimizer=OPTIMIZERS[name]))
+    assert all(row.is_sharded for row in unidist.describe(found.model).rows if "a_kernel" in row.path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_update_a_few_variables_at_a_time(name, monkeypatch):
+    x, y = features()
+    found = train(mlp, x, y, unidist.DataParallel(zero=1), optimizer=OPTIMIZERS[name])
+    monkeypatch.setattr(optimizers, "UPDATE_BYTES", 64)
+    turns = train(mlp, x, y, unidist.DataParallel(zero=1), optimizer=OPTIMIZERS[name])
+    assert_equal(turns, found)
+
+
+class Normed(keras.optimizers.Optimizer):
+    """A user's optimizer that looks at the whole gradient."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.steps = self.add_optimizer_variables(variables, "steps")
+
+    def update_step(self, gradient, variable, learning_rate):
+        norm = keras.ops.sqrt(keras.ops.sum(keras.ops.square(gradient)))
+        steps = self.steps[self._get_variable_index(variable)]
+        self.assign_add(steps, gradient / (norm + 1e-3))
+        self.assign_sub(variable, learning_rate * steps)
+
+
+def test_an_optimizer_of_the_users_own_gets_whole_variables(strategy):
+    x, y = features()
+    assert_equal(
+        train(mlp, x, y, strategy, optimizer=lambda: Normed(0.01)), train(mlp, x, y, optimizer=lambda: Normed(0.01))
+    )
+
+
+CONSTRAINTS = {
+    "max": lambda: keras.constraints.MaxNorm(0.5),
+    "unit": lambda: keras.constraints.UnitNorm(axis=1),
+    "non-negative": lambda: keras.constraints.NonNeg(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_get_whole_values(name, strategy):
+    def build():
+        return keras.Sequential(
+            [
+                layers.Input((12,)),
+                layers.Dense(16, name="a", activation="relu", kernel_constraint=CONSTRAINTS[name]()),
+                layers.Dense(8, name="b", kernel_constraint=CONSTRAINTS[name]()),
+                layers.Dense(3, name="c"),
+            ]
+        )
+
+    x, y = features()
+    assert_equal(train(build, x, y, strategy), train(build, x, y))
+
+
+def test_regularizers_tied_and_frozen_weights(strategy):
+    class Tied(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a = layers.Dense(16, name="a", kernel_regularizer="l2")
+            self.frozen = layers.Dense(16, name="frozen", trainable=False)
+            self.b = layers.Dense(12, name="b", kernel_regularizer="l1")
+            self.c = layers.Dense(3, name="c")
+
+        def build(self, shape):
+            self.a.build(shape)
+            self.frozen.build((None, 16))
+            self.b.build((None, 16))
+            self.c.build((None, 12))
+            self.built = True
+
+        def call(self, x):
+            up = keras.ops.tanh(self.frozen(self.a(x)))
+            # The first kernel once more, outside of its layer's call.
+            return self.c(self.b(up) + keras.ops.matmul(up, keras.ops.transpose(self.a.kernel)))
+
+    def build():
+        model = Tied()
+        model.build((None, 12))
+        return model
+
+    x, y = features()
+    found, wanted = train(build, x, y, strategy), train(build, x, y)
+    assert_equal(found, wanted)
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all():
+    """The gradient of one row of one kernel is not finite: of the parts that ranks look at, one."""
+    x, y = features(rows=8)
+    x[5, 0] = 1e30
+
+    def build():
+        model = mlp()
+        kernel = model.get_layer("a").kernel
+        kernel.assign(np.asarray(kernel) * (np.arange(12) > 0)[:, None])
+        return model
+
+    def run(strategy, scale):
+        return train(
+            build,
+            x,
+            y,
+            strategy,
+            batch_size=8,
+            epochs=3,
+            optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=scale),
+        )
+
+    first = run(None, 2.0**100).weights
+    x[5, 0] = 1.0
+    moving = run(None, 2.0**10)
+    for zero in (0, 1, 3):
+        found = run(unidist.DataParallel(zero=zero), 2.0**10)
+        for a, b in zip(found.weights, moving.weights, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    x[5, 0] = 1e30
+    for zero in (0, 1, 3):
+        found = run(unidist.DataParallel(zero=zero), 2.0**100)
+        assert float(np.asarray(found.model.optimizer.dynamic_scale)) == 2.0**97
+        for a, b in zip(found.weights, first, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_toggling_and_recompiling_between_fits(strategy):
+    x, y = features()
+
+    def run(given):
+        keras.utils.set_random_seed(1)
+        model = mlp()
+        if given is not None:
+            unidist.parallelize(model, given)
+        for trainable in (True, False, True):
+            model.get_layer("b").trainable = trainable
+            model.compile(adam(), loss="mse")
+            model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        return [np.asarray(v) for v in model.weights]
+
+    for a, b in zip(run(strategy), run(None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_rule_that_uses_the_data_axis_is_stored_in_parts():
+    mesh = two_by_two()
+    rules = unidist.LayoutMap(mesh, {".*a/kernel": ("data", "model"), ".*b/kernel": ("model", "data")})
+    x, y = features()
+    with unidist.ledger() as book:
+        found = train(mlp, x, y, unidist.ModelParallel(mesh, rules), optimizer=adam)
+    assert_equal(found, train(mlp, x, y, optimizer=adam))
+    assert book.count("reduce_scatter", purpose="gradient") == 6
+    assert {r.local_shape for r in unidist.describe(found.model).rows if r.path.endswith("a/kernel")} == {(6, 8)}
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "many"])
+def test_a_bucket_size_that_is_none_is_refused(given, monkeypatch):
+    monkeypatch.setenv("UNIDIST_BUCKET_MB", given)
+    with pytest.raises(ValueError, match=r"UNIDIST_BUCKET_MB=.*above 0"):
+        reducer.bucket_bytes()
+
+
+def test_programs_compiled_by_torch_do_not_go_with_stored_shards():
+    x, y = features()
+    with pytest.raises(unidist.CapabilityError, match=r"zero=2 or less, or jit_compile=False"):
+        train(mlp, x, y, unidist.DataParallel(zero=3), compiled={"loss": "mse", "jit_compile": True})

@@ -1,0 +1,69 @@
+"""A small GPT-2 backbone of keras_hub, trained for twenty steps of Adam."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.parity.models import Case
+from tests.parity.train import Spec, Variable, Weights, fitted, variables_of, weights_of
+
+ROWS, LENGTH, VOCABULARY = 8, 6, 64
+
+
+@dataclass
+class Trained:
+    """What a training came to, seen by one process."""
+
+    start: Weights
+    weights: Weights
+    losses: list[float]
+    variables: list[Variable]
+    traffic: dict[str, tuple[int, float]]
+
+
+def backbone() -> Any:
+    from tests.keras.hub import zoo
+
+    return zoo.with_head(zoo.BACKBONES["gpt2"]())
+
+
+def sentences() -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(2, LENGTH + 1, (ROWS, 1))
+    x = {
+        "token_ids": rng.integers(1, VOCABULARY, (ROWS, LENGTH)).astype("int32"),
+        "padding_mask": (np.arange(LENGTH) < lengths).astype("int32"),
+    }
+    return {"x": x, "y": rng.normal(size=(ROWS, 3)).astype("float32")}
+
+
+# Two batches an epoch, of 5 and of 3 rows: neither divides.
+CASE = Case("gpt2", backbone, sentences, "adam", {}, batch=5, epochs=10)
+
+
+def train(spec: Spec | None) -> Trained:
+    """As `train.train` does, with keras_hub's rules where the strategy has any."""
+    import keras
+
+    import unidist
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    with contextlib.ExitStack() as stack:
+        if spec is not None:
+            from tests.keras.hub import zoo
+
+            mesh = unidist.Mesh(dict(spec.axes))
+            rules = unidist.LayoutMap(mesh, zoo.rules("gpt2") if spec.kind == "model" else {}, strict=False)
+            stack.enter_context(unidist.ModelParallel(mesh, rules, data_axis="data", zero=spec.zero).scope())
+        model = CASE.build()
+        # A key's bias has no gradient but rounding noise, of about 1e-9: it must stay far below epsilon, or Adam makes
+        # whole steps of it, on one device too.
+        model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-4), loss="mse")
+        first = weights_of(model, spec)
+        logs, traffic = fitted(model, CASE, CASE.data())
+    return Trained(first, weights_of(model, spec), [row["loss"] for row in logs], variables_of(model, spec), traffic)

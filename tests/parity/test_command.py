@@ -1,0 +1,143 @@
+"""`unidist parity`: one function on several backends, and where the numbers part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+TRAIN = """
+import keras
+import numpy as np
+
+import unidist
+
+
+def build(rate=0.05):
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, "tanh", name="wide"), keras.layers.Dense(1, name="narrow")]
+    )
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse")
+    return model
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(20, 8)).astype("float32"), rng.normal(size=(20, 1)).astype("float32")
+
+
+def in_scope():
+    build().fit(*data(), batch_size=8, epochs=2)
+
+
+def with_mesh(mesh):
+    if mesh is None:
+        return in_scope()
+    rules = {".*wide/kernel": (None, "model"), ".*wide/bias": ("model",), ".*narrow/kernel": ("model", None)}
+    with unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules)).scope():
+        in_scope()
+
+
+def trains_otherwise(mesh):
+    model = build()
+    if mesh is not None:
+        model.get_layer("wide").trainable = False
+    strategy = unidist.DataParallel(mesh) if mesh is not None else None
+    if strategy is not None:
+        unidist.parallelize(model, strategy)
+    model.fit(*data(), batch_size=8)
+
+
+def fails(mesh):
+    if mesh is not None:
+        raise RuntimeError("this run is broken")
+    in_scope()
+
+
+def trains_nothing():
+    build()
+"""
+
+
+def parity(folder: Path, function: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "unidist", "parity", f"train.py:{function}", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The table of differences: run -> its cells."""
+    lines = text.splitlines()
+    head = next(k for k, line in enumerate(lines) if line.startswith("run "))
+    cells = [[c.strip() for c in line.split("  ") if c.strip()] for line in lines[head + 1 :]]
+    return {row[0]: row[1:] for row in cells[: cells.index([])]}
+
+
+def test_every_backend_trains_as_one_device(tmp_path: Path) -> None:
+    done = parity(tmp_path, "with_mesh", "--mesh", "data=2,model=2", "--backends", "sim,torch,jax")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert set(found) == {"one device (torch)", "one device (jax)", "sim", "torch", "jax"}
+    assert found["one device (torch)"] == ["1", "-", "-", "the reference"]
+    for name in ("sim", "torch", "jax", "one device (jax)"):
+        size, loss, weight, where = found[name]
+        assert size == ("1" if "device" in name else "4")
+        assert where == "none"
+        assert float(loss) <= 1e-5
+        # Sums in another order: equal to the last bit would mean that nothing ran on the mesh.
+        assert 0 < float(weight) <= 1e-5
+    assert len(done.stdout.splitlines()[0].split()) == 3 + 5, "five steps"
+    assert done.stdout.rstrip().endswith("all agree with one device")
+
+
+def test_a_function_without_a_mesh_runs_in_the_scope_of_a_strategy(tmp_path: Path) -> None:
+    done = parity(tmp_path, "in_scope", "--backends", "sim", "--mesh", "data=3", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(done.stdout)["sim"][0] == "3"
+
+
+def test_the_first_variable_that_differs_is_named(tmp_path: Path) -> None:
+    done = parity(tmp_path, "trains_otherwise", "--backends", "sim", "--steps", "3")
+    assert done.returncode == 1
+    assert rows(done.stdout)["sim"][3].startswith("sequential/wide/kernel at step 1: ")
+    assert done.stdout.rstrip().endswith("NOT the numbers of one device")
+
+
+def test_a_run_that_fails_is_shown_with_what_it_said(tmp_path: Path) -> None:
+    done = parity(tmp_path, "fails", "--backends", "sim")
+    assert done.returncode == 1
+    assert "sim failed: exit code 1" in done.stdout
+    assert "RuntimeError: this run is broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("train.py",), "write FILE.py:function"),
+        (("other.py:train",), "no such file: 'other.py'"),
+        (("train.py:in_scope", "--mesh", "data"), "write axes and sizes, each once"),
+        (("train.py:in_scope", "--backends", "mine"), "say on which Keras backend it runs"),
+        (("train.py:in_scope", "--backends", "mine:torch"), "unknown backend 'mine'"),
+        (("train.py:in_scope", "--steps", "0"), "--steps must be at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "unidist", "parity", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [("trains_nothing", "trained nothing: it must call fit"), ("missing", "has no function 'missing'")],
+)
+def test_functions_that_cannot_be_compared(function: str, text: str, tmp_path: Path) -> None:
+    done = parity(tmp_path, function, "--backends", "sim")
+    assert done.returncode == 1
+    assert text in done.stdout

@@ -1,0 +1,135 @@
+"""The contract on torch: one device's numbers on the global batch, whatever the optimizer, the loss or the loop; in two
+processes and in the simulator, at every stage of ZeRO. (On JAX: tests/keras/jax.)"""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.keras.jax.comparing import same
+from tests.parity.worlds import Alone, Worlds
+
+pytestmark = pytest.mark.processes
+
+RUN = "tests.keras.contract:{}".format
+ALONE = (None, 0)
+# (backend, strategy, stage)
+WHERE = [
+    ("sim-torch", "2x2", 0),
+    ("sim-torch", "2x2", 3),
+    ("torch-2", "dp", 1),
+    ("torch-2", "dp", 3),
+    ("horovod-2", "dp", 3),
+]
+OPTIMIZERS = {
+    "clipnorm": ("torch-2", "dp", 3),
+    "global clipnorm": ("torch-2", "dp", 1),
+    "clipvalue": ("horovod-2", "dp", 3),
+    "ema": ("torch-2", "dp", 3),
+    "accumulation": ("torch-2", "dp", 1),
+    "decay": ("sim-torch", "2x2", 3),
+    "scaled": ("horovod-2", "dp", 1),
+    "overflow": ("torch-2", "dp", 1),
+    "adafactor": ("torch-2", "dp", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Alone) -> Any:
+    return cache(lambda program, *args: alone.world("torch").call(RUN(program), *args)[0])
+
+
+@pytest.fixture
+def everywhere(worlds: Worlds, expected: Any) -> Any:
+    """Checks that a program gives one device's numbers on every process."""
+
+    def check(where: tuple[str, str, int], program: str, *args: Any) -> list[Any]:
+        setting, kind, zero = where
+        results = worlds.get(setting).call(RUN(program), kind, zero, *args)
+        for found in results:
+            same(found, expected(program, *ALONE, *args))
+            assert found["sharded"]
+        return results
+
+    return check
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(everywhere: Any, name: str) -> None:
+    everywhere(OPTIMIZERS[name], "optimized", name)
+
+
+def test_an_overflow_skips_the_step(expected: Any) -> None:
+    """The case above is one: its first losses overflow, and the scale goes down."""
+    assert expected("optimized", *ALONE, "overflow")["slots"][1] < 2.0**127
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("name", ["regularized", "covariance", "lora"])
+def test_models_and_losses(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
+    everywhere(where, "built", name)
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("name", ["binary", "own"])
+def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
+    everywhere(where, "measured", name)
+
+
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 1), ("torch-2", "dp", 3)], ids=str)
+@pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
+def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], policy: str, bits: int) -> None:
+    """Sums in another order differ in the last of the bits that a number has, and Adam's steps are of 0.01."""
+    setting, kind, zero = where
+    alone = expected("mixed", *ALONE, policy)
+    for found in worlds.get(setting).call(RUN("mixed"), kind, zero, policy):
+        assert set(found["dtypes"]) == {"float32"}
+        for key in ("history", "evaluate"):
+            loss, wanted = np.ravel(found[key]["loss"]), np.ravel(alone[key]["loss"])
+            np.testing.assert_allclose(loss, wanted, rtol=2.0 ** (1 - bits))
+        for path, value in alone["weights"].items():
+            np.testing.assert_allclose(found["weights"][path], value, atol=2.0 ** (2 - bits), err_msg=path)
+        assert found["sharded"]
+
+
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 3)], ids=str)
+@pytest.mark.parametrize("program", ["toggled", "few"])
+def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
+    everywhere(where, program)
+
+
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 1)], ids=str)
+def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
+    setting, kind, zero = where
+    once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
+    for found in (*once, *again):
+        assert found["history"] == once[0]["history"]
+        for path, value in once[0]["weights"].items():
+            np.testing.assert_array_equal(found["weights"][path], value)
+
+
+@pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
+def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, expected: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    alone = expected("called_back", *ALONE, str(tmp_path / "one"))
+    for found in worlds.get(setting).call(RUN("called_back"), "dp", 3, str(tmp_path / "two")):
+        same(found, alone)
+        assert found["epochs"] == alone["epochs"] == [1, 2]
+        assert found["stopped"] == alone["stopped"] > 0
+        assert found["log"] == str(tmp_path / "two" / "log.csv")
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
+    logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
+    assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
+
+
+def test_tensorboard_is_written_once(worlds: Worlds, tmp_path: Path) -> None:
+    """Both processes make the same folder: the second one's would be an error."""
+    for found in worlds.get("torch-2").call(RUN("boarded"), "dp", 3, str(tmp_path)):
+        assert found == [str(tmp_path)]
+    assert [p.name for p in tmp_path.rglob("events*")] == ["events"]

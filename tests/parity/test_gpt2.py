@@ -1,0 +1,51 @@
+"""Twenty steps of Adam on a transformer end in one device's weights, at every stage of ZeRO on every adapter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.parity.compare import assert_same_values, moved
+from tests.parity.gpt2 import CASE, Trained
+from tests.parity.train import Spec
+from tests.parity.worlds import DATA_2, DATA_4, GRID, SETTINGS, Alone, Worlds
+
+pytestmark = pytest.mark.processes
+
+_TRAININGS = [
+    *(("sim-torch", DATA_4, zero) for zero in (0, 1, 2, 3)),
+    *(("torch-2", DATA_2, zero) for zero in (0, 1, 2, 3)),
+    *(("horovod-2", DATA_2, zero) for zero in (0, 1, 2, 3)),
+    *(("jax-4", DATA_4, zero) for zero in (0, 1, 2, 3)),
+    ("sim-torch", GRID, 3),
+    ("jax-4", GRID, 3),
+]
+
+
+@pytest.fixture(scope="module")
+def wanted(alone: Alone) -> dict[str, Trained]:
+    return {keras: alone.world(keras).call("tests.parity.gpt2:train", None)[0] for keras in ("torch", "jax")}
+
+
+@pytest.mark.parametrize(
+    ("setting", "spec", "zero"), _TRAININGS, ids=lambda p: p.name if isinstance(p, Spec) else str(p)
+)
+def test_gpt2_ends_in_one_devices_weights(
+    setting: str, spec: Spec, zero: int, wanted: dict[str, Trained], worlds: Worlds
+) -> None:
+    one = wanted[SETTINGS[setting].keras]
+    assert len(one.losses) == CASE.steps == 20
+    assert moved(one.start, one.weights) > 0.01
+    for found in worlds.get(setting).call("tests.parity.gpt2:train", replace(spec, zero=zero)):
+        assert_same_values(found.start, one.start, 0.0)
+        np.testing.assert_allclose(found.losses, one.losses, atol=1e-5, rtol=1e-5)
+        assert_same_values(found.weights, one.weights)
+        assert sum(count for count, _ in found.traffic.values()) >= CASE.steps
+        rows = {row.path: row for row in found.variables}
+        kernels = [row for path, row in rows.items() if path in one.weights and path.endswith("kernel")]
+        slots = [row for path, row in rows.items() if path not in one.weights and path.endswith("kernel_velocity")]
+        assert len(slots) == len(kernels) > 0
+        assert all(("data" in row.layout) == (zero > 0) for row in slots)
+        assert all(("data" in row.layout) == (zero == 3) for row in kernels)

@@ -1,0 +1,62 @@
+"""Sharded gradients, optimizer states and values (ZeRO 1 to 3) change no number: training equals one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parity.compare import assert_same_arrays, assert_same_logs, assert_same_values
+from tests.parity.models import CASES
+from tests.parity.train import Spec
+from tests.parity.worlds import DATA_2, DATA_4, GRID, Alone, Worlds
+
+pytestmark = pytest.mark.processes
+
+# Stages 1 and 2 are the same layouts (tests/unit/test_strategies.py).
+_SOME = ("mlp_ragged_adam", "tagger", "contrast")
+_TRAININGS = [
+    *(("sim-torch", spec, zero, case) for spec in (DATA_4, GRID) for zero in (1, 3) for case in CASES),
+    *(("torch-2", DATA_2, zero, case) for zero in (1, 3) for case in _SOME),
+    *(("torch-4", spec, zero, case) for spec in (DATA_4, GRID) for zero in (2, 3) for case in _SOME),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "spec", "zero", "case"), _TRAININGS, ids=lambda p: p.name if isinstance(p, Spec) else str(p)
+)
+def test_every_stage_trains_as_one_device(
+    setting: str, spec: Spec, zero: int, case: str, alone: Alone, worlds: Worlds
+) -> None:
+    wanted = alone.train("torch", case)
+    for result in worlds.train(setting, case, replace(spec, zero=zero)):
+        assert_same_values(result.start, wanted.start, 0.0)
+        assert_same_logs(result.logs, wanted.logs)
+        assert_same_values(result.weights, wanted.weights)
+        assert_same_logs([result.evaluate], [wanted.evaluate])
+        assert_same_values(result.predict, wanted.predict)
+        for op in ("reduce_scatter", "all_gather"):
+            assert result.traffic[op][1] > 0
+        slots = [row for row in result.variables if row.path not in result.weights and len(row.shape) > 1]
+        assert slots
+        assert all(row.is_sharded for row in slots)
+        trained = [row for row in result.variables if row.path in result.weights and len(row.shape) > 1]
+        if zero == 3:
+            assert all("data" in row.layout for row in trained)
+        else:
+            assert not any("data" in row.layout for row in trained)
+
+
+def test_a_stopped_run_goes_on_under_another_mesh_and_stage(alone: Alone, worlds: Worlds, tmp_path_factory) -> None:
+    """Saved by two processes at stage 3, gone on with by four at stage 1, by the simulator, and by one device."""
+    case, folder = "mlp_ragged_adam", str(tmp_path_factory.mktemp("zero"))
+    saved = worlds.get("torch-2").call("tests.parity.train:save", case, replace(DATA_2, zero=3), folder)
+    wanted = alone.world("torch").call("tests.parity.train:load_and_go_on", case, None, folder)[0]
+    assert_same_arrays(wanted.start, saved[0].weights, 0.0)
+    assert_same_arrays(wanted.start, alone.train("torch", case).weights)
+    for setting, spec in (("torch-4", replace(GRID, zero=1)), ("sim-torch", replace(DATA_4, zero=3))):
+        for result in worlds.get(setting).call("tests.parity.train:load_and_go_on", case, spec, folder):
+            assert_same_arrays(result.start, saved[0].weights, 0.0)
+            assert_same_logs(result.logs, wanted.logs)
+            assert_same_values(result.weights, wanted.weights)
+            assert result.traffic["reduce_scatter"][1] > 0

@@ -1,0 +1,261 @@
+"""Plans of models of many kinds: what is cut, what is paired, what is not, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+import unidist
+from tests.planner import zoo
+
+MESH = unidist.Mesh({"model": 4})
+FEEDFORWARD = {"llama": 3, "llama_mqa": 3, "mistral": 3, "gemma": 3, "gemma_mqa": 3, "t5": 3}
+# Pairs of a layer, in all: attention and feed-forward, of two blocks; encoder-decoders have two and two with three.
+PAIRS = {"t5": 10, "bart": 10, "albert": 2}
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, unidist.Plan]:
+    return {}
+
+
+def planned(plans, name: str) -> unidist.Plan:
+    if name not in plans:
+        plans[name] = unidist.plan(zoo.backbone(name), MESH)
+    return plans[name]
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning")
+@pytest.mark.parametrize("name", zoo.BACKBONES)
+def test_every_block_is_paired(plans, name) -> None:
+    plan = planned(plans, name)
+    assert len(plan.pairs) == PAIRS.get(name, 4), plan.pairs
+    sizes = {len(pair) - 1 for pair in plan.pairs}
+    attention = 1 if name.endswith("mqa") or name == "gpt_neox" else 3
+    assert sizes == {attention, FEEDFORWARD.get(name, 2) - 1}
+    # A row reduces its outputs once forward, and its columns' common input once backward.
+    assert plan.predicted.count("all_reduce") >= 2 * len(plan.pairs)
+    if name in zoo.MOSTLY_SHARDED:
+        assert plan.sharded_fraction >= 0.95
+
+
+def test_keys_of_one_head_stay_whole(plans) -> None:
+    plan = planned(plans, "llama_mqa")
+    reasons = {row.path: row.reason for row in plan.rows}
+    assert reasons["transformer_layer_0/self_attention/key/kernel"].startswith("replicated: (32, 1, 4) has no 4 equal")
+    assert reasons["transformer_layer_0/self_attention/query/kernel"].startswith("column: first of a pair")
+
+
+def test_heads_that_do_not_divide_keep_queries_and_keys_out_of_the_pair() -> None:
+    plan = unidist.plan(zoo.backbone("gpt2", num_heads=2), MESH)
+    attention = "transformer_layer_0/self_attention"
+    # Values may be cut along their features all the same: attention only adds them up.
+    assert plan.pairs[0] == (f"{attention}/value", f"{attention}/attention_output")
+    rows = {row.path: row for row in plan.rows}
+    query = rows[f"{attention}/query/kernel"]
+    assert (str(query.layout), query.reason) == ("Layout(None, None, 'model')", "column: its outputs are gathered")
+    assert plan.sharded_fraction >= 0.95
+
+
+def test_a_vocabulary_that_does_not_divide_is_cut_by_its_features() -> None:
+    plan = unidist.plan(zoo.backbone("bert", vocabulary_size=63), MESH)
+    table = plan.rows[0]
+    assert (table.layout, table.reason) == (unidist.Layout(None, "model"), "features: 63 entries do not divide by 4")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_no_more_bytes_than_keras_hubs_own_map(plans, name) -> None:
+    import keras
+
+    model = zoo.backbone(name)
+    mesh = keras.distribution.DeviceMesh((1, 4), ["batch", "model"], [f"cpu:{k}" for k in range(4)])
+    unidist.use("sim", devices=4)
+    theirs = unidist.plan(model, mesh, type(model).get_layout_map(mesh))
+    ours = unidist.plan(model, mesh)
+    assert ours.bytes_per_device <= theirs.bytes_per_device
+    assert ours.predicted.bytes() <= theirs.predicted.bytes()
+
+
+# Traps: what looks like a column and a row, and is none. --------------------------------------------------------------
+
+
+def dense_then(between, width: int = 16):
+    import keras
+
+    x = keras.Input((8,))
+    y = between(keras.layers.Dense(width, name="first")(x))
+    return keras.Model(x, keras.layers.Dense(8, name="second")(y), name="trap")
+
+
+def fused(y):
+    import keras
+
+    left, right = keras.ops.split(y, 2, axis=-1)
+    return left * right
+
+
+def traps() -> dict[str, object]:
+    from keras import layers, ops
+
+    return {
+        "softmax": layers.Softmax(),
+        "split": fused,
+        "sum before": lambda y: ops.cumsum(y, axis=-1),
+        "sum behind": lambda y: ops.flip(ops.cumsum(ops.flip(y, -1), axis=-1), -1),
+        "normalization": layers.LayerNormalization(),
+        "shift": lambda y: ops.roll(y, 4, axis=-1),
+        "rotation of the middle": lambda y: ops.take(y, [*range(4), *range(8, 12), *range(4, 8), *range(12, 16)], -1),
+        "scale of all": lambda y: y * ops.mean(y, axis=-1, keepdims=True),
+    }
+
+
+@pytest.mark.parametrize("trap", range(8))
+def test_traps_are_no_pairs(trap) -> None:
+    name, between = list(traps().items())[trap]
+    assert unidist.plan(dense_then(between), MESH).pairs == (), name
+
+
+def test_a_model_of_short_sequences_is_run_on_short_ones() -> None:
+    plan = unidist.plan(zoo.backbone("gpt2", max_sequence_length=5), MESH, sequence=4, batch=2)
+    assert len(plan.pairs) == 4
+    # Of each block the two rows' sums forward and the columns' backward: 2 rows of 4 places of 32 numbers.
+    sums = [e for e in plan.predicted.events if "transformer_layer_1" in e.purpose]
+    assert [(e.op, e.bytes) for e in sums] == [("all_reduce", 2 * 3 * 2 * 4 * 32 * 4 // 4)] * 4
+
+
+def test_what_treats_each_feature_alone_is_a_pair() -> None:
+    import keras
+
+    plan = unidist.plan(dense_then(keras.layers.Activation("gelu")), MESH)
+    assert plan.pairs == (("first", "second"),)
+    assert [str(row.layout) for row in plan.rows] == [
+        "Layout(None, 'model')",
+        "Layout('model')",
+        "Layout('model')",
+        "Layout()",
+    ]
+
+
+def test_a_first_layer_that_mixes_its_features_is_no_column() -> None:
+    import keras
+
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, "softmax", name="a"), keras.layers.Dense(8, name="b")]
+    )
+    assert unidist.plan(model, MESH).pairs == ()
+
+
+def test_an_output_that_also_leaves_the_model_is_no_pair() -> None:
+    import keras
+
+    x = keras.Input((8,))
+    y = keras.layers.Dense(16, name="first")(x)
+    model = keras.Model(x, [y, keras.layers.Dense(8, name="second")(y)])
+    assert unidist.plan(model, MESH).pairs == ()
+
+
+def test_a_kernel_that_another_layer_reads_is_no_pair() -> None:
+    import keras
+
+    class Reads(keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self, other) -> None:
+            super().__init__()
+            self.read = lambda: other.kernel
+
+        def call(self, x):
+            return x + keras.ops.mean(self.read())
+
+    second = keras.layers.Dense(8, name="second")
+    x = keras.Input((8,))
+    y = keras.layers.Dense(16, name="first")(x)
+    model = keras.Model(x, Reads(second)(second(y)))
+    assert unidist.plan(model, MESH).pairs == ()
+
+
+def test_a_chain_is_paired_two_by_two() -> None:
+    import keras
+
+    layers = [keras.layers.Dense(16, "relu", name=f"d{k}") for k in range(5)]
+    model = keras.Sequential([keras.Input((8,)), *layers], name="chain")
+    assert unidist.plan(model, MESH).pairs == (("chain/d0", "chain/d1"), ("chain/d2", "chain/d3"))
+
+
+def test_gates_are_not_cut() -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input((6, 8)), keras.layers.LSTM(12), keras.layers.Dense(4)])
+    plan = unidist.plan(model, MESH)
+    kernels = [row.layout for row in plan.rows if row.path.endswith("kernel") and "lstm" in row.path]
+    assert kernels == [unidist.Layout("model")] * 2
+
+
+# What a plan says. ----------------------------------------------------------------------------------------------------
+
+
+def test_traffic_is_that_of_the_rules() -> None:
+    import keras
+
+    plan = unidist.plan(dense_then(keras.layers.Activation("relu")), unidist.Mesh({"data": 2, "model": 4}), batch=10)
+    # 5 rows a device: the row's 8 outputs forward, the column's 8 inputs backward; then gradients over the data axis.
+    held = (8 * 16 // 4 + 16 // 4 + 16 * 8 // 4 + 8) * 4
+    assert [(e.op, e.axes, e.bytes) for e in plan.predicted.events] == [
+        ("all_reduce", ("model",), 2 * 3 * 5 * 8 * 4 // 4),
+        ("all_reduce", ("model",), 2 * 3 * 5 * 8 * 4 // 4),
+        ("all_reduce", ("data",), held),
+    ]
+    assert (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device) == (held, held, 2 * held)
+
+
+def test_rules_that_do_not_fit_are_told_together() -> None:
+    model = zoo.backbone("bert")
+    rules = unidist.LayoutMap(
+        MESH,
+        {
+            ".*query/kernel": (None, "model"),
+            ".*self_attention_layer/query.*": (None, "model"),
+            "nothing": ("model",),
+            ".*pooled_dense/bias": (None, None, "model"),
+            ".*segment_embedding/embeddings": ("model",),
+        },
+    )
+    with pytest.raises(unidist.LayoutError) as caught:
+        unidist.plan(model, MESH, rules)
+    text = str(caught.value)
+    for part in ("matches several rules", "match no variable: ['nothing']", "pooled_dense/bias", "does not divide"):
+        assert part in text
+
+
+def test_a_plans_map_comes_back_from_text_and_gives_the_same_plan(plans) -> None:
+    plan = planned(plans, "bert")
+    text = plan.layout_map.to_json()
+    again = unidist.LayoutMap.from_json(text)
+    assert dict(again.items()) == dict(plan.layout_map.items())
+    second = unidist.plan(zoo.backbone("bert"), MESH, again)
+    assert second.pairs == plan.pairs
+    assert second.bytes_per_device == plan.bytes_per_device
+    assert second.predicted.rows() == plan.predicted.rows()
+    with pytest.raises(unidist.LayoutError, match="no LayoutMap that to_json wrote"):
+        unidist.LayoutMap.from_json("{}")
+
+
+def test_show_names_variables_layouts_bytes_and_traffic(plans) -> None:
+    text = planned(plans, "bert").show()
+    for part in ("pooled_dense/kernel", "Layout(None, 'model')", "first of a pair", "slots of Adam", "all_reduce"):
+        assert part in text
+
+
+def test_a_model_that_cannot_be_run_says_what_to_do() -> None:
+    import keras
+
+    class Breaks(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x):
+            raise RuntimeError("not for rows like these")
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    x = keras.Input((8,))
+    model = keras.Model(x, keras.layers.Dense(8)(Breaks()(x)))
+    with pytest.raises(unidist.LayoutError, match=r"(?s)not for rows like these.*inputs="):
+        unidist.plan(model, MESH)
+    with pytest.raises(unidist.LayoutError, match="is not built"):
+        unidist.plan(keras.Sequential([keras.layers.Dense(2)]), MESH)

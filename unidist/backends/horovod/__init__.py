@@ -1,0 +1,1 @@
+"""The `horovod` backend: Horovod over torch or over TensorFlow, one process a device."""

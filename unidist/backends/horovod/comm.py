@@ -1,0 +1,94 @@
+"""HorovodComm: the group collectives, over torch as over TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from unidist.algebra import Group
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.horovod.sets import Wire
+from unidist.backends.local import Handle
+from unidist.errors import CapabilityError
+
+A = TypeVar("A")
+
+
+class Ways(Protocol[A]):
+    """Collectives over one process set, by a framework's Horovod. As `Collectives` in backends/local.py."""
+
+    def all_reduce(self, x: A, wire: Wire, op: ReduceOp) -> A: ...
+
+    def all_gather(self, x: A, wire: Wire, dim: int, sizes: Sequence[int]) -> A: ...
+
+    def reduce_scatter(self, x: A, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> A: ...
+
+    def all_to_all(
+        self, x: A, wire: Wire, split: int, split_sizes: Sequence[int], concat: int, concat_sizes: Sequence[int]
+    ) -> A: ...
+
+    def broadcast(self, x: A, wire: Wire, root: int) -> A: ...
+
+    def permute(self, x: A, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> A: ...
+
+    def barrier(self, wire: Wire) -> None: ...
+
+    def zeros_like(self, x: A) -> A: ...
+
+
+class HorovodComm(Generic[A]):
+    """Collectives over one group of ranks (`Collectives` in backends/local.py).
+
+    Raises (all members):
+        ProcessLostError: another member ended or did not come in time.
+        DesyncError: the members came with different shapes or dtypes.
+    """
+
+    def __init__(self, wire: Callable[[Group], Wire], ways: Ways[A]) -> None:
+        self.wire = wire
+        self._ways = ways
+
+    def all_reduce(self, x: A, group: Group, op: ReduceOp) -> A:
+        return x if group.size == 1 else self._ways.all_reduce(x, self.wire(group), op)
+
+    def all_gather(self, x: A, group: Group, dim: int, sizes: Sequence[int]) -> A:
+        return x if group.size == 1 else self._ways.all_gather(x, self.wire(group), dim, sizes)
+
+    def reduce_scatter(self, x: A, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp) -> A:
+        return x if group.size == 1 else self._ways.reduce_scatter(x, self.wire(group), dim, sizes, op)
+
+    def all_to_all(
+        self,
+        x: A,
+        group: Group,
+        split: int,
+        split_sizes: Sequence[int],
+        concat: int,
+        concat_sizes: Sequence[int],
+    ) -> A:
+        if group.size == 1:
+            return x
+        return self._ways.all_to_all(x, self.wire(group), split, split_sizes, concat, concat_sizes)
+
+    # What works on buffers: only where the framework's arrays can be written to.
+
+    def all_reduce_inplace(self, x: A, group: Group, op: ReduceOp) -> Handle:
+        raise CapabilityError(f"{type(x).__name__} cannot be reduced in place: use all_reduce")
+
+    def reduce_scatter_into(self, out: A, x: A, group: Group, op: ReduceOp) -> Handle:
+        raise CapabilityError(f"{type(x).__name__} cannot be filled: use reduce_scatter")
+
+    def all_gather_into(self, out: A, x: A, group: Group) -> Handle:
+        raise CapabilityError(f"{type(x).__name__} cannot be filled: use all_gather")
+
+    def broadcast(self, x: A, group: Group, root: int) -> A:
+        return x if group.size == 1 else self._ways.broadcast(x, self.wire(group), root)
+
+    def permute(self, x: A, group: Group, pairs: tuple[tuple[int, int], ...]) -> A:
+        if group.size == 1:
+            return x if pairs else self._ways.zeros_like(x)
+        return self._ways.permute(x, self.wire(group), pairs)
+
+    def barrier(self, group: Group) -> None:
+        if group.size > 1:
+            self._ways.barrier(self.wire(group))

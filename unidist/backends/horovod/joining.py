@@ -1,0 +1,134 @@
+"""Joining the world: as horovodrun's environment says, at an address, or as the program has joined it already."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unidist.backends.environment import detect
+from unidist.backends.horovod import rendezvous
+from unidist.backends.protocol import Cluster
+from unidist.errors import BackendMismatchError, BackendNotAvailableError
+
+# The servers of this process by their address. They stay when a world is left: the next one may be joined there.
+_servers: dict[tuple[str, int], Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes that this one belongs to.
+
+    Attributes:
+        rank: this process's number, which is its device's.
+        size: number of processes.
+        timeout: seconds that a collective waits.
+        is_ours: whether leaving the world ends Horovod.
+        before: what the environment held, before this world was joined, under the names that joining has set.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    is_ours: bool
+    before: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def join(cluster: Cluster, hvd: Any) -> World:
+    """The world that the program, the cluster or the launcher describes; else a world of one, without Horovod.
+
+    Raises:
+        BackendMismatchError: the cluster and a world that is already there contradict each other.
+        BackendNotAvailableError: the world could not be joined.
+    """
+    if hvd.is_initialized():
+        return _existing(cluster, hvd)
+    launch = detect()
+    count = cluster.process_count or (launch.process_count if launch else 1)
+    index = cluster.process_index
+    if index is None:
+        index = launch.process_index if launch else 0 if count == 1 else None
+    if launch is not None and launch.launcher == "horovod" and cluster.address is None:
+        _check(cluster, launch.process_index, launch.process_count)
+        return _initialised(hvd, index or 0, count, cluster.timeout, {})
+    address = cluster.address or (launch.address if launch else None)
+    if index is None or (count > 1 and address is None):
+        raise BackendNotAvailableError(
+            f"a world of {count} processes needs an address and each process's index: found address {address!r}, index "
+            f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
+            f"`unidist run --backend horovod -n {count} script.py` or `horovodrun -np {count} python script.py`"
+        )
+    if count == 1 or address is None:
+        return World(0, 1, cluster.timeout, False)
+    return _initialised(hvd, index, count, cluster.timeout, _at(address, count, index, cluster.timeout))
+
+
+def leave(world: World, hvd: Any) -> None:
+    if world.is_ours and hvd.is_initialized():
+        hvd.shutdown()
+    _put(world.before)
+
+
+def _existing(cluster: Cluster, hvd: Any) -> World:
+    rank, size = hvd.rank(), hvd.size()
+    _check(cluster, rank, size)
+    return World(rank, size, cluster.timeout, False)
+
+
+def _check(cluster: Cluster, rank: int, size: int) -> None:
+    if cluster.process_count not in (None, size) or cluster.process_index not in (None, rank):
+        raise BackendMismatchError(
+            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but Horovod's world has "
+            f"this as process {rank} of {size}: leave the arguments out to use that"
+        )
+
+
+def _at(address: str, count: int, index: int, timeout: float) -> dict[str, str]:
+    """The variables of a world that meets at an address, where process 0 serves."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    # Each process counts as a host of its own: only the launcher would know which of them share one.
+    world = rendezvous.slots(count, 1)
+    try:
+        if index == 0 and (host, int(port)) not in _servers:
+            _servers[host, int(port)] = rendezvous.serve(host, int(port), world)
+        rendezvous.wait_for(host, int(port), timeout)
+        return rendezvous.variables(world[index], host, int(port))
+    except OSError as error:  # TimeoutError too
+        raise BackendNotAvailableError(
+            f"process {index} of {count} could not reach the others at {address} within {timeout:g} s ({error}): check "
+            "that all processes were started, that process 0's host and port can be reached from here, and that "
+            "nothing else listens there (under torchrun its own store does: use horovodrun or `unidist run`)"
+        ) from error
+
+
+def _initialised(hvd: Any, index: int, count: int, timeout: float, variables: dict[str, str]) -> World:
+    # The first is for a process that has stopped; one that is elsewhere is found by lost.wait. Names of collectives
+    # are numbers here, so that ranks that part are told at once; Horovod's cache only knows names that come again.
+    defaults = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout)), "HOROVOD_CACHE_CAPACITY": "0"}
+    chosen = {**{name: value for name, value in defaults.items() if name not in os.environ}, **variables}
+    chosen["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    before = {name: os.environ.get(name) for name in chosen}
+    _put(chosen)
+    begun = time.monotonic()
+    try:
+        hvd.init(process_sets="dynamic")
+    except (RuntimeError, ValueError) as error:
+        _put(before)
+        raise BackendNotAvailableError(
+            f"process {index} of {count} could not join the others through Horovod "
+            f"({time.monotonic() - begun:.0f} s; {str(error).splitlines()[0]}): check that all {count} processes were "
+            "started and that the machines reach each other"
+        ) from error
+    return World(hvd.rank(), hvd.size(), timeout, True, before)
+
+
+def _put(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

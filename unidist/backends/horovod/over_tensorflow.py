@@ -1,0 +1,307 @@
+"""Horovod over TensorFlow: collectives on eager CPU tensors, and what a rank does with its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+
+from unidist import events
+from unidist.algebra import Group
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.horovod import lost
+from unidist.backends.horovod.comm import HorovodComm
+from unidist.backends.horovod.sets import Wire
+from unidist.backends.protocol import Array
+from unidist.errors import CapabilityError
+
+Tensor = Any  # tf.Tensor; TensorFlow has no types
+Move = Callable[[Tensor], Tensor]
+
+NATIVE = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "prod": hvd.Product}
+# Horovod reduces none of these; float32 holds a sum of bfloat16 better than bfloat16 does.
+REDUCED_AS = {
+    tf.bool: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.bfloat16: tf.float32,
+}
+# Bits are "or"ed and "and"ed as 0 and 1.
+_OF_BOOLS: dict[ReduceOp, ReduceOp] = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+_FOLD: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": tf.add,
+    "mean": tf.add,
+    "max": tf.maximum,
+    "min": tf.minimum,
+    "prod": tf.multiply,
+}
+_FOLD_BOOLS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": tf.logical_or,
+    "max": tf.logical_or,
+    "min": tf.logical_and,
+    "prod": tf.logical_and,
+}
+
+
+class Waiter:
+    """Runs one operation after the other in a thread beside, and gives up one that does not end.
+
+    Horovod's operations on eager tensors return when all members have come, and have no deadline.
+
+    Args:
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
+
+    def __call__(self, what: str, wire: Wire, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """operation(*args, **options) over a process set.
+
+        Raises:
+            ProcessLostError: another member ended or did not come in time.
+            DesyncError: the members came with different shapes or dtypes.
+        """
+        at = lost.Call(what, wire.ranks, events.purpose())
+        if self._work is None:
+            self._work = _start()
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        name = wire.name()
+        self._work.put((lambda: operation(*args, **options, name=name, process_set=wire.native), answer))
+        try:
+            result, error = answer.get(timeout=self._timeout)
+        except queue.Empty:
+            self._work = None  # that thread is in Horovod for good
+            raise lost.late(at, self._timeout) from None
+        if isinstance(error, tf.errors.FailedPreconditionError | tf.errors.InvalidArgumentError | HorovodInternalError):
+            raise lost.failure(HorovodInternalError(_words(error)), at) from error
+        if isinstance(error, tf.errors.UnknownError | tf.errors.AbortedError | tf.errors.CancelledError):
+            raise lost.failure(HorovodInternalError(_words(error)), at) from error
+        if error is not None:
+            raise error
+        return result
+
+
+def _words(error: Exception) -> str:
+    """What Horovod said, without the name of TensorFlow's operation around it."""
+    return str(getattr(error, "message", error)).partition("}} ")[2] or str(error)
+
+
+def _start() -> queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]:
+    work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            operation, answer = work.get()
+            try:
+                # No tape of the caller's is here: Horovod's own gradients are never recorded.
+                with tf.device("CPU:0"):
+                    answer.put((operation(), None))
+            except Exception as error:  # raised in the caller's thread
+                answer.put((None, error))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return work
+
+
+class TensorFlowWays:
+    """All collectives on eager tensors. Shards of any size are sent flat, as they are.
+
+    A reduce_scatter is an exchange of parts (all_to_all), each folded in the order of the places: Horovod scatters
+    sums of equal parts only. It moves as many bytes.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._do = Waiter(timeout)
+
+    def all_reduce(self, x: Tensor, wire: Wire, op: ReduceOp) -> Tensor:
+        if prod(x.shape) == 0:
+            return x
+        native = NATIVE[_OF_BOOLS.get(op, op) if x.dtype == tf.bool else op]
+        values = tf.cast(x, REDUCED_AS.get(x.dtype, x.dtype))
+        out = tf.cast(self._do("all_reduce", wire, hvd.allreduce, values, op=native), x.dtype)
+        return out / wire.size if op == "mean" else out
+
+    def all_gather(self, x: Tensor, wire: Wire, dim: int, sizes: Sequence[int]) -> Tensor:
+        shapes = [_resized(x, {dim: n}) for n in sizes]
+        counts = [prod(shape) for shape in shapes]
+        if sum(counts) == 0:
+            return tf.zeros(_resized(x, {dim: sum(sizes)}), x.dtype)
+        joined = self._do("all_gather", wire, hvd.allgather, _carried(x))
+        pieces = tf.split(joined, [counts[place] for place in _order(wire)])
+        return self._joined(pieces, shapes, wire, dim, x.dtype)
+
+    def reduce_scatter(self, x: Tensor, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> Tensor:
+        shape = _resized(x, {dim: sizes[wire.index]})
+        if prod(x.shape) == 0:
+            return tf.zeros(shape, x.dtype)
+        parts = [tf.reshape(part, [-1]) for part in tf.split(x, list(sizes), dim)]
+        came = self._exchange("reduce_scatter", wire, parts, [prod(shape)] * wire.size, x.dtype)
+        out = reduce((_FOLD_BOOLS if x.dtype == tf.bool else _FOLD)[op], came)
+        return tf.reshape(out / wire.size if op == "mean" else out, shape)
+
+    def all_to_all(
+        self, x: Tensor, wire: Wire, split: int, split_sizes: Sequence[int], concat: int, concat_sizes: Sequence[int]
+    ) -> Tensor:
+        own = split_sizes[wire.index]
+        # What the group holds together tells whether anyone sends anything: all members must decide alike.
+        if prod(_resized(x, {concat: sum(concat_sizes)})) == 0:
+            return tf.zeros(_resized(x, {split: own, concat: sum(concat_sizes)}), x.dtype)
+        shapes = [_resized(x, {split: own, concat: n}) for n in concat_sizes]
+        parts = [tf.reshape(part, [-1]) for part in tf.split(x, list(split_sizes), split)]
+        came = self._exchange("all_to_all", wire, parts, [prod(shape) for shape in shapes], x.dtype)
+        return tf.concat([tf.reshape(p, shape) for p, shape in zip(came, shapes, strict=True)], concat)
+
+    def broadcast(self, x: Tensor, wire: Wire, root: int) -> Tensor:
+        if prod(x.shape) == 0:
+            return x
+        # Horovod's root is a rank of the world, not of the process set.
+        out = self._do("broadcast", wire, hvd.broadcast, _carried(x), root_rank=wire.ranks[root])
+        return tf.reshape(_restored(out, x.dtype), x.shape)
+
+    def permute(self, x: Tensor, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> Tensor:
+        if prod(x.shape) == 0 or not pairs:
+            return tf.zeros_like(x)
+        nothing, flat = tf.zeros([0], x.dtype), tf.reshape(x, [-1])
+        sent, received = [nothing] * wire.size, [0] * wire.size
+        for source, destination in pairs:
+            if source == wire.index:
+                sent[destination] = flat
+            if destination == wire.index:
+                received[source] = prod(x.shape)
+        came = self._exchange("permute", wire, sent, received, x.dtype)
+        return tf.reshape(tf.concat(came, 0), x.shape) if any(received) else tf.zeros_like(x)
+
+    def barrier(self, wire: Wire) -> None:
+        self._do("barrier", wire, hvd.allreduce, tf.zeros([1], tf.int32), op=hvd.Sum)
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        return tf.zeros_like(x)
+
+    def _exchange(
+        self, what: str, wire: Wire, parts: Sequence[Tensor], counts: Sequence[int], dtype: Any
+    ) -> list[Tensor]:
+        """parts[k] to place k; what came from each place, as long as `counts` says."""
+        order = _order(wire)
+        sent = _carried(tf.concat([parts[place] for place in order], 0))
+        splits = tf.constant([int(parts[place].shape[0]) for place in order], tf.int32)
+        came, _ = self._do(what, wire, hvd.alltoall, sent, splits=splits)
+        pieces = tf.split(_restored(came, dtype), [counts[place] for place in order])
+        return [pieces[order.index(place)] for place in range(wire.size)]
+
+    def _joined(
+        self, pieces: Sequence[Tensor], shapes: Sequence[list[int]], wire: Wire, dim: int, dtype: Any
+    ) -> Tensor:
+        order = _order(wire)
+        by_place = [pieces[order.index(place)] for place in range(wire.size)]
+        return tf.concat(
+            [tf.reshape(_restored(p, dtype), shape) for p, shape in zip(by_place, shapes, strict=True)], dim
+        )
+
+
+class TensorFlowOps:
+    """LocalOps over eager tensors on CPU."""
+
+    def from_numpy(self, value: Any) -> Tensor:
+        if isinstance(value, tf.Tensor | tf.Variable):
+            return tf.convert_to_tensor(value)
+        with tf.device("CPU:0"):
+            return tf.constant(np.asarray(value))
+
+    def to_numpy(self, x: Tensor) -> Array:
+        return np.array(x.numpy())
+
+    def cut(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        begin = [start if d == dim else 0 for d in range(len(x.shape))]
+        return tf.slice(x, begin, _resized(x, {dim: length}))
+
+    def embed(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        after = length - start - x.shape[dim]
+        zeros = [tf.zeros(_resized(x, {dim: n}), x.dtype) for n in (start, after)]
+        return tf.concat([zeros[0], x, zeros[1]], dim)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor in the dtype of x. Raises CapabilityError: a fraction of an integer or bool tensor."""
+        if x.dtype.is_floating:
+            return x * tf.cast(factor, x.dtype)
+        if factor != int(factor):
+            raise CapabilityError(
+                f"a mean over ranks scales by {factor}, which {x.dtype.name} cannot hold: cast to a floating dtype "
+                "first"
+            )
+        return tf.cast(tf.cast(x, tf.int64) * int(factor), x.dtype)
+
+    def full_like(self, x: Tensor, op: ReduceOp) -> Tensor:
+        return tf.fill(x.shape, tf.constant(_neutral(x.dtype, op), x.dtype))
+
+    def differentiable(self, forward: Move, backward: Move, x: Tensor) -> Tensor:
+        """forward(x), whose gradient is backward(gradient), and so on for gradients of gradients.
+
+        Raises:
+            CapabilityError: inside tf.function, which would make a collective of a trace.
+        """
+        if not tf.executing_eagerly():
+            raise CapabilityError(
+                "use('horovod') moves eager tensors: inside tf.function call it through tf.py_function"
+            )
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def move(value: Tensor) -> tuple[Tensor, Move]:
+            return forward(value), lambda gradient: self.differentiable(backward, forward, gradient)
+
+        return move(x)
+
+
+def _neutral(dtype: Any, op: ReduceOp) -> Any:
+    """What leaves the other operand of the op as it is, in a dtype."""
+    if dtype == tf.bool:
+        return op in ("min", "prod")
+    if op in ("sum", "mean"):
+        return 0
+    if op == "prod":
+        return 1
+    if dtype.is_floating:
+        return -float("inf") if op == "max" else float("inf")
+    return dtype.min if op == "max" else dtype.max
+
+
+def _resized(x: Tensor, sizes: dict[int, int]) -> list[int]:
+    """The shape of x with other sizes along some dims."""
+    return [sizes.get(dim, n) for dim, n in enumerate(x.shape)]
+
+
+def _order(wire: Wire) -> tuple[int, ...]:
+    """The places in the order of their ranks, which is Horovod's."""
+    return wire.order or tuple(range(wire.size))
+
+
+def _carried(x: Tensor) -> Tensor:
+    """The same bits, flat, in a dtype that Horovod moves."""
+    flat = tf.reshape(x, [-1])
+    if x.dtype == tf.bool:
+        return tf.cast(flat, tf.uint8)
+    return tf.bitcast(flat, tf.int16) if x.dtype == tf.bfloat16 else flat
+
+
+def _restored(x: Tensor, dtype: Any) -> Tensor:
+    if dtype == tf.bool:
+        return tf.cast(x, tf.bool)
+    return tf.bitcast(x, tf.bfloat16) if dtype == tf.bfloat16 else x
+
+
+def make_comm(wire: Callable[[Group], Wire], timeout: float) -> HorovodComm[Tensor]:
+    return HorovodComm(wire, TensorFlowWays(timeout))
+
+
+def make_ops() -> TensorFlowOps:
+    return TensorFlowOps()

@@ -1,0 +1,230 @@
+"""Horovod over torch: its operations as the primitives that the torch adapter's collectives are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from unidist import events
+from unidist.algebra import Group
+from unidist.algebra.layout import ReduceOp
+from unidist.backends.horovod import lost
+from unidist.backends.horovod.comm import HorovodComm
+from unidist.backends.horovod.sets import Wire
+from unidist.backends.torch.buffers import BufferedCollectives
+from unidist.backends.torch.comm import Done, check_contiguous, check_parts
+from unidist.backends.torch.ops import TorchOps
+from unidist.backends.torch.reducing import fold, op_for
+from unidist.errors import CapabilityError
+
+NATIVE = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "prod": hvd.Product}
+# Horovod reduces none of these; float32 holds a sum of bfloat16 better than bfloat16 does.
+REDUCED_AS = {
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bfloat16: torch.float32,
+}
+# Moved as another dtype of the same size, bit by bit.
+MOVED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16}
+
+
+class Primitives:
+    """Horovod's operations on contiguous tensors. See `Primitives` in backends/torch/primitives.py.
+
+    Horovod orders a set's members by their ranks; here they are in the order of their places.
+
+    Args:
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    def finish(self, handle: int, at: lost.Call) -> Any:
+        """Waits for an operation that was started; its result."""
+        lost.wait(lambda: hvd.poll(handle), at, self._timeout)
+        try:
+            return hvd.synchronize(handle)
+        except HorovodInternalError as error:
+            raise lost.failure(error, at) from error
+
+    def start(self, what: str, wire: Wire, operation: Callable[..., int], *args: Any, **options: Any) -> Pending:
+        """Starts operation(*args, **options) over a process set."""
+        at = lost.Call(what, wire.ranks, events.purpose())
+        try:
+            handle = operation(*args, **options, name=wire.name(), process_set=wire.native)
+        except HorovodInternalError as error:
+            raise lost.failure(error, at) from error
+        return Pending(self, handle, at)
+
+    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        out = self.start_all_reduce(x.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True), wire, op).result()
+        return out.to(x.dtype)  # type: ignore[no-any-return]
+
+    def start_all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> Pending:
+        """In place, of a dtype that Horovod reduces; the sum for a mean."""
+        return self.start("all_reduce", wire, hvd.allreduce_async_, x, op=NATIVE[op])
+
+    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+        joined = self.start("all_gather", wire, hvd.allgather_async, _carried(x)).result()
+        out = _by_place(joined.view(wire.size, *x.shape), wire)
+        return out.view(wire.size * x.shape[0], *x.shape[1:]).view(x.dtype)
+
+    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+        parts = x.view(wire.size, -1)
+        shape = (x.shape[0] // wire.size, *x.shape[1:])
+        if op not in ("sum", "mean") or x.dtype in REDUCED_AS:  # what Horovod does not reduce is folded here
+            counts = [parts.shape[1]] * wire.size
+            came = self.all_to_all(parts.reshape(-1), wire, counts, counts)
+            total = fold(list(came.view_as(parts)), wire.index, "sum" if op == "mean" else op)
+            return total.clone().view(shape)
+        out = self.start("reduce_scatter", wire, hvd.reducescatter_async, _by_rank(parts, wire), op=hvd.Sum).result()
+        return out.view(shape)  # type: ignore[no-any-return]
+
+    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        order = wire.order or range(wire.size)
+        if wire.order is not None:
+            pieces = x.split(list(sent))
+            x = torch.cat([pieces[place] for place in order])
+        splits = torch.tensor([sent[place] for place in order], dtype=torch.int32)
+        came, _ = self.start("all_to_all", wire, hvd.alltoall_async, _carried(x), splits=splits).result()
+        if wire.order is not None:
+            pieces = came.split([received[place] for place in order])
+            came = torch.cat([pieces[wire.order.index(place)] for place in range(wire.size)])
+        return came.view(x.dtype)  # type: ignore[no-any-return]
+
+    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+        # Horovod's root is a rank of the world, not of the process set.
+        out = self.start("broadcast", wire, hvd.broadcast_async, _carried(x), root_rank=wire.ranks[root]).result()
+        return out.view(x.dtype)  # type: ignore[no-any-return]
+
+
+class Pending:
+    """An operation under way."""
+
+    def __init__(self, primitives: Primitives, handle: int, at: lost.Call) -> None:
+        self._primitives, self._handle, self._at = primitives, handle, at
+
+    def result(self) -> Any:
+        return self._primitives.finish(self._handle, self._at)
+
+
+class Waiting:
+    """A handle; `wait` may be called more than once."""
+
+    def __init__(self, pending: Pending, finish: Callable[[Any], object]) -> None:
+        self._pending: Pending | None = pending
+        self._finish = finish
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._finish(pending.result())
+
+
+class TorchWays(BufferedCollectives[Wire]):
+    """All collectives on torch tensors: uneven shards are padded, dtypes that Horovod lacks are carried by others."""
+
+    def __init__(self, primitives: Primitives) -> None:
+        super().__init__(primitives)
+        self._horovod = primitives
+
+    def barrier(self, wire: Wire) -> None:
+        token = torch.zeros(1, dtype=torch.int32)
+        self._horovod.start("barrier", wire, hvd.allreduce_async_, token, op=hvd.Sum).result()
+
+    def zeros_like(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+class TorchComm(HorovodComm[torch.Tensor]):
+    """Collectives on torch tensors, and those that the explicit engine starts and waits for later."""
+
+    def __init__(self, wire: Callable[[Group], Wire], timeout: float) -> None:
+        self._primitives = Primitives(timeout)
+        super().__init__(wire, TorchWays(self._primitives))
+
+    def all_reduce_inplace(self, x: torch.Tensor, group: Group, op: ReduceOp) -> Waiting | Done:
+        """Starts to reduce a contiguous buffer in place."""
+        check_contiguous(x)
+        if group.size == 1 or x.numel() == 0:
+            return Done()
+        values = x.to(REDUCED_AS.get(x.dtype, x.dtype))
+        pending = self._primitives.start_all_reduce(values, self.wire(group), op_for(op, x.dtype))
+
+        def finish(_: Any) -> None:
+            if values is not x:
+                x.copy_(values)
+            if op == "mean":
+                x.div_(group.size)
+
+        return Waiting(pending, finish)
+
+    def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> Waiting | Done:
+        """Starts to reduce `x` (group.size equal parts along dim 0); `out` is this place's part, in rank order.
+
+        Both contiguous; `x` must stay as it is until the wait. Moves (n-1)/n of x.
+
+        Raises:
+            CapabilityError: an op other than sum and mean, which Horovod scatters none of.
+        """
+        check_contiguous(out, x)
+        check_parts(out, x, group)
+        if group.size == 1 or x.numel() == 0:
+            out.copy_(x)
+            return Done()
+        if op not in ("sum", "mean"):
+            raise CapabilityError(f"Horovod cannot reduce_scatter by {op}: use all_reduce, or sum or mean")
+        wire, dtype = self.wire(group), REDUCED_AS.get(x.dtype, x.dtype)
+        parts = _by_rank(x.to(dtype).view(wire.size, -1), wire)
+        pending = self._primitives.start("reduce_scatter", wire, hvd.reducescatter_async, parts, op=hvd.Sum)
+        return Waiting(pending, lambda part: out.copy_((part / group.size if op == "mean" else part).view(out.shape)))
+
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Waiting | Done:
+        """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`.
+
+        Both contiguous, all parts of one shape; `x` must stay as it is until the wait. Moves (n-1)/n of out.
+        """
+        check_contiguous(out, x)
+        check_parts(x, out, group)
+        if group.size == 1 or x.numel() == 0:
+            out.copy_(x)
+            return Done()
+        wire = self.wire(group)
+        pending = self._primitives.start("all_gather", wire, hvd.allgather_async, _carried(x))
+
+        def finish(joined: torch.Tensor) -> None:
+            _carried(out).copy_(_by_place(joined.view(wire.size, -1), wire).view(out.shape))
+
+        return Waiting(pending, finish)
+
+
+def make_comm(wire: Callable[[Group], Wire], timeout: float) -> TorchComm:
+    return TorchComm(wire, timeout)
+
+
+def make_ops() -> TorchOps:
+    return TorchOps()
+
+
+def _carried(x: torch.Tensor) -> torch.Tensor:
+    """The same bits in a dtype that Horovod moves."""
+    return x.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else x
+
+
+def _by_rank(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Rows in the order of places, brought into the order of ranks."""
+    return rows if wire.order is None else rows[list(wire.order)]
+
+
+def _by_place(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Rows in the order of ranks, brought into the order of places."""
+    if wire.order is None:
+        return rows
+    return rows[[wire.order.index(place) for place in range(wire.size)]]

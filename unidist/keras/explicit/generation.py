@@ -1,0 +1,85 @@
+"""Generating text: a causal language model's `generate` runs on every rank, on shards of the weights.
+
+A generate function is no step of Keras's trainer, so it is entered here. Each rank generates for all prompts with the
+same random numbers. Key and value caches hold all heads, so column and row layers are not paired.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from keras.src import tree
+from keras.src.trainers.trainer import Trainer
+
+from unidist import events
+from unidist.algebra import Layout, Sharding
+from unidist.keras.explicit import engine, placing
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.places import Lies
+from unidist.keras.explicit.variables import place
+
+
+def install() -> None:
+    """Patches Trainer.compile (Keras 3.15), after which a model of keras_hub can generate."""
+    original = Trainer.compile
+
+    @functools.wraps(original)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if hasattr(self, "make_generate_function"):
+            _adopt(self)
+        return result
+
+    Trainer.compile = compile
+
+
+def _adopt(model: Any) -> None:
+    if "make_generate_function" in vars(model):
+        return
+    original = model.make_generate_function
+
+    @functools.wraps(original)
+    def make_generate_function() -> Any:
+        function = original()
+        found = engine.engine_of(model)
+        if found is None or isinstance(function, GenerateFunction):
+            return function
+        model.generate_function = GenerateFunction(found, function)
+        return model.generate_function
+
+    object.__setattr__(model, "make_generate_function", make_generate_function)
+
+
+class GenerateFunction:
+    """A model's generate function on every rank; the first rank's result."""
+
+    def __init__(self, found: engine.Engine, function: Any) -> None:
+        self.engine = found
+        self.function = function
+
+    def __call__(self, inputs: Any, stop_token_ids: Any = None) -> Any:
+        found = self.engine
+        with found.session():
+            found.prepare()
+            self._place_seeds()
+            return found.world.run(lambda frame: self._on_rank(frame, inputs, stop_token_ids))
+
+    def _on_rank(self, frame: Frame, inputs: Any, stop_token_ids: Any) -> Any:
+        own = tree.map_structure(lambda x: torch.as_tensor(x).clone(), inputs)
+        before, frame.trial = frame.trial, frozenset()
+        try:
+            with frame.seeds_at(0), events.for_purpose("generate"):
+                return self.function(own, stop_token_ids=stop_token_ids)
+        finally:
+            frame.trial = before
+
+    def _place_seeds(self) -> None:
+        """A sampler's random state is no variable of the model: each rank gets its own, all alike."""
+        world = self.engine.world
+        states = list(getattr(self.engine.model.sampler, "variables", ()))
+        for state in states:
+            if not placing.is_placed(state):
+                place(state, world, Lies.alike(Sharding(world.mesh, Layout(), tuple(state.shape))))
+                placing.equalize([state], world)

@@ -1,0 +1,248 @@
+"""Place: where a variable's value, its gradient and its slots are, on each rank of this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from unidist import events
+from unidist.algebra import Layout, Mesh, Sharding
+from unidist.keras.explicit import context
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.parcels import is_nested
+from unidist.keras.explicit.world import RankWorld
+from unidist.strategies import VariableLayouts
+
+if TYPE_CHECKING:
+    from unidist.keras.explicit.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Lies:
+    """The shardings of one variable: the strategy's three layouts.
+
+    Attributes:
+        stored: where the value rests.
+        held: what a layer needs of it: as ruled, and whole over the data axes.
+        state: where its gradient is reduced to and its slots live.
+    """
+
+    stored: Sharding
+    held: Sharding
+    state: Sharding
+
+    @staticmethod
+    def alike(sharding: Sharding) -> Lies:
+        """One layout for everything: slots, states of metrics, what is not trained."""
+        return Lies(sharding, sharding, sharding)
+
+    @staticmethod
+    def by(layouts: VariableLayouts, mesh: Mesh, shape: tuple[int, ...]) -> Lies:
+        stored = Sharding(mesh, layouts.storage, shape)
+        held = stored.with_layout(layouts.compute.with_axis(layouts.compute.fanout, "I"))
+        state = stored.with_layout(layouts.state)
+        # A rule may cut a dim by a data axis before a model axis, or two dims by data axes: layers see such a shard as
+        # it is, and gather it whole.
+        return Lies(stored, held if is_nested(held, stored) and is_nested(held, state) else stored, state)
+
+
+class Place:
+    """Where a variable is. Three parameters for each rank, of which some or all may be one:
+
+    - shards: the stored value,
+    - leaves: what layers compute with, whole over the data axes, where gradients arrive,
+    - states: what optimizers see: a part of the stored value (of the same memory), with the reduced gradient.
+    """
+
+    def __init__(self, world: RankWorld, lies: Lies, path: str) -> None:
+        self.world = world
+        self.lies = lies
+        self.path = path
+        self.shards: dict[int, torch.nn.Parameter] = {}
+        self.leaves: dict[int, torch.nn.Parameter] = {}
+        self.states: dict[int, torch.nn.Parameter] = {}
+        self.units: dict[int, Unit] = {}
+        self._trainable = False
+
+    @property
+    def sharding(self) -> Sharding:
+        """How layers see it."""
+        return self.lies.held
+
+    @property
+    def layout(self) -> Layout:
+        return self.lies.held.layout
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether layers see a shard."""
+        return bool(self.layout.dims)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether layers see the whole value on every rank."""
+        return not self.layout.dims and not self.layout.partial
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what layers compute with is what is stored."""
+        return self.lies.stored == self.lies.held
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether each rank stores something of the whole shape: the value, or its part of a sum."""
+        return not self.lies.stored.layout.dims
+
+    # values -------------------------------------------------------------------------------------------------------
+
+    def fill(self, value: torch.Tensor, *, trainable: bool) -> None:
+        """Makes each rank's shard of a whole value; no shard shares memory with it."""
+        for rank in self.world.ranks:
+            shard = self._shard_of(value, rank).clone(memory_format=torch.contiguous_format)
+            self._take(rank, torch.nn.Parameter(shard, requires_grad=trainable and shard.is_floating_point()))
+
+    def keep(self, parameter: torch.nn.Parameter) -> None:
+        """Takes a parameter as it is: torch modules that share it keep it."""
+        self._take(self.world.ranks[0], parameter)
+
+    def _take(self, rank: int, shard: torch.nn.Parameter) -> None:
+        stored, held, state = self.lies.stored, self.lies.held, self.lies.state
+        self.shards[rank] = self.leaves[rank] = self.states[rank] = shard
+        if state != stored:
+            pairs = zip(state.region(rank), stored.region(rank), strict=True)
+            own = tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)
+            self.states[rank] = torch.nn.Parameter(shard.detach()[own], requires_grad=shard.requires_grad)
+        if held != stored:
+            leaf = shard.new_empty(held.local_shape(rank))
+            leaf.untyped_storage().resize_(0)
+            self.leaves[rank] = torch.nn.Parameter(leaf, requires_grad=shard.requires_grad)
+
+    def set_trainable(self, trainable: bool) -> None:
+        for parameters in (self.shards, self.leaves, self.states):
+            for parameter in parameters.values():
+                parameter.requires_grad = trainable and parameter.is_floating_point()
+
+    def forget_gradients(self, rank: int) -> None:
+        self.shards[rank].grad = self.leaves[rank].grad = self.states[rank].grad = None
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Writes a whole value into each rank's shard (of the rank at work alone, in a frame)."""
+        frame = context.frame()
+        with torch.no_grad():
+            for rank in self.world.ranks if frame is None else (frame.rank,):
+                self._settled(rank).copy_(self._shard_of(value, rank))
+                if not self.is_kept and self.leaves[rank].untyped_storage().size():
+                    self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
+
+    def _shard_of(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        stored = self.lies.stored
+        if stored.layout.partial:
+            here = self.world.mesh.coordinate(rank)
+            if any(here[axis] for axis, op in stored.layout.partial if op == "sum"):
+                return torch.zeros_like(value)
+            return value
+        return value[stored.slices(rank)] if stored.layout.dims else value
+
+    def _settled(self, rank: int) -> torch.nn.Parameter:
+        """The stored value, when what the last update sent has come."""
+        if self.is_kept and rank in self.units:
+            self.units[rank].finish()
+        return self.shards[rank]
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def local(self, frame: Frame | None) -> torch.Tensor:
+        """What a layer computes with on the rank at work; fetched from the other data ranks if need be."""
+        if frame is not None and frame.inputs is not None:
+            return frame.inputs[id(self)]
+        rank = frame.rank if frame is not None else self.world.ranks[0]
+        unit = self.units.get(rank)
+        if unit is not None:
+            unit.need()
+        elif not self.is_kept:
+            if frame is not None:
+                raise RuntimeError(f"{self.path!r} is read by a layer before its model was prepared for training")
+            return self.shards[rank]
+        return self.leaves[rank]
+
+    def own(self, frame: Frame | None) -> torch.nn.Parameter:
+        """What an optimizer sees on the rank at work: the part that has the gradient."""
+        return self.states[frame.rank if frame is not None else self.world.ranks[0]]
+
+    def parameter(self) -> torch.nn.Parameter:
+        """What torch sees of the variable: this process's (first) stored shard."""
+        return self._settled(self.world.ranks[0])
+
+    def leaf(self, rank: int) -> torch.nn.Parameter:
+        """Where a rank's gradient arrives; its value need not be there."""
+        return self.leaves[rank]
+
+    def note_cast(self, frame: Frame, value: torch.Tensor, cast: torch.Tensor) -> None:
+        """`cast` is `value` in the dtype of computation: it goes where the value goes."""
+        unit = self.units.get(frame.rank)
+        leaf = self.leaves[frame.rank]
+        if unit is not None and not unit.is_kept and value is leaf:
+            unit.note_cast(leaf, cast)
+
+    @contextlib.contextmanager
+    def in_use(self, frame: Frame) -> Iterator[None]:
+        """What a layer computes with stays where it is inside."""
+        unit = self.units.get(frame.rank)
+        if unit is None:
+            yield
+            return
+        with unit.in_use():
+            yield
+
+    def whole(self, frame: Frame | None, *, differentiable: bool = False) -> torch.Tensor:
+        """The whole value: a collective of the mesh, except where it lies whole on every rank.
+
+        In a frame it is differentiable on demand: model axes give each rank the same gradient (I), data axes
+        gradients of their own rows (F).
+        """
+        if frame is not None and (self.is_kept or frame.rank in self.units):
+            return self.local(frame) if self.is_whole else self._moved(self.local(frame), self.sharding, differentiable)
+        stored = self.lies.stored
+        if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
+            return torch.as_tensor(self._assembled())
+        shard = self._settled(frame.rank if frame is not None else self.world.ranks[0])
+        if not stored.layout.dims and not stored.layout.partial:
+            return shard
+        return self._moved(shard, stored, differentiable)
+
+    def updated(self, frame: Frame) -> torch.Tensor:
+        """The whole value between an optimizer's steps, from the parts that optimizers have written to."""
+        return self.joined(self.own(frame)) if self.lies.state.layout.dims else self.own(frame)
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which each rank has the part that it updates: of the variable, or its gradient."""
+        return self._moved(part, self.lies.state, False)
+
+    def _moved(self, shard: torch.Tensor, sharding: Sharding, differentiable: bool) -> torch.Tensor:
+        fanned = tuple(a for a in sharding.layout.sharded_axes if a in self.world.data_axes)
+        target = sharding.with_layout(Layout(fanout=fanned) if differentiable else Layout())
+        frame = context.frame()
+        proving = frame is not None and frame.trial is not None
+        with events.for_purpose(events.purpose() if proving else self.path):
+            if differentiable:
+                return self.world.backend.redistribute(shard, sharding, target)
+            with torch.no_grad():
+                return self.world.backend.redistribute(shard.detach(), sharding, target)
+
+    def _assembled(self) -> torch.Tensor:
+        """The whole value from all virtual ranks' shards, without a step of theirs."""
+        first = next(iter(self.shards.values())).detach()
+        sharding, layout = self.lies.stored, self.lies.stored.layout
+        out = torch.zeros(sharding.shape, dtype=first.dtype, device=first.device)
+        for rank, shard in self.shards.items():
+            here = self.world.mesh.coordinate(rank)
+            counted = [axis for axis, op in layout.partial if op == "sum"]
+            if any(here[a] for a in self.world.mesh.axis_names if layout.state(a) != "S" and a not in counted):
+                continue
+            part = out[sharding.slices(rank)]
+            part.copy_(part + shard.detach() if counted else shard.detach())
+        return out

@@ -1,0 +1,139 @@
+"""Traffic: what one rank moves for a model's variables in a step: gradients to where they are kept, values to where
+layers need them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.utils.torch_utils import TorchModuleWrapper
+
+from unidist.errors import CapabilityError
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.places import Place
+from unidist.keras.explicit.reducer import Reducer, Watched
+from unidist.keras.explicit.units import Fetcher, use_in_calls
+from unidist.keras.explicit.variables import DistributedVariable
+from unidist.keras.explicit.world import RankWorld
+
+
+class Traffic:
+    """The reducers and fetchers of this process's ranks for one model.
+
+    Raises:
+        CapabilityError: the model computes in a way that stored shards do not go with.
+    """
+
+    def __init__(self, model: Any, world: RankWorld) -> None:
+        self.model = model
+        self.world = world
+        self._undo: list[Callable[[], None]] = []
+        by_layer = _places_by_layer(model)
+        fetched = [(layer, places) for layer, places in by_layer if any(not p.is_kept for p in places)]
+        _check_fetched(model, [layer for layer, _ in fetched])
+        trainable = [v._place for v in model.trainable_variables]
+        self._reducers = {rank: Reducer(world, rank, [Watched.of(p, rank) for p in trainable]) for rank in world.ranks}
+        self._fetchers = {rank: Fetcher(world, rank, [places for _, places in by_layer]) for rank in world.ranks}
+        for layer, places in fetched:
+            self._undo.append(use_in_calls(layer, places))
+        self.fetches = bool(fetched)
+        self._has_modules = any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
+
+    def close(self) -> None:
+        """Stops watching and fetching."""
+        for undo in self._undo:
+            undo()
+        for reducer in self._reducers.values():
+            reducer.close()
+        for fetcher in self._fetchers.values():
+            fetcher.close()
+
+    def reducer(self, rank: int) -> Reducer:
+        return self._reducers[rank]
+
+    @contextlib.contextmanager
+    def step(self, frame: Frame, kind: str) -> Iterator[None]:
+        """A step of Keras's trainer ("train", "test" or "predict") on a rank."""
+        reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
+        if self.model.jit_compile or self._has_modules:
+            fetcher.settle()  # compiled programs and torch modules do not wait for what they read
+        reducer.frame = frame
+        frame.keeps_gradients = reducer.is_holding
+        frame.accumulating = reducer.is_paused = kind == "train" and self._accumulates()
+        try:
+            with fetcher.step(kind):
+                yield
+        finally:
+            reducer.frame = None
+            if reducer.is_paused:
+                reducer.is_paused, reducer.is_holding = False, True
+
+    def join(self, frame: Frame, variables: list[Any]) -> None:
+        """Behind an optimizer: the parts that ranks have updated become whole values again."""
+        self._fetchers[frame.rank].join([v._place for v in variables if isinstance(v, DistributedVariable)])
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        for fetcher in self._fetchers.values():
+            fetcher.settle()
+
+    def release(self, frame: Frame) -> None:
+        self._fetchers[frame.rank].release()
+
+    # accumulation -------------------------------------------------------------------------------------------------
+
+    def _accumulates(self) -> bool:
+        """Whether this step's gradients may wait on their ranks for those of later steps: nothing is sent. Not where
+        somebody looks at them in between, nor where values are stored as shards: whole gradients would be kept there.
+        """
+        optimizer = getattr(self.model, "optimizer", None)
+        steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        own_step = type(self.model).train_step is not TorchTrainer.train_step
+        if not steps or own_step or self.fetches or isinstance(optimizer, LossScaleOptimizer):
+            return False
+        return bool((int(self.model.optimizer._iterations.value) + 1) % steps)
+
+    def flush(self, frame: Frame) -> None:
+        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it."""
+        reducer = self._reducers[frame.rank]
+        if not reducer.is_holding:
+            return
+        reducer.reduce()
+        optimizer = self.model.optimizer
+        with frame.reading_shards(), torch.no_grad():
+            for variable in self.model.trainable_variables:
+                grad = variable._place.own(frame).grad
+                if grad is not None:
+                    optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].assign_add(grad)
+                variable._place.forget_gradients(frame.rank)
+
+
+def _check_fetched(model: Any, layers: list[Any]) -> None:
+    if layers and getattr(model, "jit_compile", False):
+        raise CapabilityError(
+            "jit_compile=True: programs compiled by torch keep whole parameters, so values stored as shards over the "
+            "data axis cannot be let go behind a layer. Use zero=2 or less, or jit_compile=False"
+        )
+    for layer in layers:
+        if isinstance(layer, TorchModuleWrapper):
+            raise CapabilityError(
+                f"layer {layer.name!r} wraps a torch module, which reads its own parameters: they cannot be stored as "
+                "shards over the data axis. Use zero=2 or less"
+            )
+
+
+def _places_by_layer(model: Any) -> list[tuple[Any, list[Place]]]:
+    """Each layer with the places of its own variables, in the order of the model; a shared one counts once."""
+    seen: set[int] = set()
+    found = []
+    for layer in model._flatten_layers():
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        fresh = [v for v in own if isinstance(v, DistributedVariable) and id(v) not in seen]
+        seen.update(id(v) for v in fresh)
+        if fresh:
+            found.append((layer, [v._place for v in fresh]))
+    return found

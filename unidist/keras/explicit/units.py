@@ -1,0 +1,314 @@
+"""Units: variables of neighbouring layers that are gathered over the data axes together, as one flat buffer.
+
+Variables that are stored as shards (ZeRO-3, FSDP) are fetched when a layer reads them, let go behind it, and fetched
+again when backward opens what it saved of them. Variables that are stored whole but updated in parts (ZeRO-1, 2) are
+joined again behind the optimizer, while the next step begins.
+
+Source of the method: ZeRO (Rajbhandari et al., arXiv:1910.02054) and PyTorch FSDP (Zhao et al., arXiv:2304.11277);
+that a tensor's memory is taken from under it and given back is FSDP's trick too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Axes
+from unidist.keras.explicit import context
+from unidist.keras.explicit.parcels import Cut, Parcel, cut_between
+from unidist.keras.explicit.places import Place
+from unidist.keras.explicit.world import RankWorld
+
+UNIT_BYTES = 8 << 20
+# What the joining of updated variables may have under way at once.
+IN_FLIGHT_BYTES = 100 << 20
+
+
+class Unit:
+    """Variables that are gathered together, on one rank.
+
+    Attributes:
+        is_kept: its leaves are the stored values and are never freed.
+    """
+
+    def __init__(self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], places: list[Place]) -> None:
+        rank = fetcher.rank
+        self.fetcher = fetcher
+        self.axes = axes
+        self.places = places
+        self.is_kept = places[0].is_kept
+        self.leaves = [p.leaves[rank] for p in places]
+        self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in places]
+        self.parcel = Parcel(fetcher.world.mesh.group(axes, rank), cuts, self.parts[0])
+        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
+        self.is_here = self.is_kept
+        self.users = 0
+        self.is_pinned = False
+        self._coming: tuple[torch.Tensor, Any] | None = None
+        self._casts: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    # moving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_coming(self) -> bool:
+        return self._coming is not None
+
+    def start(self) -> None:
+        """Starts to gather. S -> I over the axes; sends (n-1)/n of the unit's bytes."""
+        parcel, backend = self.parcel, self.fetcher.world.backend
+        with torch.no_grad(), events.for_purpose("parameters"):
+            buffer = parcel.buffer()
+            row = buffer[parcel.group.index].unsqueeze(0)
+            for k, part in enumerate(self.parts):
+                parcel.part(row, k).copy_(part)
+            backend.record("all_gather", self.axes, parcel.group, buffer)
+            self._coming = buffer, backend.comm.all_gather_into(buffer, row, parcel.group)
+        self.is_here = False
+
+    def finish(self) -> None:
+        """Waits for what is under way and puts it where layers read it."""
+        if self._coming is None:
+            return
+        buffer, handle = self._coming
+        self._coming = None
+        handle.wait()
+        with torch.no_grad():
+            for k, leaf in enumerate(self.leaves):
+                if not self.is_kept:
+                    leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
+                # `.data`: what backward saved of it must not look as if it had been changed.
+                self.parcel.take(buffer, k, leaf.data)
+        self.is_here = True
+
+    def free(self) -> None:
+        """Lets the gathered values go. What was saved of them for backward keeps its shape, without memory."""
+        self.finish()
+        if not self.is_kept and self.is_here:
+            for tensor in (*self.leaves, *(cast for _, cast in self._casts)):
+                tensor.untyped_storage().resize_(0)
+            self.is_here = False
+
+    def note_cast(self, leaf: torch.nn.Parameter, cast: torch.Tensor) -> None:
+        """A leaf's value in the dtype of computation, which backward may save instead: it is freed and made anew with
+        the leaf."""
+        if torch.is_grad_enabled():
+            self._casts.append((leaf, cast.data))
+            self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
+
+    def open_cast(self, memory: int) -> None:
+        """Makes a cast's value anew. The leaf is there."""
+        for leaf, cast in self._casts:
+            storage = cast.untyped_storage()
+            if storage._cdata == memory and not storage.size():
+                storage.resize_(cast.numel() * cast.element_size())
+                cast.copy_(leaf.data)
+
+    def forget_casts(self) -> None:
+        for _, cast in self._casts:
+            self.fetcher.by_memory.pop(cast.untyped_storage()._cdata, None)
+        self._casts.clear()
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def need(self) -> None:
+        """The values are to be read now. Read outside of their layer's call, they stay to the end of the step."""
+        if self.is_kept:
+            if self._coming is not None:
+                _finish(self)
+            return
+        if not self.users:
+            self.is_pinned = True
+        if not self.is_here or self.fetcher.last is not self:
+            _fetch(self.fetcher, self)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
+
+def _finish(unit: Unit) -> None:
+    unit.finish()
+
+
+def _fetch(fetcher: Fetcher, unit: Unit) -> None:
+    fetcher.fetch(unit)
+
+
+class Fetcher:
+    """One rank's units, in the order of the model's layers; fetches the next one before it is needed."""
+
+    def __init__(self, world: RankWorld, rank: int, layers: Iterable[list[Place]]) -> None:
+        self.world = world
+        self.rank = rank
+        self.last: Unit | None = None
+        self.units: list[Unit] = []
+        self._order: dict[str, list[Unit]] = {}
+        self._before: list[Unit] = []
+        self._seen: list[Unit] = []
+        for axes, cuts, places in _merged(layers, rank):
+            unit = Unit(self, axes, cuts, places)
+            self.units.append(unit)
+            for place in places:
+                place.units[rank] = unit
+        self.fetched = [unit for unit in self.units if not unit.is_kept]
+        self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.leaves}
+        self._node: Any = None
+        self._opened_for_node: list[Unit] = []
+
+    def close(self) -> None:
+        """Lets go of the places."""
+        self.release()
+        for unit in self.units:
+            unit.finish()
+            for place in unit.places:
+                place.units.pop(self.rank, None)
+
+    # stored shards ------------------------------------------------------------------------------------------------
+
+    def fetch(self, unit: Unit) -> None:
+        """Makes a unit's values be there, frees those that are not in use, and starts the next."""
+        self._seen.append(unit)
+        self.last = unit
+        following = self._next()
+        staying = (unit, following, *self._opened_for_node)
+        for other in self.fetched:
+            if not other.users and not other.is_pinned and other not in staying:
+                other.free()
+        if not unit.is_here:
+            if not unit.is_coming:
+                unit.start()
+            unit.finish()
+        if following is not None and not following.is_here and not following.is_coming:
+            following.start()
+
+    def _next(self) -> Unit | None:
+        """What was needed after this in the last step of the same kind; all ranks know it alike."""
+        done = len(self._seen)
+        if done < len(self._before) and self._before[done - 1] is self._seen[-1]:
+            return self._before[done]
+        return None
+
+    @contextlib.contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """A step of Keras's trainer. What backward opens is fetched, and nothing is left at the end."""
+        if not self.fetched:
+            yield
+            return
+        self._before, self._seen, self.last = self._order.get(kind, []), [], None
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_alias, self._opened):
+                yield
+            self._order[kind] = self._seen
+        finally:
+            self.release()
+
+    def _opened(self, saved: torch.Tensor) -> torch.Tensor:
+        memory = saved.untyped_storage()._cdata
+        unit = self.by_memory.get(memory)
+        if unit is None:
+            return saved
+        node = torch._C._current_autograd_node()
+        if node is None or node is not self._node:
+            self._node, self._opened_for_node = node, []
+        # What one node of the graph opens, it computes with together.
+        self._opened_for_node.append(unit)
+        if not unit.is_here or self.last is not unit:
+            self.fetch(unit)
+        unit.open_cast(memory)
+        return saved
+
+    def release(self) -> None:
+        """Frees everything that was fetched."""
+        for unit in self.fetched:
+            unit.users, unit.is_pinned = 0, False
+            unit.free()
+            unit.forget_casts()
+        self.last = self._node = None
+        self._opened_for_node = []
+
+    # values updated in parts --------------------------------------------------------------------------------------
+
+    def join(self, places: Iterable[Place]) -> None:
+        """Starts to join the updated parts of these places' variables, in the order of the layers."""
+        touched = {id(place) for place in places}
+        under_way: list[Unit] = []
+        for unit in self.units:
+            if unit.is_kept and any(id(place) in touched for place in unit.places):
+                unit.finish()
+                unit.start()
+                under_way.append(unit)
+                while sum(u.nbytes for u in under_way) > IN_FLIGHT_BYTES:
+                    under_way.pop(0).finish()
+        if self.world.is_virtual:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for all that is under way."""
+        for unit in self.units:
+            if unit.is_kept:
+                unit.finish()
+
+
+def _alias(saved: torch.Tensor) -> torch.Tensor:
+    # The tensor itself would hold the graph that holds it.
+    return saved.detach()
+
+
+def _merged(layers: Iterable[list[Place]], rank: int) -> list[tuple[Axes, list[Cut], list[Place]]]:
+    """Units of whole layers, of which small neighbours share one; each of one dtype, one group and one kind."""
+    units: list[tuple[Axes, list[Cut], list[Place]]] = []
+    open_units: dict[Any, tuple[Axes, list[Cut], list[Place]]] = {}
+    sizes: dict[Any, int] = {}
+    for places in layers:
+        touched = set()
+        for place in places:
+            found = cut_between(place.sharding, place.lies.state if place.is_kept else place.lies.stored, rank)
+            if found is None:
+                continue
+            axes, cut = found
+            key = (axes, place.shards[rank].dtype, place.is_kept)
+            if key not in open_units:
+                open_units[key] = (axes, [], [])
+                units.append(open_units[key])
+                sizes[key] = 0
+            open_units[key][1].append(cut)
+            open_units[key][2].append(place)
+            leaf = place.leaves[rank]
+            sizes[key] += leaf.numel() * leaf.element_size()
+            touched.add(key)
+        for key in touched:
+            if sizes[key] >= UNIT_BYTES:
+                del open_units[key]
+    return units
+
+
+def use_in_calls(layer: Any, places: list[Place]) -> Callable[[], None]:
+    """Keeps the layer's fetched variables in place while it is called. Returns what undoes it."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None:
+            return original(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for unit in {id(u): u for p in places if (u := p.units.get(frame.rank)) is not None}.values():
+                stack.enter_context(unit.in_use())
+            return original(*args, **kwargs)
+
+    object.__setattr__(layer, "call", call)
+
+    def undo() -> None:
+        if vars(layer).get("call") is call:
+            object.__setattr__(layer, "call", original)
+
+    return undo

@@ -1,0 +1,124 @@
+"""Candidates: the layers whose kernels can be cut, told by their class and equation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+from keras.src.layers.convolutional.base_conv import BaseConv
+
+RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
+_TABLE_CALLS = (keras.layers.Embedding.call, keras.layers.ReversibleEmbedding.call)
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A layer whose kernel can be cut.
+
+    Attributes:
+        kind: "product", "table" or "convolution".
+        outputs: kernel dim -> dim of the layer's output that a cut of it cuts (counted from the end where negative).
+        inputs: kernel dim -> dim of the layer's input.
+        biases: kernel dim -> the bias's dim along it, or None.
+    """
+
+    layer: Any
+    kind: str
+    kernel: Any
+    bias: Any = None
+    reverse: Any = None
+    outputs: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    biases: dict[int, int | None] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> list[Any]:
+        return [v for v in (self.kernel, self.bias, self.reverse) if v is not None]
+
+
+def candidate(layer: Any) -> Candidate | None:
+    """The candidate that a layer is; None for one of another class, or with quantized or low-rank kernels."""
+    if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
+        return None
+    found = _find(layer)
+    # What a layer does is known by its class's call: a subclass with its own may do anything.
+    return found if found is not None and found.kernel is not None else None
+
+
+def _find(layer: Any) -> Candidate | None:
+    call = type(layer).call
+    if isinstance(layer, keras.layers.Dense) and call is keras.layers.Dense.call:
+        return Candidate(layer, "product", layer._kernel, layer.bias, None, {1: -1}, {0: -1}, {1: 0})
+    if isinstance(layer, keras.layers.EinsumDense) and call is keras.layers.EinsumDense.call:
+        return _einsum(layer)
+    if isinstance(layer, keras.layers.Embedding) and call in _TABLE_CALLS:
+        reverse = getattr(layer, "reverse_embeddings", None)
+        return Candidate(layer, "table", getattr(layer, "_embeddings", None), None, reverse)
+    if isinstance(layer, BaseConv) and call is BaseConv.call:
+        last = layer._kernel.ndim - 1
+        return Candidate(layer, "convolution", layer._kernel, layer.bias, None, {last: -1}, {}, {last: 0})
+    return None
+
+
+def _einsum(layer: Any) -> Candidate | None:
+    inputs, output = layer.equation.replace(" ", "").split("->")
+    data, kernel = inputs.split(",")
+    if "..." in kernel or any(len(set(t)) != len(t) for t in (data.replace(".", ""), kernel)):
+        return None
+    found = Candidate(layer, "product", layer._kernel, layer.bias)
+    bias = [letter for letter in output if letter in (layer.bias_axes or "")]
+    for dim, letter in enumerate(kernel):
+        if letter in output and letter not in data:
+            found.outputs[dim] = _from_end(output, letter)
+            found.biases[dim] = _bias_dim(layer.bias, bias, letter)
+        elif letter in data and letter not in output:
+            found.inputs[dim] = _from_end(data, letter)
+    return found
+
+
+def _bias_dim(bias: Any, letters: list[str], letter: str) -> int | None:
+    """The bias's dim along a letter. Keras aligns biases with the output from the end: behind its first letter every
+    letter has a dim, of size 1 where it is not named."""
+    if bias is None or letter not in letters:
+        return None
+    return letters.index(letter) + bias.ndim - len(letters) if len(letters) == bias.ndim else None
+
+
+def einsum_shape(equation: str, data: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an einsum's output. (EinsumDense itself tells the open one that it was built for.)"""
+    inputs, output = equation.replace(" ", "").split("->")
+    data_term, kernel_term = inputs.split(",")
+    head, _, tail = data_term.partition("...")
+    sizes = dict(zip(kernel_term, kernel, strict=True))
+    sizes |= dict(zip(head, data, strict=False))
+    sizes |= dict(zip(reversed(tail), reversed(data), strict=False))
+    between = data[len(head) : len(data) - len(tail)] if "..." in data_term else ()
+    before, dots, after = output.partition("...")
+    return (*(sizes[x] for x in before), *(between if dots else ()), *(sizes[x] for x in after))
+
+
+def _from_end(term: str, letter: str) -> int:
+    """The dim of a letter counted from the end, or from the start where "..." stands behind it."""
+    if "..." not in term:
+        return term.index(letter) - len(term)
+    head, tail = term.split("...")
+    return tail.index(letter) - len(tail) if letter in tail else head.index(letter)
+
+
+def children(layer: Any) -> list[Any]:
+    """The layers directly inside a layer, each once."""
+    return list({id(x): x for x in layer._flatten_layers(include_self=False, recursive=False)}.values())
+
+
+def inside(layer: Any) -> Iterator[Any]:
+    """A layer and all layers inside it, each once, outer before inner."""
+    seen: set[int] = set()
+    pending = [layer]
+    while pending:
+        found = pending.pop(0)
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            pending = [*children(found), *pending]

@@ -1,0 +1,123 @@
+"""`unidist plan`: a model's plan from the command line, with no device and no values."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unidist.algebra import Mesh
+from unidist.algebra.mesh import parse_mesh
+from unidist.errors import LayoutError, UnidistError
+
+# Where no Keras backend is chosen: the first of these that is installed.
+_KERAS_BACKENDS = ("torch", "jax", "tensorflow")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the plan of FILE.py:FUNCTION's model. Exit code 0."""
+    options = _parse(arguments)
+    _choose_keras_backend()
+    mesh = Mesh(parse_mesh(options.mesh))
+    model = build(load(options.target))
+    from unidist.keras.planning.planning import plan
+
+    made = plan(
+        model,
+        mesh,
+        _layout_map(options.layout_map),
+        data_axis=_axes(options.data_axis),
+        model_axis=_axes(options.model_axis),
+        batch=options.batch,
+        sequence=options.sequence,
+    )
+    print(made.layout_map.to_json() if options.json else made.show(options.width))
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="unidist plan",
+        description="Where each variable of a model would lie, what a device holds, what a training step sends. "
+        "No device is needed, and the model's values are not made.",
+    )
+    parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function without arguments that returns a model")
+    parser.add_argument("--mesh", required=True, help="axes and sizes, as data=2,model=4")
+    parser.add_argument("--layout-map", metavar="FILE.json", help="rules that --json wrote, instead of found ones")
+    parser.add_argument("--data-axis", metavar="AXES", help="the axes that cut the batch, as data or replica,data")
+    parser.add_argument("--model-axis", metavar="AXES", help="the axes that cut variables")
+    parser.add_argument("--batch", type=int, help="rows of a global batch (default: 8 for each data shard)")
+    parser.add_argument("--sequence", type=int, default=128, help="length of open dims (default: 128)")
+    parser.add_argument("--width", type=int, default=160, help="columns of the tables (default: 160)")
+    parser.add_argument("--json", action="store_true", help="print the layout map alone, to edit and to give back")
+    return parser.parse_args(list(arguments))
+
+
+def _axes(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(text.split(","))
+
+
+def _choose_keras_backend() -> None:
+    if "KERAS_BACKEND" not in os.environ and "keras" not in sys.modules:
+        found = next((name for name in _KERAS_BACKENDS if importlib.util.find_spec(name) is not None), None)
+        if found is not None:
+            os.environ["KERAS_BACKEND"] = found
+
+
+def load(target: str) -> Callable[[], Any]:
+    """The function of FILE.py:function. The file is run, as by an import. Raises LayoutError where there is none."""
+    file, _, function = target.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise LayoutError(f"{target!r}: write FILE.py:function; no file {file!r} in {Path.cwd()}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise LayoutError(f"{target!r}: {file!r} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    # What the file's script would import from beside it.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise LayoutError(f"{target!r}: {file} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def build(function: Callable[[], Any]) -> Any:
+    """The function's model, with variables that have no values.
+
+    Raises:
+        LayoutError: it fails, or returns no model.
+    """
+    import keras
+
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            model = function()
+    except UnidistError:
+        raise
+    except Exception as error:
+        # Whatever the function may raise: the user must learn under which conditions it ran.
+        raise LayoutError(
+            f"{function.__name__} failed: {type(error).__name__}: {error}. It is called without arguments, and the "
+            "model's variables get no values (keras.StatelessScope), so it can neither load nor call with data"
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise LayoutError(f"{function.__name__} returned {type(model).__name__!r}, not a keras.Model")
+    return model
+
+
+def _layout_map(file: str | None) -> Any:
+    from unidist.planner.layout_map import LayoutMap
+
+    if file is None:
+        return "auto"
+    path = Path(file)
+    if not path.is_file():
+        raise LayoutError(f"--layout-map {file!r}: no such file in {Path.cwd()}")
+    return LayoutMap.from_json(path.read_text())

@@ -1,0 +1,65 @@
+"""plan: how a Keras model lies on a mesh, before anything is placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unidist.algebra import Axes, Mesh
+from unidist.array import as_mesh
+from unidist.errors import LayoutError
+from unidist.keras.planning.reading import read
+from unidist.keras.strategy import as_layout_map
+from unidist.planner.plan import Plan, make_plan
+from unidist.strategies.strategy import choose_axes
+
+
+def plan(
+    model: Any,
+    mesh: Any,
+    layout_map: Any = "auto",
+    *,
+    data_axis: str | Axes | None = None,
+    model_axis: str | Axes | None = None,
+    inputs: Any = None,
+    batch: int | None = None,
+    sequence: int = 128,
+) -> Plan:
+    """The layouts of a model on a mesh, with reasons, bytes and the traffic of a step. Nothing is placed or sent, and
+    no device is needed: the model may have been built without values, inside keras.StatelessScope(
+    initialize_variables=False).
+
+    Args:
+        model: a built Keras model.
+        mesh: a Mesh or Keras DeviceMesh.
+        layout_map: "auto": the layouts are found by running the model on two small rows, with random numbers for the
+            outputs of its Dense, EinsumDense, Embedding and convolution layers, and watching where a change of one
+            slice of them arrives. Else a LayoutMap of unidist or of Keras, or a mapping of rules.
+        data_axis, model_axis: see ModelParallel.
+        inputs: how the model is called, where it does not say itself: arrays or KerasTensors.
+        batch: rows of a global batch, for the traffic; None: 8 for each place of the data axes.
+        sequence: length of open dims, for the traffic.
+
+    Raises:
+        LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
+    """
+    grid = as_mesh(mesh)
+    data, axes = choose_axes(grid, data_axis, model_axis)
+    axes = tuple(axis for axis in axes if grid.axis_size(axis) > 1)
+    rules = None if _is_auto(layout_map) else as_layout_map(layout_map, grid)
+    if rules is not None and rules.mesh != grid:
+        raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
+    facts = read(model, grid.axis_size(axes) if axes else 1, inputs)
+    rows = batch if batch is not None else 8 * _places(grid, data)
+    return make_plan(facts, grid, data, axes, rules, batch=rows, sequence=sequence)
+
+
+def _is_auto(layout_map: Any) -> bool:
+    if isinstance(layout_map, str):
+        if layout_map != "auto":
+            raise LayoutError(f"layout_map={layout_map!r}: give a LayoutMap, or 'auto' to have it found")
+        return True
+    return False
+
+
+def _places(mesh: Mesh, axes: Axes) -> int:
+    return mesh.axis_size(axes) if axes else 1

@@ -1,0 +1,199 @@
+"""Reading: the facts of a Keras model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import keras
+import numpy as np
+
+from unidist.errors import LayoutError, UnidistError
+from unidist.keras.planning import samples
+from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
+from unidist.keras.planning.reaching import Reacher
+from unidist.keras.planning.running import Runner, Trace
+from unidist.planner.facts import Affine, Calls, Facts, LayerFact, VariableFact
+
+# Lengths of sequences to run a model on: the first two that it takes.
+LENGTHS = ((8, 16), (4, 8), (2, 4))
+# What NumPy alone does not know.
+_SMALL = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1}
+
+
+def read(model: Any, parts: int, inputs: Any = None) -> Facts:
+    """What the planner must know of a model, found by running it on two rows without its kernels.
+
+    Args:
+        model: a built model; its variables need no values.
+        parts: into how many slices outputs are to be cut.
+        inputs: as the model is called, where it does not say itself.
+
+    Raises:
+        LayoutError: the model is not built, or cannot be run.
+    """
+    if not model.built:
+        raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
+    variables = list({id(v): v for v in model.variables}.values())
+    layers = list(inside(model))
+    candidates = [found for layer in layers if (found := candidate(layer)) is not None]
+    held = {id(v) for v in variables}
+    candidates = [c for c in candidates if id(c.kernel) in held]
+    known = {id(c.layer) for c in candidates}
+    runner = Runner(candidates, [x for x in layers if id(x) not in known and any(id(y) in known for y in inside(x))])
+    with runner.installed():
+        runs = _run(runner, model, inputs)
+        reaches = Reacher(runner, model, parts).all() if parts > 1 else []
+        slots, optimizer = _slots(model, variables)
+    place = {id(v): k for k, v in enumerate(variables)}
+    order = sorted(range(len(candidates)), key=lambda k: _first_call(runs.near, k))
+    renumbered = {k: n for n, k in enumerate(order)}
+    return Facts(
+        name=model.name,
+        variables=tuple(_variables(model, variables, layers)),
+        layers=tuple(_layer(candidates[k], k, place, runner, runs) for k in order),
+        reaches=tuple(sorted((_renumber(r, renumbered) for r in reaches), key=lambda r: (r.source, r.dim))),
+        parts=parts,
+        slots=slots,
+        optimizer=optimizer,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The model's run, and one on longer sequences (the same one where none can be longer)."""
+
+    near: Trace
+    far: Trace
+    lengths: tuple[int, int]
+
+
+def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
+    kwargs = {"training": False} if model._call_has_training_arg else {}
+    described = inputs if inputs is not None else getattr(model, "_inputs_struct", None)
+    if described is None and getattr(model, "_functional", None) is not None:
+        described = model._functional._inputs_struct
+    is_open = samples.is_open(described)
+    problems = []
+    for near, far in LENGTHS if is_open else LENGTHS[:1]:
+        try:
+            longer = runner.run(model, (samples.sample(model, inputs, far),), kwargs) if is_open else None
+            trace = runner.run(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
+            return _Runs(trace, longer or trace, (near, far))
+        except UnidistError:
+            raise
+        except Exception as error:
+            # Whatever a model may raise: it may be the length, and if not, the user must learn that the plan ran it.
+            problems.append(error)
+    raise LayoutError(
+        f"model {model.name!r} could not be run on a small random batch to find its layouts: "
+        f"{type(problems[0]).__name__}: {problems[0]}. Give plan(model, mesh, inputs=...) a batch that it takes, or "
+        "ModelParallel a LayoutMap"
+    ) from problems[0]
+
+
+def _first_call(trace: Trace, index: int) -> tuple[int, int]:
+    order = list(trace.taken)
+    return (order.index(index), index) if index in trace.taken else (len(order), index)
+
+
+def _renumber(reach: Any, number: dict[int, int]) -> Any:
+    return type(reach)(
+        source=number[reach.source],
+        dim=reach.dim,
+        arrivals=tuple((number[k], d) for k, d in reach.arrivals),
+        spread=tuple(number[k] for k in reach.spread),
+        leaked=reach.leaked,
+    )
+
+
+def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[VariableFact]:
+    owner: dict[int, Any] = {}
+    for layer in layers:
+        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+            owner.setdefault(id(variable), layer)
+    out = []
+    for variable in variables:
+        layer = owner.get(id(variable))
+        shape = tuple(variable.shape)
+        gates = isinstance(layer, RECURRENT_CELLS) and bool(shape)
+        out.append(
+            VariableFact(
+                path=variable.path,
+                shape=shape,
+                dtype=variable.dtype,
+                itemsize=itemsize(variable.dtype),
+                trainable=bool(variable.trainable),
+                layer="" if layer is None else layer.path or layer.name,
+                whole_dims=frozenset({len(shape) - 1}) if gates else frozenset(),
+            )
+        )
+    return out
+
+
+def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: _Runs) -> LayerFact:
+    def of(variable: Any) -> int | None:
+        return None if variable is None else place[id(variable)]
+
+    return LayerFact(
+        path=found.layer.path or found.layer.name,
+        kind=found.kind,
+        kernel=place[id(found.kernel)],
+        bias=of(found.bias),
+        reverse=of(found.reverse),
+        outputs={dim: found.biases.get(dim) for dim in found.outputs},
+        inputs=tuple(found.inputs),
+        calls=_calls(found, index, runs, reverse=False),
+        scores=_calls(found, index, runs, reverse=True),
+        read_elsewhere=index in runner.read_elsewhere,
+    )
+
+
+def _calls(found: Candidate, index: int, runs: _Runs, *, reverse: bool) -> Calls:
+    def counted(of: Trace) -> tuple[int, int]:
+        """Elements taken and given for one row."""
+        taken = given = 0
+        for x, (shape, scores) in zip(of.taken.get(index, []), of.given.get(index, []), strict=True):
+            if scores is reverse:
+                taken, given = taken + prod(x.shape), given + prod(shape)
+        return taken // samples.ROWS, given // samples.ROWS
+
+    trace = runs.near
+    inputs = tuple(
+        id(x)
+        for x, (_, scores) in zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
+        if scores is reverse
+    )
+    near, far = counted(trace), counted(runs.far)
+    short, long = runs.lengths
+    slopes = [(b - a) / (long - short) for a, b in zip(near, far, strict=True)]
+    lines = [Affine(a - slope * short, slope) for a, slope in zip(near, slopes, strict=True)]
+    return Calls(len(inputs), lines[0], lines[1], inputs, itemsize(found.layer.compute_dtype))
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a Keras dtype."""
+    return _SMALL.get(dtype) or np.dtype(dtype).itemsize
+
+
+def _slots(model: Any, variables: list[Any]) -> tuple[tuple[int, ...], str]:
+    """Bytes of the optimizer's slots of each variable: the compiled optimizer's, else Adam's."""
+    optimizer = getattr(model, "optimizer", None)
+    trainable = list(model.trainable_variables)
+    made: dict[int, int] = {}
+    twin = type(optimizer).from_config(optimizer.get_config()) if optimizer is not None else keras.optimizers.Adam()
+    inner = getattr(twin, "inner_optimizer", twin)
+    original = inner.add_variable_from_reference
+
+    def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(reference_variable, *args, **kwargs)
+        made[id(reference_variable)] = made.get(id(reference_variable), 0) + prod(slot.shape) * itemsize(slot.dtype)
+        return slot
+
+    object.__setattr__(inner, "add_variable_from_reference", add)
+    with keras.StatelessScope(initialize_variables=False):
+        # A twin of the optimizer without values: only its slots' shapes are wanted.
+        twin.build(trainable)
+    name = type(inner).__name__ if optimizer is not None else "Adam (no optimizer is compiled)"
+    return tuple(made.get(id(v), 0) for v in variables), name

@@ -1,0 +1,179 @@
+"""Running a model without its kernels: every candidate's output is random numbers, whatever its input is.
+
+So a run needs no large variable, and a change of one candidate's output arrives at other candidates only through what
+lies between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import keras
+import numpy as np
+from keras import distribution as keras_distribution
+from keras.src import backend, tree
+from keras.src.backend.common.masking import set_keras_mask
+
+from unidist.keras.planning.candidates import Candidate, einsum_shape
+
+
+class RandomValues(keras.StatelessScope):  # type: ignore[misc]
+    """A scope in which every variable reads as random numbers, made when they are first asked for.
+
+    No variable's own value is read or allocated, so models without values work too. Floats are uniform in
+    [0.5, 1.5): positive, since a variance may be among them, and never 0, which would hide a path.
+    """
+
+    def __init__(self, values: dict[int, Any], owners: dict[int, int], read: Callable[[int], None]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._random = values
+        self._owners = owners
+        self._read = read
+
+    def get_current_value(self, variable: Any) -> Any:
+        owner = self._owners.get(id(variable))
+        if owner is not None:
+            self._read(owner)
+        # What layers write during a run stays in this scope and does not reach the next run.
+        written = self.state_mapping.get(id(variable))
+        if written is not None:
+            return written
+        if id(variable) not in self._random:
+            self._random[id(variable)] = random_value(tuple(variable.shape), variable.dtype)
+        return self._random[id(variable)]
+
+
+def random_value(shape: tuple[int, ...], dtype: str) -> Any:
+    """Floats in [0.5, 1.5), zeros of other dtypes."""
+    if not backend.is_float_dtype(dtype):
+        return keras.ops.zeros(shape, dtype)
+    rng = np.random.default_rng(prod(shape))
+    return keras.ops.convert_to_tensor(rng.uniform(0.5, 1.5, shape).astype("float32"), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is changed: one of `parts` slices of a candidate's output, along the output's dim of a kernel's dim."""
+
+    candidate: int
+    dim: int
+    part: int
+    parts: int
+
+
+@dataclass
+class Trace:
+    """One run: what each candidate took, what it gave in elements, and what came out."""
+
+    taken: dict[int, list[Any]] = field(default_factory=dict)
+    given: dict[int, list[tuple[tuple[int, ...], bool]]] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+
+
+class Runner:
+    """Runs a model or layers of it, with their candidates' calls replaced while `installed`."""
+
+    def __init__(self, candidates: list[Candidate], composites: list[Any]) -> None:
+        self.candidates = candidates
+        self.composites = composites
+        self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.read_elsewhere: set[int] = set()
+        self._owners = {id(v): k for k, c in enumerate(candidates) for v in c.variables}
+        self._random: dict[tuple[int, int, tuple[int, ...]], Any] = {}
+        self._values: dict[int, Any] = {}
+        self._trace = Trace()
+        self._change: Change | None = None
+        self._capturing = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Runner]:
+        before = keras_distribution.distribution()
+        with contextlib.ExitStack() as stack:
+            # What a model warns of, it warns of again when it is run in earnest.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.callback(keras_distribution.set_distribution, before)
+            keras_distribution.set_distribution(None)
+            for index, found in enumerate(self.candidates):
+                stack.enter_context(_call_of(found.layer, functools.partial(self._random_output, index)))
+            for layer in self.composites:
+                stack.enter_context(_call_of(layer, functools.partial(self._through, layer, layer.call)))
+            yield self
+
+    def run(self, layer: Any, args: Any, kwargs: Any, change: Change | None = None, capture: bool = False) -> Trace:
+        """Calls a layer; with `change`, with one slice of one candidate's output changed."""
+        self._trace, self._change, self._capturing = Trace(), change, capture
+        with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
+            outputs = layer(*args, **kwargs)
+        self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if backend.is_tensor(t)]
+        return self._trace
+
+    def _through(self, layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._capturing:
+            self.captured.setdefault(id(layer), (args, kwargs))
+        return original(*args, **kwargs)
+
+    def _random_output(self, index: int, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.candidates[index]
+        reverse = bool(kwargs.get("reverse", args[0] if args and found.kind == "table" else False))
+        self._trace.taken.setdefault(index, []).append(inputs)
+        shape = self._output_shape(found, inputs, reverse)
+        calls = self._trace.given.setdefault(index, [])
+        key = (index, len(calls), shape)
+        calls.append((shape, reverse))
+        if key not in self._random:
+            self._random[key] = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
+        value = self._random[key]
+        if self._change is not None and self._change.candidate == index and not reverse:
+            value = _changed(value, found.outputs[self._change.dim], self._change)
+        y = keras.ops.convert_to_tensor(value, found.layer.compute_dtype)
+        activation = getattr(found.layer, "activation", None)
+        y = y if activation is None else activation(y)
+        if found.kind == "table" and not reverse:
+            mask = keras.layers.Embedding.compute_mask(found.layer, inputs)
+            if mask is not None:
+                set_keras_mask(y, mask)
+        return y
+
+    def _output_shape(self, found: Candidate, inputs: Any, reverse: bool) -> tuple[int, ...]:
+        shape = tuple(inputs.shape)
+        if found.kind == "table":
+            return (*shape[:-1], found.layer.input_dim) if reverse else (*shape, found.layer.output_dim)
+        if isinstance(found.layer, keras.layers.EinsumDense):
+            return einsum_shape(found.layer.equation, shape, tuple(found.kernel.shape))
+        return tuple(found.layer.compute_output_shape(shape))
+
+
+def _changed(value: Any, dim: int, change: Change) -> Any:
+    """The value with one slice moved by amounts of its own scale, in an order that no symmetry hides."""
+    value = value.copy()
+    size = value.shape[dim] // change.parts
+    where = [slice(None)] * value.ndim
+    where[dim] = slice(change.part * size, (change.part + 1) * size)
+    part = value[tuple(where)]
+    value[tuple(where)] = part + np.random.default_rng(change.part + 7).uniform(0.5, 2.0, part.shape)
+    return value
+
+
+@contextlib.contextmanager
+def _call_of(layer: Any, call: Any) -> Iterator[None]:
+    """Another `call` for one layer; what it had is put back."""
+    own = vars(layer).get("call")
+    object.__setattr__(layer, "call", functools.wraps(layer.call)(call))
+    try:
+        yield
+    finally:
+        if own is None:
+            object.__delattr__(layer, "call")
+        else:
+            object.__setattr__(layer, "call", own)
+
+
+def _numpy(tensor: Any) -> Any:
+    return keras.ops.convert_to_numpy(tensor)

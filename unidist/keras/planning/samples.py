@@ -1,0 +1,66 @@
+"""Samples: small random inputs of a model, from what it says of its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src import backend, tree
+
+from unidist.errors import LayoutError
+
+ROWS = 2
+PLACES = 32  # of an image's side that is not fixed
+
+
+def sample(model: Any, given: Any, length: int) -> Any:
+    """Inputs of `ROWS` rows; dims that the model leaves open are `length`, of images 32.
+
+    Args:
+        given: what the user gave: arrays or KerasTensors in the model's own structure, or None.
+
+    Raises:
+        LayoutError: the model does not say what it takes.
+    """
+    if given is not None:
+        return tree.map_structure(lambda x: _one(x, length) if isinstance(x, keras.KerasTensor) else _cut(x), given)
+    if getattr(model, "_functional", None) is not None:
+        # Sequential holds its graph inside.
+        model = model._functional
+    if hasattr(model, "_inputs_struct"):
+        return tree.map_structure(lambda x: _one(x, length), model._inputs_struct)
+    shapes = getattr(model, "_build_shapes_dict", None)
+    if shapes and len(shapes) == 1:
+        found = next(iter(shapes.values()))
+        return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), length), found)
+    raise LayoutError(
+        f"model {model.name!r} does not say what it takes: give plan(model, mesh, inputs=...) a batch, or "
+        "KerasTensors, as it is called with; then ModelParallel(mesh, that_plan.layout_map)"
+    )
+
+
+def is_open(inputs: Any) -> bool:
+    """Whether a model's inputs leave a dim behind the batch open: then a sequence may have another length."""
+    return any(
+        isinstance(x, keras.KerasTensor) and None in x.shape[1:] and len(x.shape) < 4 for x in tree.flatten(inputs)
+    )
+
+
+def _one(x: Any, length: int) -> Any:
+    fill = PLACES if len(x.shape) > 3 else length
+    shape = tuple(fill if n is None else n for n in x.shape[1:])
+    rng = np.random.default_rng(len(shape))
+    name = (x.name or "").lower()
+    if "mask" in name:
+        mask = np.ones((ROWS, *shape), "float32")
+        # Some places are hidden, as in a batch of sentences of several lengths.
+        mask[-1, -1:] = 0
+        return keras.ops.convert_to_tensor(mask, x.dtype)
+    if backend.is_float_dtype(x.dtype):
+        return keras.ops.convert_to_tensor(rng.normal(size=(ROWS, *shape)).astype("float32"), x.dtype)
+    return keras.ops.convert_to_tensor(rng.integers(0, 2, (ROWS, *shape)), x.dtype)
+
+
+def _cut(x: Any) -> Any:
+    return keras.ops.convert_to_tensor(x[:ROWS])

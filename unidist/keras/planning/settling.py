@@ -1,0 +1,26 @@
+"""Settling: a strategy that finds its layouts by itself makes the plan of a model, once the model is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unidist.keras.planning.planning import plan
+
+
+def settle(model: Any, distribution: Any) -> bool:
+    """Makes the plan of a built model where its distribution wants one and has none. Whether it made one.
+
+    No collective: every process finds the same, from shapes and configurations alone.
+
+    Raises:
+        LayoutError: the model cannot be run on a small random batch.
+    """
+    found = getattr(distribution, "found", None)
+    if found is None or not model.built or not model.variables:
+        return False
+    if found.knows((v.path, tuple(v.shape)) for v in model.variables):
+        return False
+    strategy = distribution.strategy
+    made = plan(model, strategy.mesh, data_axis=strategy.data_axes, model_axis=distribution.model_axes)
+    found.add(made.rows)
+    return True

@@ -1,0 +1,199 @@
+"""Engine: a model whose outermost call computes this rank's rows, and whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import random
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend import get_keras_mask
+from keras.src.backend.common.masking import set_keras_mask
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.eager import context as tf_context
+
+from unidist import events, session
+from unidist.algebra import Layout, Mesh, Sharding
+from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import strategy as strategies
+from unidist.keras.replicated.traced import Traced
+from unidist.keras.strategy import UnidistDistribution
+
+_current: ContextVar[Engine | None] = ContextVar("unidist_replicated_engine", default=None)
+
+
+def current() -> Engine | None:
+    """The engine of the fit, evaluate or predict that is going on, or None."""
+    return _current.get()
+
+
+class Engine:
+    """One model under one distribution.
+
+    Attributes:
+        in_call: this rank's rows are being computed.
+        share: while a step is traced, this rank's part of the rows of the batch.
+    """
+
+    def __init__(self, model: Any, distribution: UnidistDistribution) -> None:
+        if not distribution.strategy.auto_shard_dataset:
+            raise CapabilityError(
+                "auto_shard_dataset=False is not in this version with Keras on TensorFlow: give every process the "
+                "whole data"
+            )
+        self.model = model
+        self.distribution = distribution
+        self.traced = Traced(distribution, session.backend())
+        self.in_call = False
+        self.share: Any = None
+        self.is_reducing = False
+        self._same = False
+        self._cut_call()
+        # What was traced before knows nothing of us.
+        model.train_function = model.test_function = model.predict_function = None
+
+    @property
+    def writes(self) -> bool:
+        return bool(session.backend().process_index() == 0)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Keras's trainer is at work on this engine's model."""
+        token = _current.set(self)
+        try:
+            align_seeds()
+            self.prepare()
+            self.traced.failure = None
+            yield
+        except tf.errors.OpError as error:
+            if self.traced.failure is None:
+                raise
+            raise self.traced.failure from error
+        finally:
+            _current.reset(token)
+
+    def prepare(self) -> None:
+        """Gives every process rank 0's weights, once; keeps XLA from compiling what calls Python.
+
+        Raises:
+            CapabilityError: the model was compiled with jit_compile=True.
+        """
+        if getattr(self.model, "_jit_compile", False):
+            raise CapabilityError(
+                "jit_compile=True: XLA cannot compile Horovod's collectives; compile(..., jit_compile=False)"
+            )
+        self.model._jit_compile = False
+        if self._same or not self.model.built:
+            return
+        self._same = True
+        with events.for_purpose("first weights"):
+            for variable in self.model.variables:
+                value = tf.convert_to_tensor(variable.value)
+                if value.dtype != tf.string:
+                    variable.assign(_from_first(self.traced, value))
+
+    def _cut_call(self) -> None:
+        """Makes the model compute this rank's rows of a batch and give the outputs of all."""
+        original = self.model.call
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if current() is not self or self.in_call or in_symbolic_scope():
+                return original(*args, **kwargs)
+            total = _row_count((args, kwargs))
+            start, length = self.traced.rows(total)
+            own_args, own_kwargs = tree.map_structure(lambda x: _cut(x, start, length), (args, kwargs))
+            self.in_call = True
+            try:
+                outputs = original(*own_args, **own_kwargs)
+            finally:
+                self.in_call = False
+            self.share = tf.cast(length, tf.float32) / tf.cast(tf.maximum(total, 1), tf.float32)
+            return tree.map_structure(lambda x: self._whole(x, total), outputs)
+
+        # Keras looks at the signature of `call` when a model is made: here it stays as it is.
+        object.__setattr__(self.model, "call", call)
+
+    def _whole(self, x: Any, total: Any) -> Any:
+        if not tf.is_tensor(x) or x.shape.rank in (None, 0):
+            raise LayoutError(f"a model that is cut over processes gives one row for each input row, found {x!r}")
+        whole = self.traced.join_rows(x, total)
+        mask = get_keras_mask(x)
+        if mask is not None:
+            set_keras_mask(whole, self.traced.join_rows(mask, total))
+        return whole
+
+
+def _row_count(given: Any) -> Any:
+    for leaf in tree.flatten(given):
+        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
+            return tf.shape(leaf)[0]
+    raise LayoutError("a batch must have rows to be cut over processes")
+
+
+def _cut(x: Any, start: Any, length: Any) -> Any:
+    return x[start : start + length] if tf.is_tensor(x) and x.shape.rank != 0 else x
+
+
+def engine_of(model: Any) -> Engine | None:
+    """The engine of a model: the one it has, or one by the distribution that is active."""
+    found = vars(model).get("_unidist_replicated")
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    distribution = vars(model).get("_unidist_distribution") or strategies.current()
+    return None if distribution is None else engine_for(model, distribution)
+
+
+def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
+    """The engine of a model under a distribution. Raises LayoutError: it is distributed already, in another way."""
+    found = vars(model).get("_unidist_replicated")
+    if found is None:
+        found = Engine(model, distribution)
+        object.__setattr__(model, "_unidist_replicated", found)
+    elif found.distribution is not distribution and found.distribution.strategy != distribution.strategy:
+        raise LayoutError(
+            f"model {model.name!r} is distributed over {found.distribution.mesh} already; "
+            "save it and load it under the other strategy"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def align_seeds() -> None:
+    """Rank 0's random states of Python, NumPy and TensorFlow on every process, so that seeds and shuffles agree."""
+    backend: Any = session.backend()
+    if backend.process_count() == 1:
+        return
+    if tf_context.global_seed() is None:
+        tf.random.set_seed(random.SystemRandom().getrandbits(31))
+    # TensorFlow draws the seeds of its operations from a generator of its context.
+    drawn = tf_context.context()
+    state = (random.getstate(), np.random.get_state(), tf_context.global_seed(), drawn._rng.getstate())
+    python, numpy, seed, operations = pickle.loads(_broadcast_bytes(backend, pickle.dumps(state)))
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if seed != tf_context.global_seed():
+        tf.random.set_seed(seed)
+    drawn._rng.setstate(operations)
+
+
+def _broadcast_bytes(backend: Any, data: bytes) -> bytes:
+    mesh = Mesh({"world": backend.process_count()})
+
+    def broadcast(x: Any) -> Any:
+        return backend.broadcast(x, Sharding(mesh, Layout(), tuple(x.shape)), ("world",), 0)
+
+    with events.for_purpose("random state"):
+        length = int(broadcast(tf.constant([len(data)]))[0])
+        own = np.frombuffer(data, np.uint8)[:length]
+        return bytes(broadcast(tf.constant(np.pad(own, (0, length - len(own))))).numpy().tobytes())
+
+
+def _from_first(traced: Traced, value: Any) -> Any:
+    whole = Sharding(traced.mesh, Layout(), tuple(value.shape))
+    return traced.backend.broadcast(value, whole, traced.mesh.axis_names, 0)

@@ -1,0 +1,150 @@
+"""Installs the replicated engine into Keras on TensorFlow. Made for Keras 3.15."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src import tree
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.callbacks.csv_logger import CSVLogger
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import SeedGenerator
+from keras.src.saving import saving_lib
+from keras.src.trainers.trainer import Trainer
+
+from unidist import session
+from unidist.keras import strategy as strategies
+from unidist.keras.replicated import engine
+from unidist.keras.replicated.engine import align_seeds as align_seeds
+
+_originals: dict[str, Any] = {}
+_ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+# Seeds are combined modulo 2**32; the golden ratio spreads the ranks' streams over it.
+SEED_STRIDE = 0x9E3779B1
+
+
+def install() -> None:
+    """Adds the hooks, once. Outside of a session of a distributed model all is as before."""
+    if _originals:
+        return
+    for name in _ENTRANCES:
+        setattr(TensorFlowTrainer, name, _in_session(getattr(TensorFlowTrainer, name)))
+    _patch(TensorFlowTrainer, "__init__", _made)
+    _patch(BaseOptimizer, "apply", _apply)
+    _patch(BatchNormalization, "_moments", _moments)
+    _patch(SeedGenerator, "next", _next)
+    _patch(Trainer, "_aggregate_additional_loss", _aggregate_additional_loss)
+    for module, name in (
+        (saving_lib, "save_model"),
+        (saving_lib, "save_weights_only"),
+        (legacy_h5_format, "save_model_to_hdf5"),
+    ):
+        setattr(module, name, _by_one_process(getattr(module, name)))
+
+
+def _patch(owner: Any, name: str, replacement: Any) -> None:
+    _originals[name] = getattr(owner, name)
+    setattr(owner, name, replacement)
+
+
+def _in_session(original: Any) -> Any:
+    """A trainer's entrance that finds the model's engine and works inside its session."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = engine.engine_of(self)
+        if found is None or engine.current() is not None:
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        if "verbose" in signature.parameters and not found.writes:
+            bound.arguments["verbose"] = 0
+            for callback in tree.flatten(bound.arguments.get("callbacks")):
+                if isinstance(callback, CSVLogger):
+                    callback.filename = os.devnull
+        with found.session():
+            return original(*bound.args, **bound.kwargs)
+
+    return entrance
+
+
+def _made(self: Any, *args: Any, **kwargs: Any) -> None:
+    """A model that is made inside of a scope is distributed, wherever it is trained."""
+    _originals["__init__"](self, *args, **kwargs)
+    distribution = strategies.current()
+    if distribution is not None:
+        object.__setattr__(self, "_unidist_distribution", distribution)
+
+
+def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Optimizers see the gradients of the whole batch. (A LossScaleOptimizer calls the one it holds.)"""
+    here = engine.current()
+    if here is None or here.is_reducing:
+        return _originals["apply"](self, grads, trainable_variables)
+    here.is_reducing = True
+    try:
+        given = trainable_variables if trainable_variables is not None else self._trainable_variables
+        reduced = here.traced.mean_gradients(list(grads), [tuple(v.shape) for v in given])
+        return _originals["apply"](self, reduced, trainable_variables)
+    finally:
+        here.is_reducing = False
+
+
+def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+    here = engine.current()
+    if here is None or not here.in_call:
+        return _originals["_moments"](self, inputs, mask)
+    dims = self._reduction_axes
+    weight = tf.ones_like(inputs)
+    tiny = 0.0
+    if mask is not None:
+        weight = tf.cast(tf.broadcast_to(mask[..., tf.newaxis], tf.shape(inputs)), inputs.dtype)
+        tiny = keras_backend.epsilon()
+    count = tf.reduce_sum(weight, dims, keepdims=True)
+    mean = tf.reduce_sum(inputs * weight, dims, keepdims=True) / tf.maximum(count, 1)
+    deviation = tf.reduce_sum((inputs - mean) ** 2 * weight, dims)
+    row = tf.stack([tf.squeeze(count, dims), tf.squeeze(mean, dims), deviation])
+    # The shards are combined as in Chan, Golub and LeVeque (1979), which loses no digits where the mean is large.
+    counts, means, deviations = tf.unstack(here.traced.gather_row(row), axis=1)
+    total = tf.reduce_sum(counts, 0)
+    overall = tf.reduce_sum(counts * means, 0) / (total + tiny)
+    spread = tf.reduce_sum(deviations + counts * (means - overall) ** 2, 0)
+    return overall, spread / (total + tiny)
+
+
+def _next(self: Any, ordered: bool = True) -> Any:
+    """Random numbers differ between ranks where rows do."""
+    seed = _originals["next"](self, ordered)
+    here = engine.current()
+    if here is None or not here.in_call or not here.traced.place:
+        return seed
+    return seed + tf.cast([(here.traced.place * SEED_STRIDE) & 0x7FFFFFFF, 0], seed.dtype)
+
+
+def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+    """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each rank counts by
+    its share of the rows."""
+    value = _originals["_aggregate_additional_loss"](self, loss)
+    here = engine.current()
+    return value if here is None or here.share is None else here.traced.mean_of_shares(value, here.share)
+
+
+def _by_one_process(original: Any) -> Any:
+    """Every process holds the whole model: one writes, and all go on when the file is there."""
+
+    @functools.wraps(original)
+    def save(model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = vars(model).get("_unidist_replicated")
+        if found is None or found.writes:
+            original(model, *args, **kwargs)
+        if found is not None:
+            session.backend().barrier()
+
+    return save

@@ -1,0 +1,149 @@
+"""Collectives inside of tf.function: calls of Python, which TensorFlow runs in the order of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import tensorflow as tf
+
+from unidist import events
+from unidist.algebra import Layout, Sharding
+from unidist.errors import UnidistError
+from unidist.keras.strategy import UnidistDistribution
+
+Tensor = Any  # tf.Tensor; TensorFlow has no types
+
+
+class Traced:
+    """What the ranks of the data axes say to each other in a step.
+
+    Args:
+        distribution: whose mesh and data axes these are.
+        backend: the adapter in use.
+
+    Attributes:
+        failure: what a collective raised. TensorFlow tells of it by an error of its own.
+    """
+
+    def __init__(self, distribution: UnidistDistribution, backend: Any) -> None:
+        self.mesh = distribution.mesh
+        self.axes = distribution.strategy.data_axes
+        self.backend = backend
+        group = self.mesh.group(self.axes, backend.rank)
+        self.count, self.place = group.size, group.index
+        self.failure: UnidistError | None = None
+
+    def rows(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """(start, length) of this rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
+        step = -(-total // self.count)
+        start = tf.minimum(self.place * step, total)
+        return start, tf.minimum(step, total - start)
+
+    def join_rows(self, local: Tensor, total: Tensor) -> Tensor:
+        """The rows of all ranks, in order. Every rank goes on with the whole alike, and counts for all of its gradient:
+        the sum over the ranks is `count` times the gradient of one."""
+        start, length = self.rows(total)
+
+        def move(value: Tensor, rows: Tensor) -> Tensor:
+            cut = Sharding(self.mesh, Layout(self.axes), (int(rows), *value.shape[1:]))
+            return self.backend.redistribute(value, cut, cut.with_layout(Layout()))
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def join(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            whole = self._called(move, "outputs", [value, total], value.dtype, [None, *value.shape[1:]])
+            return whole, lambda gradient: self.count * gradient[start : start + length]
+
+        return join(local)
+
+    def gather_row(self, row: Tensor) -> Tensor:
+        """(count, *row.shape): each rank's row, fanned out: gradients come back summed."""
+        cut = Sharding(self.mesh, Layout(self.axes), (self.count, *row.shape))
+        fan = cut.with_layout(Layout(fanout=self.axes))
+        back_from, back_to = (s.with_layout(s.layout.dual()) for s in (fan, cut))
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def gather(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            def move(x: Tensor) -> Tensor:
+                return self.backend.redistribute(x, cut, fan)
+
+            def back(x: Tensor) -> Tensor:
+                return self.backend.redistribute(x, back_from, back_to)
+
+            whole = self._called(move, "batch statistics", [value], value.dtype, fan.shape)
+            return whole, lambda gradient: self._called(
+                back, "batch statistics", [gradient], value.dtype, [1, *row.shape]
+            )
+
+        return gather(row[tf.newaxis])
+
+    def mean(self, x: Tensor, what: str) -> Tensor:
+        """The mean over the ranks; not differentiable."""
+
+        def move(value: Tensor) -> Tensor:
+            partial = Sharding(self.mesh, Layout(partial=dict.fromkeys(self.axes, "mean")), tuple(value.shape))
+            return self.backend.redistribute(value, partial, partial.with_layout(Layout()))
+
+        return self._called(move, what, [x], x.dtype, x.shape)
+
+    def mean_of_shares(self, value: Tensor, share: Tensor) -> Tensor:
+        """The sum over the ranks of share * value, where the shares add up to one."""
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def weigh(own: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            weight = self.count * tf.cast(share, own.dtype)
+            return self.mean(weight * own, "additional losses"), lambda gradient: weight * gradient
+
+        return weigh(value)
+
+    def mean_gradients(self, gradients: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
+        """Each gradient's mean over the ranks, by one all_reduce for each dtype. Sparse ones stay sparse, with the rows
+        of all ranks: Keras's optimizers leave rows alone that no gradient names.
+
+        Args:
+            shapes: of their variables: a gradient of a lookup does not know its own.
+        """
+        out = [self._mean_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        dense = {k: g for k, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)}
+        for dtype in dict.fromkeys(g.dtype for g in dense.values()):
+            places = [k for k, g in dense.items() if g.dtype == dtype]
+            flat = tf.concat([tf.reshape(dense[k], [-1]) for k in places], 0)
+            sizes = [prod(shapes[k]) for k in places]
+            for k, part in zip(places, tf.split(self.mean(flat, "gradient"), sizes), strict=True):
+                out[k] = tf.reshape(part, shapes[k])
+        return out
+
+    def _mean_rows(self, gradient: Any) -> Any:
+        """A sparse gradient with the rows of all ranks, in the order of the batch."""
+        comm, group = self.backend.comm, self.mesh.group(self.axes, self.backend.rank)
+
+        def move(x: Tensor) -> Tensor:
+            own = tf.constant([x.shape[0]])
+            self.backend.record("all_gather", self.axes, group, tf.zeros([group.size], tf.int32))
+            sizes = [int(n) for n in comm.all_gather(own, group, 0, (1,) * group.size)]
+            joined = comm.all_gather(x, group, 0, sizes)
+            self.backend.record("all_gather", self.axes, group, joined)
+            return joined
+
+        values, indices = gradient.values, gradient.indices
+        whole = self._called(move, "gradient", [values], values.dtype, [None, *values.shape[1:]])
+        named = self._called(move, "gradient", [indices], indices.dtype, [None])
+        return tf.IndexedSlices(whole / self.count, named, gradient.dense_shape)
+
+    def _called(
+        self, function: Callable[..., Tensor], what: str, given: list[Tensor], dtype: Any, shape: Any
+    ) -> Tensor:
+        """function(*given), called when the program runs."""
+
+        def call(*values: Tensor) -> Tensor:
+            try:
+                with events.for_purpose(what):
+                    return function(*values)
+            except UnidistError as error:
+                self.failure = error
+                raise
+
+        out = tf.py_function(call, given, dtype)
+        out.set_shape(shape)
+        return out

@@ -1,0 +1,182 @@
+"""Choosing cuts: which dim of which variable the model axes cut, and why.
+
+Source of the pairs: Megatron-LM (Shoeybi et al., arXiv:1909.08053): a product cut by its outputs, followed by one cut
+by its inputs, needs one all_reduce forward and one backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unidist.algebra import Axes, Layout, Mesh
+from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim
+
+# What no pair asks for is cut only where it pays: above this size, or this part of the model.
+LARGE_BYTES = 1 << 20
+LARGE_PART = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The layout of a variable, and the reason for it."""
+
+    layout: Layout
+    reason: str
+
+
+class Chooser:
+    """Chooses for one model on one mesh; `axes`: the axes that may cut."""
+
+    def __init__(self, facts: Facts, mesh: Mesh, axes: Axes) -> None:
+        self.facts = facts
+        self.axes = axes
+        self.parts = mesh.axis_size(axes) if axes else 1
+        self.choices: dict[int, Choice] = {}
+        total = sum(variable.bytes for variable in facts.variables)
+        self.large = min(LARGE_BYTES, total * LARGE_PART)
+
+    def choose(self) -> list[Choice]:
+        """A choice for each variable, in their order."""
+        if self.parts > 1:
+            self._pairs()
+            for layer in self.facts.layers:
+                if layer.kernel not in self.choices:
+                    self._alone(layer)
+            for index, variable in enumerate(self.facts.variables):
+                if index not in self.choices and variable.bytes >= self.large and variable.trainable:
+                    self._gathered(index, variable)
+        return self._settled()
+
+    # pairs --------------------------------------------------------------------------------------------------------
+
+    def _pairs(self) -> None:
+        feeders: dict[tuple[int, int], list[Reach]] = {}
+        for reach in self.facts.reaches:
+            if reach.target is not None:
+                feeders.setdefault(reach.target, []).append(reach)
+        for (row, dim), reaches in sorted(feeders.items()):
+            layer = self.facts.layers[row]
+            free = {reach.source: reach for reach in reaches if self._is_free(self.facts.layers[reach.source])}
+            free.pop(row, None)
+            if free and self._is_free(layer) and self._divides(layer.kernel, dim):
+                self._pair(layer, dim, list(free.values()))
+                self._beside(row, layer)
+
+    def _is_free(self, layer: LayerFact) -> bool:
+        return layer.kernel not in self.choices and not layer.read_elsewhere
+
+    def _pair(self, row: LayerFact, dim: int, reaches: list[Reach]) -> None:
+        columns = [self.facts.layers[reach.source] for reach in reaches]
+        names = ", ".join(nearby(layer.path, row.path) for layer in columns)
+        for reach, layer in zip(reaches, columns, strict=True):
+            self._cut_outputs(layer, reach.dim, f"column: first of a pair with {nearby(row.path, layer.path)}")
+        self.choices[row.kernel] = Choice(cut_dim(dim, self.axes), f"row: second of a pair with {names}")
+        if row.bias is not None:
+            self.choices[row.bias] = Choice(Layout(), "replicated: added once to the sum")
+
+    def _beside(self, row: int, layer: LayerFact) -> None:
+        """Small products that meet a pair without dividing, as keys and values of few heads, stay whole: each device
+        needs them beside its own heads."""
+        columns = {r.source for r in self.facts.reaches if r.target is not None and r.target[0] == row}
+        widest = max((self._bytes(column) for column in columns), default=0)
+        for reach in self.facts.reaches:
+            other = self.facts.layers[reach.source]
+            meets = row in reach.spread or any(arrival == row for arrival, _ in reach.arrivals)
+            if meets and other.kernel not in self.choices and 2 * self._bytes(reach.source) <= widest:
+                shape = self.facts.variables[other.kernel].shape
+                why = f"{shape} has no {self.parts} equal parts that meet those of {nearby(layer.path, other.path)}"
+                whole = Choice(Layout(), f"replicated: {why}")
+                for index in (other.kernel, other.bias):
+                    if index is not None:
+                        self.choices[index] = whole
+
+    def _bytes(self, layer: int) -> int:
+        return self.facts.variables[self.facts.layers[layer].kernel].bytes
+
+    def _cut_outputs(self, layer: LayerFact, dim: int, reason: str) -> None:
+        self.choices[layer.kernel] = Choice(cut_dim(dim, self.axes), reason)
+        if layer.bias is not None:
+            along = layer.outputs[dim]
+            layout = Layout() if along is None else cut_dim(along, self.axes)
+            self.choices[layer.bias] = Choice(layout, "as its kernel's outputs")
+
+    # alone --------------------------------------------------------------------------------------------------------
+
+    def _alone(self, layer: LayerFact) -> None:
+        if self.facts.variables[layer.kernel].bytes < self.large:
+            return
+        if layer.kind == "table":
+            self._table(layer)
+            return
+        # The last dim first: shards of it are what every framework's product and convolution take as they are.
+        outputs = [dim for dim in sorted(layer.outputs, reverse=True) if self._divides(layer.kernel, dim)]
+        inputs = [dim for dim in layer.inputs if self._divides(layer.kernel, dim)]
+        if outputs:
+            what = "convolution" if layer.kind == "convolution" else "column"
+            self._cut_outputs(layer, outputs[0], f"{what}: its outputs are gathered")
+        elif inputs:
+            self.choices[layer.kernel] = Choice(cut_dim(inputs[0], self.axes), "row: its inputs are cut")
+
+    def _table(self, layer: LayerFact) -> None:
+        for index, (vocabulary, features) in ((layer.kernel, (0, 1)), (layer.reverse, (1, 0))):
+            if index is None:
+                continue
+            size = self.facts.variables[index].shape[vocabulary]
+            if self._divides(index, vocabulary):
+                self.choices[index] = Choice(cut_dim(vocabulary, self.axes), f"vocabulary: {size:,} entries")
+            elif self._divides(index, features):
+                reason = f"features: {size:,} entries do not divide by {self.parts}"
+                self.choices[index] = Choice(cut_dim(features, self.axes), reason)
+
+    def _gathered(self, index: int, variable: VariableFact) -> None:
+        """A variable of a layer that nothing is known of: cut for storage, gathered for each call."""
+        dims = [dim for dim in range(len(variable.shape)) if self._divides(index, dim)]
+        free = [dim for dim in dims if dim not in variable.whole_dims]
+        if free:
+            self.choices[index] = Choice(cut_dim(free[0], self.axes), "gathered: for each call of its layer")
+        elif dims:
+            reason = f"replicated: a cut of dim {dims[0]} would run through gates"
+            self.choices[index] = Choice(Layout(), reason)
+
+    def _divides(self, index: int, dim: int) -> bool:
+        size = self.facts.variables[index].shape[dim]
+        return size >= self.parts and size % self.parts == 0
+
+    # all ----------------------------------------------------------------------------------------------------------
+
+    def _settled(self) -> list[Choice]:
+        """Every variable's choice. Those that share a path share a rule, so they must share the layout."""
+        variables = self.facts.variables
+        out = [self.choices.get(k) or self._whole(v) for k, v in enumerate(variables)]
+        found: dict[str, set[Layout]] = {}
+        for choice, variable in zip(out, variables, strict=True):
+            found.setdefault(variable.path, set()).add(choice.layout)
+        clash = "replicated: another variable of this path lies differently"
+        return [
+            Choice(Layout(), clash) if len(found[v.path]) > 1 else choice
+            for choice, v in zip(out, variables, strict=True)
+        ]
+
+    def _whole(self, variable: VariableFact) -> Choice:
+        if self.parts == 1:
+            return Choice(Layout(), "replicated: the mesh has no model axis of several devices")
+        if variable.bytes < self.large or not variable.trainable:
+            return Choice(Layout(), f"replicated: {size_text(variable.bytes)}")
+        return Choice(Layout(), f"replicated: no dim of {variable.shape} divides by {self.parts}")
+
+
+def nearby(path: str, seen_from: str) -> str:
+    """A path without what it has in common with another."""
+    parts, others = path.split("/"), seen_from.split("/")
+    while len(parts) > 1 and others and parts[0] == others[0]:
+        parts, others = parts[1:], others[1:]
+    return "/".join(parts)
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 4 KB, 1.5 MB."""
+    units = ("B", "KB", "MB", "GB", "TB")
+    power = min(len(str(int(size))) // 3 if size >= 1000 else 0, len(units) - 1)
+    power -= power > 0 and size < 1000**power
+    size /= 1000**power
+    return f"{size:.0f} {units[power]}" if size >= 100 or size == int(size) else f"{size:.1f} {units[power]}"

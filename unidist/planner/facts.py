@@ -1,0 +1,133 @@
+"""Facts: what the planner knows of a model. Pure: shapes, paths and measured reaches; no framework, no Keras."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from unidist.algebra import Axes, Layout, Mesh, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class VariableFact:
+    """A variable of the model.
+
+    Attributes:
+        layer: the path of the layer that owns it.
+        whole_dims: dims that pack several things, as the gates of an LSTM: a cut would not fall between them.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    trainable: bool = True
+    layer: str = ""
+    whole_dims: frozenset[int] = frozenset()
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A number of elements, as a function of the sequence length, for one row of a batch: constant + slope * length."""
+
+    constant: float = 0.0
+    slope: float = 0.0
+
+    def at(self, length: int) -> int:
+        return round(self.constant + self.slope * length)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What one step does with a layer.
+
+    Attributes:
+        count: how often it is called.
+        taken, given: elements of its inputs and outputs for one row of a batch, all calls together.
+        inputs: a number for each call's input: layers with a number in common take the same tensor.
+        itemsize: bytes of an element of its outputs.
+    """
+
+    count: int = 0
+    taken: Affine = Affine()
+    given: Affine = Affine()
+    inputs: tuple[int, ...] = ()
+    itemsize: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFact:
+    """A layer whose kernel can be cut.
+
+    Attributes:
+        kind: "product" (Dense, EinsumDense), "table" (Embedding) or "convolution".
+        kernel, bias: indices of its variables. `reverse`: a table's kernel back to the vocabulary, where it has one.
+        outputs: kernel dim -> the bias's dim along it, None where the bias has none.
+        inputs: kernel dims that the product sums over.
+        calls: of a table: its look-ups. `scores`: a table's calls back to the vocabulary.
+        read_elsewhere: whether something else reads its variables.
+    """
+
+    path: str
+    kind: str
+    kernel: int
+    bias: int | None = None
+    reverse: int | None = None
+    outputs: dict[int, int | None] = field(default_factory=dict)
+    inputs: tuple[int, ...] = ()
+    calls: Calls = Calls()
+    scores: Calls = Calls()
+    read_elsewhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where a change of one slice of a layer's output arrives.
+
+    Attributes:
+        source: index of the layer; `dim`: the kernel dim along which its output was sliced.
+        arrivals: (layer, kernel dim): products whose input changed in exactly that slice of a summed dim.
+        spread: products whose input changed in another way.
+        leaked: it also reached the model's output, or a loss.
+    """
+
+    source: int
+    dim: int
+    arrivals: tuple[tuple[int, int], ...] = ()
+    spread: tuple[int, ...] = ()
+    leaked: bool = False
+
+    @property
+    def target(self) -> tuple[int, int] | None:
+        """The one product, and its kernel dim, that takes the slices as they are; None where there is no such one."""
+        return self.arrivals[0] if len(self.arrivals) == 1 and not self.spread and not self.leaked else None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A model, as the planner sees it. `parts`: into how many slices outputs were cut to find the reaches."""
+
+    name: str
+    variables: tuple[VariableFact, ...]
+    layers: tuple[LayerFact, ...]
+    reaches: tuple[Reach, ...]
+    parts: int
+    slots: tuple[int, ...] = ()  # bytes of the optimizer's slots of each variable
+    optimizer: str = ""
+
+
+def cut_dim(dim: int, axes: Axes) -> Layout:
+    """The layout with `axes` on one dim."""
+    return Layout(*[None] * dim, axes)
+
+
+def local_bytes(variable: VariableFact, layout: Layout, mesh: Mesh, size: int | None = None) -> int:
+    """Bytes that the device which holds most holds of a variable, or of something `size` bytes large lying alike."""
+    parts = Sharding(mesh, layout, variable.shape).local_shape(mesh.devices[0])
+    whole = prod(variable.shape)
+    held = variable.bytes if size is None else size
+    return held * prod(parts) // whole if whole else 0

@@ -1,0 +1,55 @@
+"""FoundLayouts: the rule of a strategy whose layouts are found when its models are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unidist.algebra import Axes, Layout, Mesh
+from unidist.planner.choosing import LARGE_BYTES
+from unidist.planner.facts import cut_dim
+from unidist.planner.layout_map import LayoutMap
+from unidist.planner.plan import PlanRow
+
+# Bytes of the elements that most variables are made of.
+_ELEMENT = 4
+
+
+class FoundLayouts:
+    """Layouts by path and shape, filled from plans.
+
+    A variable that is made before its model is whole lies by a rule of its shape alone: a large one is cut over the
+    model axes along its last dim that divides, so that no device ever holds all of it; the plan moves it later.
+
+    Attributes:
+        layout_map: the sharded variables of all plans so far.
+    """
+
+    def __init__(self, mesh: Mesh, axes: Axes) -> None:
+        self.layout_map = LayoutMap(mesh, strict=False)
+        self._axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+        self._parts = mesh.axis_size(self._axes) if self._axes else 1
+        self._known: dict[tuple[str, tuple[int, ...]], Layout] = {}
+
+    def layout_for(self, path: str, shape: tuple[int, ...]) -> Layout:
+        found = self._known.get((path, tuple(shape)))
+        return self._at_first(tuple(shape)) if found is None else found
+
+    def knows(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> bool:
+        """Whether plans have said where all these variables (path, shape) lie."""
+        return all(variable in self._known for variable in variables)
+
+    def add(self, rows: Iterable[PlanRow]) -> None:
+        """Takes what a plan says."""
+        for row in rows:
+            self._known[row.path, row.shape] = row.layout
+            if row.is_sharded and row.path not in self.layout_map:
+                self.layout_map[row.path] = row.layout
+
+    def _at_first(self, shape: tuple[int, ...]) -> Layout:
+        size = _ELEMENT
+        for n in shape:
+            size *= n
+        dims = [dim for dim, n in enumerate(shape) if n and n % self._parts == 0]
+        if self._parts == 1 or size < LARGE_BYTES or len(shape) < 2 or not dims:
+            return Layout()
+        return cut_dim(dims[-1], self._axes)

@@ -1,0 +1,228 @@
+"""Plan: for each variable where it lies and why, what a device holds, and what a training step sends."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unidist.algebra import Axes, Layout, Mesh
+from unidist.errors import LayoutError
+from unidist.ledger import Ledger
+from unidist.planner.choosing import Choice, Chooser, size_text
+from unidist.planner.facts import Facts, local_bytes
+from unidist.planner.layout_map import LayoutMap
+from unidist.planner.predicting import Step, pairs, predict, roles
+from unidist.strategies import Strategy, VariableLayouts
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One variable.
+
+    Attributes:
+        layouts: where it rests, where a layer needs it, and where its gradient is reduced to.
+        bytes_per_device: of the value; of the device that holds most.
+        slot_bytes_per_device: of the optimizer's slots.
+        reason: why it lies so.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    layouts: VariableLayouts
+    bytes: int
+    bytes_per_device: int
+    slot_bytes_per_device: int
+    reason: str
+
+    @property
+    def layout(self) -> Layout:
+        return self.layouts.storage
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.layouts.storage.dims)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model lies on a mesh.
+
+    Attributes:
+        rows: one for each variable, in the model's order.
+        predicted: a Ledger of one training step, by unidist's own rules, of `batch` rows of `sequence` places. Where
+            a compiler partitions (JAX) it is the shape of what to expect; small sums (losses, metrics) are left out.
+        pairs: (column paths..., row path) of the layers between which activations stay cut.
+        layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
+        optimizer: whose slots are counted.
+    """
+
+    name: str
+    mesh: Mesh
+    data_axes: Axes
+    rows: tuple[PlanRow, ...]
+    pairs: tuple[tuple[str, ...], ...]
+    predicted: Ledger = field(compare=False)
+    layout_map: LayoutMap = field(compare=False)
+    batch: int
+    sequence: int
+    optimizer: str
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the variables' values on the device that holds most."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def slot_bytes_per_device(self) -> int:
+        return sum(row.slot_bytes_per_device for row in self.rows)
+
+    @property
+    def gradient_bytes_per_device(self) -> int:
+        return sum(row.bytes_per_device for row in self.rows if row.trainable)
+
+    @property
+    def sharded_fraction(self) -> float:
+        """The part of the model's bytes that lies in sharded variables."""
+        total = sum(row.bytes for row in self.rows)
+        return sum(row.bytes for row in self.rows if row.is_sharded) / total if total else 0.0
+
+    def __str__(self) -> str:
+        return self.show()
+
+    def show(self, width: int = 160) -> str:
+        """Tables of text: variables with their reasons, totals of a device, collectives of a step."""
+        box = importlib.import_module("rich.box").SIMPLE_HEAD
+        table = importlib.import_module("rich.table").Table
+        console = importlib.import_module("rich.console").Console(file=io.StringIO(), width=width)
+
+        def add(title: str, head: tuple[str, ...], body: Sequence[tuple[str, ...]], numbers: frozenset[int]) -> None:
+            drawn = table(title=title, title_justify="left", box=box, pad_edge=False)
+            for k, name in enumerate(head):
+                drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold")
+            for row in body:
+                drawn.add_row(*(cell.replace("[", r"\[") for cell in row))
+            console.print(drawn)
+
+        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        add(
+            f"{self.name} on {sizes}: {self.sharded_fraction:.1%} of its bytes sharded",
+            ("variable", "shape", "layout", "bytes per device", "why"),
+            [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in self.rows],
+            frozenset({3}),
+        )
+        add("each device", ("what", "bytes"), self._totals(), frozenset({1}))
+        add(
+            f"one training step of {self.batch} rows, sequence length {self.sequence}",
+            ("collective", "axes", "count", "bytes per device"),
+            self._traffic(),
+            frozenset({2, 3}),
+        )
+        return str(console.file.getvalue())
+
+    def _totals(self) -> list[tuple[str, str]]:
+        parts = (
+            ("variables", self.bytes_per_device),
+            ("gradients", self.gradient_bytes_per_device),
+            (f"slots of {self.optimizer}", self.slot_bytes_per_device),
+        )
+        total = sum(size for _, size in parts)
+        return [*((name, f"{size:,}") for name, size in parts), (f"total ({size_text(total)})", f"{total:,}")]
+
+    def _traffic(self) -> list[tuple[str, ...]]:
+        kinds = dict.fromkeys((event.op, event.axes) for event in self.predicted.events)
+        out = []
+        for op, axes in kinds:
+            part = Ledger([e for e in self.predicted.events if (e.op, e.axes) == (op, axes)])
+            out.append((op, ", ".join(axes), f"{part.count():,}", f"{part.bytes():,.0f}"))
+        return [*out, ("total", "", f"{self.predicted.count():,}", f"{self.predicted.bytes():,.0f}")]
+
+
+def make_plan(
+    facts: Facts, mesh: Mesh, data_axes: Axes, axes: Axes, rules: LayoutMap | None, *, batch: int, sequence: int
+) -> Plan:
+    """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
+
+    Args:
+        axes: the axes that may cut variables, where they are chosen.
+
+    Raises:
+        LayoutError: everything about the rules that does not fit the model, together.
+    """
+    if rules is None:
+        choices = Chooser(facts, mesh, axes).choose()
+        rules = LayoutMap(
+            mesh, {v.path: c.layout for v, c in zip(facts.variables, choices, strict=True) if c.layout.dims}
+        )
+    else:
+        choices = _ruled(facts, rules)
+    layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
+    strategy = Strategy(mesh, data_axes)
+    rows = []
+    for k, (variable, choice) in enumerate(zip(facts.variables, choices, strict=True)):
+        three = strategy.with_rule(choice.layout).variable(variable.path, variable.shape)
+        slots = facts.slots[k] if facts.slots else 0
+        rows.append(
+            PlanRow(
+                path=variable.path,
+                shape=variable.shape,
+                dtype=variable.dtype,
+                trainable=variable.trainable,
+                layouts=three,
+                bytes=variable.bytes,
+                bytes_per_device=local_bytes(variable, three.storage, mesh),
+                slot_bytes_per_device=local_bytes(variable, three.state, mesh, slots),
+                reason=choice.reason,
+            )
+        )
+    step = Step(mesh, data_axes, batch, sequence)
+    return Plan(
+        name=facts.name,
+        mesh=mesh,
+        data_axes=data_axes,
+        rows=tuple(rows),
+        pairs=tuple(
+            tuple(facts.layers[k].path for k in (*columns, row)) for row, columns in pairs(facts, layouts).items()
+        ),
+        predicted=predict(facts, layouts, step),
+        layout_map=rules,
+        batch=batch,
+        sequence=sequence,
+        optimizer=facts.optimizer,
+    )
+
+
+def _without_idle_axes(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout without axes of one place: they cut nothing."""
+    return Layout(*(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in layout.dims))
+
+
+def _ruled(facts: Facts, rules: LayoutMap) -> list[Choice]:
+    """What the rules say, with what it makes of each layer."""
+    problems: list[str] = []
+    found: list[tuple[Layout, str]] = []
+    for variable in facts.variables:
+        try:
+            rule = rules.match(variable.path)
+            layout = rules.layout_for(variable.path, variable.shape)
+        except LayoutError as error:
+            problems.append(str(error))
+            rule, layout = None, Layout()
+        found.append((layout, "replicated: no rule" if rule is None else f"rule {rule!r}"))
+    try:
+        rules.check_used([variable.path for variable in facts.variables])
+    except LayoutError as error:
+        problems.append(str(error))
+    if len(problems) == 1:
+        raise LayoutError(problems[0])
+    if problems:
+        raise LayoutError(f"{len(problems)} problems:\n- " + "\n- ".join(problems))
+    layouts = [_without_idle_axes(layout, rules.mesh) for layout, _ in found]
+    notes: dict[int, str] = {}
+    for layer, role in zip(facts.layers, roles(facts, layouts), strict=True):
+        if role.name != "whole":
+            notes[layer.kernel] = f"{role.name}, {'paired' if role.paired else 'alone'}: "
+    return [Choice(layout, notes.get(k, "") + why) for k, (layout, why) in enumerate(found)]
