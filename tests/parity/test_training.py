@@ -69,7 +69,7 @@ def _trainings() -> list[tuple[str, Spec, str]]:
 def _cases(setting: Setting, spec: Spec) -> Iterable[str]:
     if setting.name == "horovod-4":
         return _ON_HOROVOD[spec]
-    return _ON_JAX.get(setting.name, {}).get(spec, CASES if setting.keras != "jax" else ())
+    return _COMPILED.get(setting.name, {}).get(spec, () if setting.keras == "jax" else CASES)
 
 
 @pytest.fixture(scope="session", params=_trainings(), ids=lambda p: f"{p[0]}-{p[1].name}-{p[2]}")

@@ -23,7 +23,7 @@ from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, M
 
 
 class TensorflowBackend:
-    """TensorFlow DTensor on one or several processes. Data: one DTensor (backends/tensorflow/arrays.py tells its shape).
+    """TensorFlow DTensor in one or more processes. Data: one DTensor (backends/tensorflow/arrays.py tells its shape).
 
     Works eagerly, where tf.GradientTape records `redistribute`, `broadcast` and `permute`: the gradient of data at
     layout L is data at L.dual(). Inside tf.function there are no shards to move yet, and they raise.

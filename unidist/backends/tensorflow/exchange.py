@@ -37,7 +37,7 @@ _one_at_a_time = threading.Lock()
 
 @lru_cache(maxsize=4096)
 def _program(kind: Kind, op: ReduceOp, mesh: dtensor.Mesh) -> Callable[[Any], Any]:
-    """kind: gather [o,g,L] -> each [n,L]; reduce [o,g,L] -> each [L]; scatter [o,g,n,C] -> [C]; swap [o,g,nC] -> [n,C]."""
+    """kind: gather [o,g,L] -> [n,L]; reduce [o,g,L] -> [L]; scatter [o,g,n,C] -> [C]; swap [o,g,nC] -> [n,C]; each."""
 
     def gather(x: Any) -> Any:
         return dtensor.relayout(x, dtensor.Layout(["o", U, U], mesh))
