@@ -10,9 +10,6 @@ the paired ratios; absolute times depend on the machine.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import unidist
 
@@ -22,11 +19,11 @@ import horovod.torch as hvd  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 
 ROWS, WIDTH, CLASSES = 256, 1024, 10
 AIM = 1.15
-Step = Callable[[], object]
 
 
 def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,40 +76,16 @@ def horovods_own() -> Step:
     return step
 
 
-def seconds(step: Step, steps: int) -> float:
-    unidist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    unidist.barrier()
-    return time.perf_counter() - start
-
-
-def ratios(first: Step, second: Step, rounds: int, steps: int) -> list[float]:
-    """first / second, in turns of which each begins every other time."""
-    found = []
-    for k in range(rounds):
-        if k % 2:
-            b, a = seconds(second, steps), seconds(first, steps)
-        else:
-            a, b = seconds(first, steps), seconds(second, steps)
-        found.append(a / b)
-    return found[2:]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    step = ours(ROWS * unidist.process_count())
-    found = ratios(step, horovods_own(), arguments.rounds, arguments.steps)
+    candidates = {"unidist": ours(ROWS * unidist.process_count()), "DistributedOptimizer by hand": horovods_own()}
+    times = seconds(candidates, arguments.rounds, steps=arguments.steps, meet=unidist.barrier)
     if unidist.process_index() == 0:
-        low, middle, high = statistics.quantiles(found, n=4)
-        print(
-            f"DP: unidist / Horovod's DistributedOptimizer {middle:.2f} (quartiles {low:.2f}-{high:.2f}; aim <= {AIM})"
-        )
+        report("data parallel", times, arguments.steps, {("unidist", "DistributedOptimizer by hand"): AIM})
 
 
 if __name__ == "__main__":

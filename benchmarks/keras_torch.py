@@ -15,9 +15,6 @@ Prints medians of paired ratios; absolute times depend on the machine.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import unidist
 
@@ -26,13 +23,13 @@ unidist.use("torch")
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 ROWS, WIDTH, CLASSES = 256, 1024, 10
-Step = Callable[[], object]
 
 
 def keras_model() -> keras.Model:
@@ -135,27 +132,6 @@ def tensor_parallel() -> Step:
     return ours(unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules)), ROWS)
 
 
-def seconds(step: Step, steps: int) -> float:
-    unidist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    unidist.barrier()
-    return time.perf_counter() - start
-
-
-def ratios(first: Step, second: Step, rounds: int, steps: int) -> list[float]:
-    """first / second, in turns of which each begins every other time."""
-    found = []
-    for k in range(rounds):
-        if k % 2:
-            b, a = seconds(second, steps), seconds(first, steps)
-        else:
-            a, b = seconds(first, steps), seconds(second, steps)
-        found.append(a / b)
-    return found[2:]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -164,19 +140,22 @@ def main() -> None:
     torch.set_num_threads(1)
     world = unidist.process_count()
     data_parallel = ours(unidist.DataParallel(), ROWS * world)
-    pairs = (
-        ("DP: unidist / torch DDP around the Keras model", data_parallel, keras_under_ddp(), 1.00),
-        ("DP: unidist / PyTorch DDP by hand", data_parallel, torch_under_ddp(), 1.15),
-        ("TP: unidist / parallelize_module by hand", tensor_parallel(), torch_tensor_parallel(), 1.00),
-    )
-    for name, first, second, aim in pairs:
-        found = ratios(first, second, arguments.rounds, arguments.steps)
+    groups: list[tuple[str, dict[str, Step], dict[str, float]]] = [
+        (
+            "data parallel",
+            {"unidist": data_parallel, "DDP around Keras": keras_under_ddp(), "DDP by hand": torch_under_ddp()},
+            {"DDP around Keras": 1.00, "DDP by hand": 1.15},
+        ),
+        (
+            "tensor parallel",
+            {"unidist": tensor_parallel(), "parallelize_module by hand": torch_tensor_parallel()},
+            {"parallelize_module by hand": 1.00},
+        ),
+    ]
+    for title, candidates, aims in groups:
+        times = seconds(candidates, arguments.rounds, steps=arguments.steps, meet=unidist.barrier)
         if unidist.process_index() == 0:
-            low, _, high = statistics.quantiles(found, n=4)
-            print(
-                f"{name:50s} {statistics.median(found):.2f}  (quartiles {low:.2f}-{high:.2f}; aim <= {aim:.2f})",
-                flush=True,
-            )
+            report(title, times, arguments.steps, {("unidist", name): aim for name, aim in aims.items()})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ those that unidist finds; --compiled: with jit_compile=True as well.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import unidist
@@ -25,13 +22,13 @@ import keras  # noqa: E402
 import keras_hub  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
 LAYERS, HEADS, WIDTH, INNER, VOCABULARY, LENGTH, ROWS, CLASSES = 4, 4, 256, 1024, 8192, 128, 8, 3
-Step = Callable[[], object]
 RULES = {
     ".*(query|key|value)/kernel": (None, "model", None),
     ".*(query|key|value)/bias": ("model", None),
@@ -144,15 +141,6 @@ def by_hand() -> Step:
     return step
 
 
-def seconds(step: Step, steps: int) -> float:
-    unidist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    unidist.barrier()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
@@ -164,21 +152,10 @@ def main() -> None:
     candidates = {"unidist": ours(arguments.layouts), "by hand": by_hand()}
     if arguments.compiled:
         candidates["unidist, compiled"] = ours(arguments.layouts, compiled=True)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
-    for k in range(-1, arguments.rounds):
-        for name in names[k % len(names) :] + names[: k % len(names)]:
-            found = seconds(candidates[name], arguments.steps)
-            if k >= 0:
-                times[name].append(found)
-    if unidist.process_index():
-        return
-    for name, values in times.items():
-        print(f"{name:20s} {statistics.median(values) / arguments.steps * 1000:7.1f} ms a step", flush=True)
-        if name != "by hand":
-            ratios = [a / b for a, b in zip(values, times["by hand"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"    / parallelize_module by hand: {middle:.2f}  (quartiles {low:.2f}-{high:.2f}; aim <= 1.00)")
+    times = seconds(candidates, arguments.rounds, steps=arguments.steps, meet=unidist.barrier)
+    if unidist.process_index() == 0:
+        aims = {(name, "by hand"): 1.00 for name in candidates if name != "by hand"}
+        report("a small BERT, tensor parallel", times, arguments.steps, aims)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,28 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
+Step = Callable[[], object]
 
-def seconds(candidates: Mapping[str, Callable[[], None]], repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each candidate in each repetition, after one unmeasured turn. The order turns by one each time."""
+
+def seconds(
+    candidates: Mapping[str, Step], repetitions: int, *, steps: int = 1, meet: Step = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each candidate in each repetition, after one unmeasured turn. The order turns by one each time.
+
+    Args:
+        steps: calls of a candidate in a repetition.
+        meet: called before and after them; where processes work together, a barrier.
+    """
     names = list(candidates)
     found: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(-1, repetitions):
         shift = repetition % len(names)
         for name in names[shift:] + names[:shift]:
+            meet()
             began = time.perf_counter()
-            candidates[name]()
+            for _ in range(steps):
+                candidates[name]()
+            meet()
             if repetition >= 0:
                 found[name].append(time.perf_counter() - began)
     return found

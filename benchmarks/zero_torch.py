@@ -13,7 +13,6 @@ before backward ends.
 from __future__ import annotations
 
 import argparse
-import statistics
 import warnings
 
 import unidist
@@ -22,7 +21,8 @@ unidist.use("torch")
 
 import keras  # noqa: E402
 import torch  # noqa: E402
-from keras_torch import ROWS, Step, batch, crossentropy, ratios  # noqa: E402
+from keras_torch import ROWS, batch, crossentropy  # noqa: E402
+from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -112,15 +112,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     programs = (
-        (1, "stage 1 / DDP and ZeroRedundancyOptimizer by hand", redundancy_optimizer, 1.00),
-        (3, "stage 3 / FSDP2 fully_shard by hand", fully_sharded, 1.10),
+        (1, "DDP, ZeroRedundancyOptimizer", redundancy_optimizer, 1.00),
+        (3, "FSDP2 fully_shard", fully_sharded, 1.10),
     )
     for zero, name, by_hand, aim in programs:
         step, model = ours(zero)
-        found = ratios(step, by_hand(), arguments.rounds, arguments.steps)
+        times = seconds(
+            {"unidist": step, name: by_hand()}, arguments.rounds, steps=arguments.steps, meet=unidist.barrier
+        )
         if unidist.process_index() == 0:
-            low, _, high = statistics.quantiles(found, n=4)
-            print(f"{name:50s} {statistics.median(found):.2f}  (quartiles {low:.2f}-{high:.2f}; aim <= {aim:.2f})")
+            report(f"stage {zero}", times, arguments.steps, {("unidist", name): aim})
             tell(zero, step, model)
         else:
             step()

@@ -112,6 +112,20 @@ def apart(kind):
     return told
 
 
+def own_steps(zero):
+    """A train_step that tells its own metrics, and one with two optimizers."""
+    import unidist
+    from tests.keras.torch.models import assert_equal, features, train
+    from tests.keras.torch.test_steps import OwnTrackers, adversaries, own
+
+    x, y = features()
+    both = (unidist.DataParallel(zero=zero), None)
+    assert_equal(*(train(own(OwnTrackers), x, y, given, compiled={}) for given in both))
+    real = features(out=8)[1]
+    for found, wanted in zip(*(adversaries(x, real, given) for given in both), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 def creation_peak():
     """(growth of this process's memory while a model is made, bytes of its shards, bytes of the largest variable)."""
     import keras

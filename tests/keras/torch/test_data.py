@@ -98,3 +98,9 @@ def test_callbacks_write_once(world, tmp_path):
 @pytest.mark.processes
 def test_a_loop_of_the_users_own(world):
     world.call(cases.own_loop)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [0, 3])
+def test_steps_of_the_users_own(world, zero):
+    world.call(cases.own_steps, zero)

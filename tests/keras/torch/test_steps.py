@@ -157,12 +157,12 @@ class Adversaries(keras.Model):
 def test_two_models_with_two_optimizers_in_one_step(strategy):
     x, _ = features()
     real = features(out=8)[1]
-    found, wanted = (_adversaries(x, real, given) for given in (strategy, None))
+    found, wanted = (adversaries(x, real, given) for given in (strategy, None))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def _adversaries(x, real, strategy):
+def adversaries(x, real, strategy):
     keras.utils.set_random_seed(3)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = Adversaries()
