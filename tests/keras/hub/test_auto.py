@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
+import keras
 import pytest
 
 import unidist
@@ -66,3 +68,16 @@ def test_data_and_model_axes_and_zero(zero: int) -> None:
 def test_the_page_of_models_says_what_is_measured(name: str) -> None:
     assert table.row(name) in table.PAGE.read_text().splitlines()
     assert set(zoo.BACKBONES) == {line.split("|")[1].strip() for line in table.rows_of_page()}
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
+@pytest.mark.parametrize("name", ["llama gqa", "gemma"])
+def test_the_maps_that_keras_hub_ships_are_taken(name: str, shape: tuple[int, int]) -> None:
+    mesh = keras.distribution.DeviceMesh(shape, ["batch", "model"], unidist.list_devices()[: shape[0] * shape[1]])
+    rules = type(zoo.BACKBONES[name]()).get_layout_map(mesh)
+    with warnings.catch_warnings():
+        # Some of their rules match nothing in a model without logits.
+        warnings.filterwarnings("ignore", "layout rules that match no variable")
+        found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(layout_map=rules), steps=5)
+    zoo.assert_equal(found, alone(name))
+    assert unidist.describe(found.model).sharded

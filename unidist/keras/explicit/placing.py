@@ -17,6 +17,7 @@ from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.strategy import UnidistDistribution
+from unidist.strategies import Strategy, VariableLayouts
 
 
 def world_of(distribution: UnidistDistribution) -> RankWorld:
@@ -78,7 +79,21 @@ def _ruled(path: str, shape: tuple[int, ...], distribution: UnidistDistribution,
     strategy = distribution.strategy
     if not is_weight:
         return Lies.alike(Sharding(distribution.mesh, strategy.rule(path, shape), shape))
-    return Lies.by(strategy.variable(path, shape), distribution.mesh, shape)
+    return Lies.by(_without_idle_axes(strategy.variable(path, shape), strategy), distribution.mesh, shape)
+
+
+def _without_idle_axes(layouts: VariableLayouts, strategy: Strategy) -> VariableLayouts:
+    """Without data axes of one place in the dims, as keras_hub's maps have on a mesh without data parallelism: such a
+    shard is the whole, and nothing is fetched or reduced for it."""
+    idle = {axis for axis in strategy.data_axes if strategy.mesh.axis_size(axis) == 1}
+
+    def lean(layout: Layout) -> Layout:
+        if not idle & set(layout.sharded_axes):
+            return layout
+        dims = (tuple(axis for axis in axes if axis not in idle) for axes in layout.dims)
+        return Layout(*dims, partial=dict(layout.partial), fanout=layout.fanout)
+
+    return VariableLayouts(lean(layouts.storage), lean(layouts.compute), lean(layouts.state))
 
 
 def _trained(model: Any) -> set[int]:

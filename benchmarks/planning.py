@@ -1,0 +1,56 @@
+"""Planning time and memory of large models, each in a process of its own: `python benchmarks/planning.py`.
+
+Built without values, planned for data=2,model=4. The peak is the process's, imports included; these alone are told too.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+MODELS = {
+    "BERT base": ("BertBackbone", (30522, 12, 12, 768, 3072)),
+    "GPT-2 XL": ("GPT2Backbone", (50257, 48, 25, 1600, 6400)),
+    "Llama 7B": ("LlamaBackbone", (32000, 32, 32, 4096, 11008)),
+}
+
+
+def _peak() -> float:
+    """MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(name: str) -> None:
+    import keras
+    import keras_hub
+
+    import unidist
+
+    kind, (vocabulary, layers, heads, hidden, intermediate) = MODELS[name]
+    named = {"vocabulary_size": vocabulary, "num_layers": layers, "hidden_dim": hidden}
+    named |= {"intermediate_dim": intermediate}
+    grouped = kind == "LlamaBackbone"
+    named |= {"num_query_heads": heads, "num_key_value_heads": heads} if grouped else {"num_heads": heads}
+    imports, began = _peak(), time.perf_counter()
+    with keras.StatelessScope(initialize_variables=False):
+        model = getattr(keras_hub.models, kind)(**named)
+    built = time.perf_counter()
+    plan = unidist.plan(model, unidist.Mesh({"data": 2, "model": 4}))
+    done = time.perf_counter()
+    print(
+        f"{name}: built in {built - began:.1f} s, planned in {done - built:.1f} s; peak {_peak():.0f} MB, of which "
+        f"imports {imports:.0f} MB; {plan.sharded_fraction:.1%} sharded, {len(plan.pairs)} pairs, "
+        f"{plan.predicted.count()} collectives a step"
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(sys.argv[1])
+    else:
+        env = {"KERAS_BACKEND": "torch", **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        for name in MODELS:
+            subprocess.run([sys.executable, __file__, name], env=env, check=True)

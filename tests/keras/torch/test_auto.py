@@ -1,0 +1,155 @@
+"""Models of every shape with nothing but ModelParallel(mesh): equal to one device, sharded, and no trap is taken."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import unidist
+
+RNG = np.random.default_rng(3)
+
+
+def mlp() -> keras.Model:
+    return keras.Sequential([keras.Input((8,)), *(layers.Dense(16, "relu") for _ in range(3)), layers.Dense(4)])
+
+
+def convolutions() -> keras.Model:
+    x = keras.Input((8, 8, 3))
+    y = layers.Conv2D(8, 3, activation="relu")(x)
+    y = layers.BatchNormalization()(y)
+    y = layers.Conv2D(16, 3, padding="same")(y)
+    return keras.Model(x, layers.Dense(4)(layers.Flatten()(y)))
+
+
+def gates(kind: type[layers.Layer]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((6, 8)), kind(12, return_sequences=True), kind(8), layers.Dense(4)])
+
+    return build
+
+
+def attention() -> keras.Model:
+    x = keras.Input((6, 16))
+    y = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 4, dropout=0.0)(x, x))
+    z = layers.EinsumDense("abc,cd->abd", (6, 32), bias_axes="d", activation="gelu")(y)
+    y = y + layers.EinsumDense("abd,dc->abc", (6, 16), bias_axes="c")(z)
+    return keras.Model(x, layers.Dense(4)(layers.GlobalAveragePooling1D()(y)))
+
+
+def shared_and_nested() -> keras.Model:
+    """One block called twice, as a model inside of a model, and a layer whose output is used twice."""
+    inner = keras.Sequential([keras.Input((8,)), layers.Dense(32, "tanh"), layers.Dense(8)], name="inner")
+    x = keras.Input((8,))
+    y = inner(inner(x))
+    both = layers.Dense(16, name="both")(y)
+    return keras.Model(x, layers.Dense(4)(layers.Concatenate()([both, layers.Dense(16)(both)])))
+
+
+class Subclassed(keras.Model):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = layers.Dense(32, "silu"), layers.Dense(32), layers.Dense(8)
+        self.head = layers.Dense(4)
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        self.up.build(shape)
+        self.gate.build(shape)
+        self.down.build((*shape[:-1], 32))
+        self.head.build((*shape[:-1], 8))
+
+    def call(self, x):  # type: ignore[no-untyped-def]
+        return self.head(x + self.down(self.up(x) * self.gate(x)))
+
+
+def subclassed() -> keras.Model:
+    model = Subclassed()
+    model.build((None, 8))
+    return model
+
+
+class Reads(layers.Layer):  # type: ignore[misc]
+    """Reads the kernel of a layer that is not its own."""
+
+    def __init__(self, other: layers.Layer) -> None:
+        super().__init__()
+        self.read = lambda: other.kernel
+
+    def call(self, x):  # type: ignore[no-untyped-def]
+        return x + ops.mean(self.read())
+
+
+def reads_another() -> keras.Model:
+    x = keras.Input((8,))
+    second = layers.Dense(8, name="second")
+    y = second(layers.Dense(16, "relu", name="first")(x))
+    return keras.Model(x, layers.Dense(4)(Reads(second)(y)))
+
+
+def trap(between: Callable[[object], object]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        x = keras.Input((8,))
+        y = between(layers.Dense(16, name="first")(x))
+        return keras.Model(x, layers.Dense(4, name="second")(y))
+
+    return build
+
+
+def fused(y):  # type: ignore[no-untyped-def]
+    left, right = ops.split(y, 2, axis=-1)
+    return left * right
+
+
+MODELS: dict[str, tuple[Callable[[], keras.Model], int | None]] = {
+    "mlp": (mlp, 2),
+    "convolutions": (convolutions, None),
+    "lstm": (gates(layers.LSTM), None),
+    "gru": (gates(layers.GRU), None),
+    "attention": (attention, 2),
+    "shared and nested": (shared_and_nested, 1),
+    "subclassed": (subclassed, 1),
+    "reads another": (reads_another, 0),
+    "softmax": (trap(layers.Softmax()), 0),
+    "fused split": (trap(fused), 0),
+    "cumulative sum": (trap(lambda y: ops.cumsum(y, axis=-1)), 0),
+    "roll": (trap(lambda y: ops.roll(y, 4, axis=-1)), 0),
+    "scaled by all": (trap(lambda y: y * ops.mean(y, axis=-1, keepdims=True)), 0),
+}
+
+
+def train(build: Callable[[], keras.Model], strategy: unidist.ModelParallel | None, in_scope: bool = True):  # type: ignore[no-untyped-def]
+    keras.utils.set_random_seed(5)
+    with strategy.scope() if strategy and in_scope else contextlib.nullcontext():
+        model = build()
+        model.compile(keras.optimizers.AdamW(1e-2, epsilon=1e-3), "mse")
+    if strategy and not in_scope:
+        unidist.parallelize(model, strategy)
+    rng = np.random.default_rng(6)
+    inputs = getattr(model, "inputs", None)
+    shape = (10, *(inputs[0].shape[1:] if inputs else (8,)))
+    x, y = rng.normal(size=shape).astype("float32"), rng.normal(size=(10, 4)).astype("float32")
+    losses = model.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False).history["loss"]
+    return model, losses, [np.asarray(v) for v in model.weights]
+
+
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 2}], ids=["4", "2x2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_without_a_rule_trains_as_on_one_device(name: str, sizes: dict[str, int]) -> None:
+    build, pairs = MODELS[name]
+    _, losses, weights = train(build, None)
+    with unidist.ledger() as traffic:
+        model, found, held = train(build, unidist.ModelParallel(unidist.Mesh(sizes)), in_scope="data" in sizes)
+    np.testing.assert_allclose(found, losses, atol=1e-5, rtol=1e-5)
+    for variable, a, b in zip(model.weights, held, weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=variable.path)
+    assert unidist.describe(model).sharded
+    assert any("model" in e.axes for e in traffic.events)
+    proven = model._unidist_engine.pairs
+    if pairs is not None:
+        assert len(proven) == pairs
+    assert len(unidist.plan(model, unidist.Mesh(sizes)).pairs) == len(proven)
