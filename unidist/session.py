@@ -105,12 +105,13 @@ def _choose_keras(name: str, served: tuple[str, ...], *, prefers_first: bool = F
     """
     if not served:
         return
+    choices = " or ".join(filter(None, (", ".join(served[:-1]), served[-1])))
     keras = sys.modules.get("keras")
     if keras is not None and hasattr(keras, "config"):
         found = keras.config.backend()
         if found not in served:
             raise BackendMismatchError(
-                f"use({name!r}) needs Keras on {' or '.join(served)}, but Keras is already imported on {found!r}: "
+                f"use({name!r}) needs Keras on {choices}, but Keras is already imported on {found!r}: "
                 f"call unidist.use({name!r}) before importing keras, or set KERAS_BACKEND={served[0]}"
             )
         return
@@ -120,7 +121,7 @@ def _choose_keras(name: str, served: tuple[str, ...], *, prefers_first: bool = F
     if len(served) == 1 or wanted is not None:
         if wanted is not None and len(served) > 1:
             raise BackendMismatchError(
-                f"use({name!r}) needs Keras on {' or '.join(served)}, but KERAS_BACKEND is {wanted!r}"
+                f"use({name!r}) needs Keras on {choices}, but KERAS_BACKEND is {wanted!r}"
             )
         os.environ["KERAS_BACKEND"] = served[0]
         return

@@ -83,10 +83,13 @@ def custom_train_step() -> None:
         def train_step(self, data: Any) -> Any:
             x, y = data
             with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x, training=True))
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x, y, y_pred)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"loss": loss}
+            for metric in self.metrics:
+                metric.update_state(*((loss,) if metric.name == "loss" else (y, y_pred)))
+            return {metric.name: metric.result() for metric in self.metrics}
 
     x, y = _data()
     _compare(lambda model: model.fit(x, y, batch_size=10, epochs=2, verbose=0).history["loss"], cls=Mine)

@@ -201,7 +201,8 @@ def calling(original: Any) -> Any:
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         with placing.hidden(), dtensor.default_mesh(worlds.native_mesh(distribution.mesh)), _unrolled(self):
-            return tree.map_structure(values.on_host, original(self, *args, **kwargs))
+            found = original(self, *args, **kwargs)
+        return tree.map_structure(values.on_host, found)
 
     return __call__
 
