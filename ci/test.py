@@ -30,7 +30,7 @@ CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 HOROVOD = ROOT / "ci" / "install_horovod.sh"
 EXTRAS = ("dev", "torch", "jax", "demo")
 # Fast first: a failure shows early.
-FOLDERS = ("unit", "sim", "torch", "horovod", "jax", "launch", "planner", "keras", "parity", "docs")
+FOLDERS = ("unit", "sim", "torch", "horovod", "jax", "tensorflow", "launch", "planner", "keras", "parity", "docs")
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),

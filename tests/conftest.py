@@ -18,7 +18,7 @@ def pytest_configure() -> None:
     for name in [n for n in os.environ if n.startswith(("SLURM_", "UNIDIST_"))]:
         del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Keras imports TensorFlow where it finds it: only the tests of tf.data let it (WITH_TENSORFLOW).
+    # Keras imports TensorFlow where it finds it: only those that need it let it (tests/visible.py).
     hidden = str(Path(__file__).parent.parent / "ci" / "without_tensorflow")
     sys.path.insert(0, hidden)
     os.environ["PYTHONPATH"] = os.pathsep.join([hidden, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -86,7 +86,6 @@ def test_the_backend_is_that_of_the_environment(
         (["--devices-per-process", "2"], "LaunchError", "torch has one device a process"),
         (["--devices-per-process", "0"], "LaunchError", "devices per process must be 1 or more"),
         (["--backend", "horovod", "--devices-per-process", "2"], "LaunchError", "horovod has one device a process"),
-        (["--backend", "tensorflow"], "CapabilityError", "unidist.initialize"),
         (["--backend", "sim"], "CapabilityError", "in one process"),
         (["--backend", "toch"], "BackendNotAvailableError", "unknown backend 'toch'"),
     ],

@@ -64,6 +64,12 @@ _entries: dict[str, Entry] = {
         requires=("jax",),
         distribution="jax",
     ),
+    "tensorflow": Entry(
+        target="unidist.backends.tensorflow.backend:TensorflowBackend",
+        hint='pip install "keras-unidist[tensorflow]"',
+        requires=("tensorflow",),
+        distribution="tensorflow",
+    ),
     "horovod": Entry(
         target="unidist.backends.horovod.backend:HorovodBackend",
         hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it (docs/horovod.md); the rest comes by "

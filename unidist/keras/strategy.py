@@ -276,7 +276,15 @@ def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
 
 
 def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises CapabilityError where Keras on TensorFlow over Horovod cannot do it: there every process holds all."""
+    """Raises CapabilityError where no engine serves Keras on this backend, or that of TensorFlow over Horovod cannot
+    do it: there every process holds all."""
+    from unidist.keras import hooks
+
+    if hooks.engine() is None:
+        raise CapabilityError(
+            f"use({session.backend().name!r}) with Keras on {keras.config.backend()!r} serves arrays and collectives, "
+            "not models, in this version: set KERAS_BACKEND to torch or jax before Keras is imported, or use('horovod')"
+        )
     if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
         return
     if layout_map is not None or strategy.data_shards != strategy.mesh.size:

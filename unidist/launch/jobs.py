@@ -1,4 +1,4 @@
-"""The ways in which processes are started: by ourselves (JAX, Horovod), and by torchrun's elastic agent (torch)."""
+"""How processes start: by ourselves (JAX, TensorFlow, Horovod), and by torchrun's elastic agent (torch)."""
 
 from __future__ import annotations
 
@@ -115,6 +115,25 @@ class LocalProcesses(Job):
         codes = [child.poll() for child in self._children]
         failures = [Failure(self.request.rank(i), code) for i, code in enumerate(codes) if code]
         return failures if failures or None not in codes else None
+
+
+class Clients(LocalProcesses):
+    """TensorFlow: as JAX's processes, told by torchrun's variables, with which its adapter lets them meet."""
+
+    def _variables(self, address: str, local_index: int) -> dict[str, str]:
+        request = self.request
+        host, _, port = address.rpartition(":")
+        variables = {
+            "RANK": str(request.rank(local_index)),
+            "WORLD_SIZE": str(request.world_size),
+            "LOCAL_RANK": str(local_index),
+            "LOCAL_WORLD_SIZE": str(request.processes),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        }
+        if request.devices_per_process is not None:
+            variables["UNIDIST_CPU_DEVICES"] = str(request.devices_per_process)
+        return variables
 
 
 class HorovodProcesses(LocalProcesses):
@@ -248,4 +267,9 @@ def _threads(request: Request) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // request.processes))}
 
 
-JOBS: dict[str, type[Job]] = {"torch": ElasticAgent, "jax": LocalProcesses, "horovod": HorovodProcesses}
+JOBS: dict[str, type[Job]] = {
+    "torch": ElasticAgent,
+    "jax": LocalProcesses,
+    "tensorflow": Clients,
+    "horovod": HorovodProcesses,
+}

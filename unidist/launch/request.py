@@ -29,7 +29,8 @@ class Request:
         nodes: nodes in the world; each has as many processes.
         node_rank: this node's number, 0 to nodes - 1.
         address: "host:port" of node 0. None: one node, and a free port of the loopback.
-        devices_per_process: virtual CPU devices (or accelerators) of each process; JAX only. None: the runtime's own.
+        devices_per_process: virtual CPU devices (or accelerators) of each process; JAX, and TensorFlow on CPU.
+            None: the runtime's own.
         grace: seconds between asking processes to end and killing them.
 
     Raises:

@@ -26,7 +26,6 @@ _POLL = 0.05
 _KERAS = {"horovod": ("torch", "tensorflow")}
 _ELSEWHERE = {
     "sim": "its ranks live in one process: start the script with python",
-    "tensorflow": "start one process a host yourself, and tell each with unidist.initialize(address, count, index)",
 }
 
 

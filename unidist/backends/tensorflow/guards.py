@@ -1,0 +1,47 @@
+"""Settings that DTensor reads once, at its first program: they are made before TensorFlow has run anything."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from tensorflow.python.eager import context
+
+COMBINER = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
+REPLICATED = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
+# Ops without a rule of their own in DTensor: their inputs are gathered, and every device computes the whole.
+WITHOUT_A_RULE = (
+    "AVGPOOL",
+    "AVGPOOLGRAD",
+    "AVGPOOL3D",
+    "AVGPOOL3DGRAD",
+    "DEPTHWISECONV2DNATIVE",
+    "DEPTHWISECONV2DNATIVEBACKPROPFILTER",
+    "DEPTHWISECONV2DNATIVEBACKPROPINPUT",
+    "REVERSEV2",
+    "RESIZEBILINEAR",
+    "RESIZEBILINEARGRAD",
+    "RESIZENEARESTNEIGHBOR",
+    "RESIZENEARESTNEIGHBORGRAD",
+)
+
+
+def prepare() -> None:
+    """Switches DTensor's combiner of all-reduces off, and gathering on for ops that it has no rule for.
+
+    With the combiner some data-parallel steps apply the optimizer's slots of the step before, without an error.
+
+    Warns:
+        UserWarning: TensorFlow has run already with the combiner on, so that DTensor may have read its setting.
+    """
+    late = context.context()._initialized and os.environ.get(COMBINER) != "0"
+    os.environ[COMBINER] = "0"
+    for op in WITHOUT_A_RULE:
+        os.environ.setdefault(REPLICATED + op, "1")
+    if late:
+        warnings.warn(
+            "TensorFlow ran before unidist.use: if DTensor was used already, it still combines all-reduces, which can "
+            f"make optimizers apply stale states. Call unidist.use first, or set {COMBINER}=0",
+            UserWarning,
+            stacklevel=4,
+        )
