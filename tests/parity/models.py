@@ -41,7 +41,12 @@ class Case:
     @property
     def steps(self) -> int:
         """Steps of the whole training."""
-        return self.epochs * -(-len(_leaf(self.data()["x"])) // self.batch)
+        return self.steps_that_divide(1)
+
+    def steps_that_divide(self, shards: int) -> int:
+        """Those whose rows divide into as many shards."""
+        full, rest = divmod(len(_leaf(self.data()["x"])), self.batch)
+        return self.epochs * (full * (self.batch % shards == 0) + (rest > 0 and rest % shards == 0))
 
     def is_ruled(self, path: str) -> bool:
         return any(re.fullmatch(pattern, path) for pattern in self.rules)

@@ -6,19 +6,22 @@ import pytest
 
 from tests.parity import interplay
 from tests.parity.compare import assert_same_logs, assert_same_values
+from tests.parity.train import Spec
 from tests.parity.worlds import ALONE, DATA_4, GRID, MODEL_4, Alone, Worlds
+from unidist.testing.processes import ProcessFailedError
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("spec", [DATA_4, GRID], ids=lambda spec: spec.name)
-def test_words_that_come_twice_in_a_batch(spec: object, alone: Alone, worlds: Worlds) -> None:
+@pytest.mark.parametrize(("case", "spec"), [("tagger", DATA_4), ("functional", GRID)], ids=str)
+def test_where_torch_is_the_reference(case: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
     """On TensorFlow alone Keras applies Adam to each occurrence of a word; unidist, as Keras on torch, to their sum.
+    And there it logs losses of several outputs without the sizes of batches, where the last one is smaller.
 
-    So torch is the reference here. The recurrent layer's loop is unrolled and its kernels are gathered when read.
+    The tagger's recurrent layer is unrolled and its kernels are gathered when read.
     """
-    wanted = alone.train("torch", "tagger", numpy_weights=True)
-    for result in worlds.train("tensorflow-4", "tagger", spec, numpy_weights=True):
+    wanted = alone.train("torch", case, numpy_weights=True)
+    for result in worlds.train("tensorflow-4", case, spec, numpy_weights=True):
         assert_same_logs(result.logs, wanted.logs)
         assert_same_values(result.weights, wanted.weights)
 
@@ -34,6 +37,11 @@ def test_the_combiner_of_all_reduces_would_break_this_step_without_both_guards()
 @pytest.mark.parametrize("behaviour", interplay.BEHAVIOURS)
 def test_behaviour(behaviour: str, worlds: Worlds) -> None:
     worlds.get("tensorflow-4").call(f"tests.parity.interplay:{behaviour}")
+
+
+def test_a_loss_that_takes_slices_of_rows_is_refused(worlds: Worlds) -> None:
+    with pytest.raises(ProcessFailedError, match="CapabilityError: model 'contrast': DTensor cannot run StridedSlice"):
+        worlds.train("tensorflow-4", "contrast", GRID)
 
 
 def test_an_op_that_dtensor_cannot_run_on_shards_is_named(worlds: Worlds) -> None:
