@@ -120,9 +120,7 @@ def _choose_keras(name: str, served: tuple[str, ...], *, prefers_first: bool = F
         return
     if len(served) == 1 or wanted is not None:
         if wanted is not None and len(served) > 1:
-            raise BackendMismatchError(
-                f"use({name!r}) needs Keras on {choices}, but KERAS_BACKEND is {wanted!r}"
-            )
+            raise BackendMismatchError(f"use({name!r}) needs Keras on {choices}, but KERAS_BACKEND is {wanted!r}")
         os.environ["KERAS_BACKEND"] = served[0]
         return
     configured = "" if prefers_first else _configured_keras_backend()
