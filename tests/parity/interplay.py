@@ -160,6 +160,16 @@ def without_a_rule() -> tuple[str, str]:
     return "nothing", ""
 
 
+def found_automatically() -> tuple[str, str]:
+    import unidist
+
+    try:
+        unidist.ModelParallel(unidist.Mesh({"model": 4}))
+    except unidist.UnidistError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 def purposes() -> list[str]:
     import unidist
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.visible import WITH_TENSORFLOW
+
 pytestmark = pytest.mark.processes
+
+EVERY = ("sim", "torch", "jax", "tensorflow", "horovod")
 
 TRAIN = """
 import keras
@@ -66,7 +71,8 @@ def trains_nothing():
 def parity(folder: Path, function: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "unidist", "parity", f"train.py:{function}", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    env = {**os.environ, **WITH_TENSORFLOW}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, env=env)
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -78,12 +84,12 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_every_backend_trains_as_one_device(tmp_path: Path) -> None:
-    done = parity(tmp_path, "with_mesh", "--mesh", "data=2,model=2", "--backends", "sim,torch,jax")
+    done = parity(tmp_path, "with_mesh", "--mesh", "data=2,model=2", "--backends", ",".join(EVERY))
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(done.stdout)
-    assert set(found) == {"one device (torch)", "one device (jax)", "sim", "torch", "jax"}
+    assert set(found) == {"one device (torch)", "one device (jax)", "one device (tensorflow)", *EVERY}
     assert found["one device (torch)"] == ["1", "-", "-", "the reference"]
-    for name in ("sim", "torch", "jax", "one device (jax)"):
+    for name in (*EVERY, "one device (jax)", "one device (tensorflow)"):
         size, loss, weight, where = found[name]
         assert size == ("1" if "device" in name else "4")
         assert where == "none"

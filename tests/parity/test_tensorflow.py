@@ -40,8 +40,14 @@ def test_behaviour(behaviour: str, worlds: Worlds) -> None:
 
 
 def test_a_loss_that_takes_slices_of_rows_is_refused(worlds: Worlds) -> None:
-    with pytest.raises(ProcessFailedError, match="CapabilityError: model 'contrast': DTensor cannot run StridedSlice"):
+    with pytest.raises(ProcessFailedError, match="CapabilityError: model 'contrast': DTensor cannot run"):
         worlds.train("tensorflow-4", "contrast", GRID)
+
+
+def test_layouts_found_automatically_are_refused(worlds: Worlds) -> None:
+    kind, text = worlds.get("tensorflow-4").call("tests.parity.interplay:found_automatically")[0]
+    assert kind == "CapabilityError"
+    assert "layout_map='auto'" in text
 
 
 def test_an_op_that_dtensor_cannot_run_on_shards_is_named(worlds: Worlds) -> None:

@@ -153,6 +153,10 @@ class ModelParallel(UnidistDistribution):
     def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, zero: int, auto_shard: bool) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
+        if keras.config.backend() == "tensorflow":
+            raise CapabilityError(
+                "layout_map='auto': layouts are not found for Keras on TensorFlow in this version: give a LayoutMap"
+            )
         data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
         self.found = FoundLayouts(mesh, self.model_axes)
         strategy = Strategy(mesh, data, self.found.layout_for, auto_shard, zero, _uneven())
