@@ -19,6 +19,8 @@ def strict() -> None:
     warnings.simplefilter("error")
     # Keras's own variables warn so when NumPy 2 reads them.
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword", DeprecationWarning)
+    # Keras's IoU metrics ask JAX for 64 bits.
+    warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
     keras.utils.disable_interactive_logging()
 
 

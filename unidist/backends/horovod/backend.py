@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -12,14 +14,24 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 from unidist.algebra import Axes, Group, Mesh, Sharding, Step
+from unidist.backends.ending import has_failed
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.joining import World, join, leave
 from unidist.backends.horovod.sets import HorovodMesh, ProcessSets
 from unidist.backends.local import Both, Collectives, LocalViewBackend
 from unidist.backends.protocol import ALL_DTYPES, Capabilities, Cluster
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
+from unidist.errors import (
+    BackendMismatchError,
+    BackendNotAvailableError,
+    CapabilityError,
+    DesyncError,
+    MeshError,
+    ProcessLostError,
+)
 
 Framework = Literal["torch", "tensorflow"]
+# How long a program that is over waits for the others to come to their ends.
+PARTING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +114,19 @@ class HorovodBackend(LocalViewBackend[Any]):
         self._sets = None
         self._world = join(cluster, self._hvd)
         self.comm = self._side.make_comm(self._wire, self._world.timeout)
+        if self._world.is_ours and self._world.size > 1:
+            atexit.register(self._part)
+
+    def _part(self) -> None:
+        """At the end of the program: waits a while for the others. The first process to leave ends Horovod for all,
+        those that are still in a collective of another group included."""
+        if not has_failed():
+            self.comm = self._side.make_comm(self._wire, PARTING_SECONDS)
+            with contextlib.suppress(ProcessLostError, DesyncError):  # they tell of it themselves
+                self.barrier()
 
     def shutdown(self) -> None:
+        atexit.unregister(self._part)
         self._moves.clear()
         world, self._world, self._sets, self._has_joined = self._world, None, None, False
         if world is not None:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from unidist.backends.ending import has_failed
+
 _FAILED = 1
 
 
@@ -22,16 +24,11 @@ def at_exit(is_lost: Callable[[], bool]) -> Callable[[], None]:
     """
 
     def handler() -> None:
-        if is_lost() or _has_failed():
+        if is_lost() or has_failed():
             _end()
 
     atexit.register(handler)
     return lambda: atexit.unregister(handler)
-
-
-def _has_failed() -> bool:
-    """Whether an exception that nobody caught ends the program. A session at a prompt goes on after such."""
-    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
 
 
 def _end() -> NoReturn:
