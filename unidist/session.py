@@ -131,9 +131,9 @@ def _choose_keras(name: str, served: tuple[str, ...], *, prefers_first: bool = F
 
 
 def _configured_keras_backend() -> str:
-    """What ~/.keras/keras.json says, else Keras's own default."""
+    """What ~/.keras/keras.json says; nothing where there is none: Keras's own default says nothing of the user."""
     home = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"))
     try:
-        return str(json.loads((home / "keras.json").read_text()).get("backend", "tensorflow"))
+        return str(json.loads((home / "keras.json").read_text()).get("backend", ""))
     except (OSError, ValueError):
-        return "tensorflow"
+        return ""

@@ -58,6 +58,7 @@ def _install_variables() -> None:
     around(BaseOptimizer, "stateless_apply", redistribution.updating)
     around(Layer, "stateless_call", redistribution.calling)
     around(Metric, "add_variable", placing.adding_to_metric)
+    around(Metric, "stateless_update_state", trainer.measuring)
 
 
 def _install_trainer() -> None:
@@ -66,6 +67,7 @@ def _install_trainer() -> None:
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)
     around(steps, "_make_function", trainer.making_function)
+    around(steps, "compute_metrics", trainer.measuring)
     around(keras_trainer, "jit", trainer.compiling)
     around(keras_trainer, "_distribute_data", trainer.distributing_data)
     around(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating)

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from unidist import events
 from unidist.keras.partitioned import data, ledger, placing, processes, saving, seeds
 from unidist.keras.writing import by_one
@@ -63,6 +65,29 @@ def compiling(original: Any) -> Any:
         return original(step, **options)
 
     return jit
+
+
+def measuring(original: Any) -> Any:
+    """compute_metrics and Metric.stateless_update_state: rows that do not divide are whole on every device.
+
+    XLA's partitioner counts the rows that it pads itself where AUC scatters and sums along them (JAX 0.10).
+    """
+
+    @functools.wraps(original)
+    def measure(self: Any, *args: Any, **kwargs: Any) -> Any:
+        distribution = placing.current()
+        if distribution is None:
+            return original(self, *args, **kwargs)
+        shards = distribution.strategy.data_shards
+
+        def made_whole(leaf: Any) -> Any:
+            ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards
+            return data.replicate(leaf, distribution) if ragged else leaf
+
+        args, kwargs = jax.tree.map(made_whole, (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return measure
 
 
 def making_function(original: Any) -> Any:
