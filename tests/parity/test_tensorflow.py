@@ -8,7 +8,6 @@ from tests.parity import interplay
 from tests.parity.compare import assert_same_logs, assert_same_values
 from tests.parity.train import Spec
 from tests.parity.worlds import ALONE, DATA_4, GRID, MODEL_4, Alone, Worlds
-from unidist.testing.processes import ProcessFailedError
 
 pytestmark = pytest.mark.processes
 
@@ -37,11 +36,6 @@ def test_the_combiner_of_all_reduces_would_break_this_step_without_both_guards()
 @pytest.mark.parametrize("behaviour", interplay.BEHAVIOURS)
 def test_behaviour(behaviour: str, worlds: Worlds) -> None:
     worlds.get("tensorflow-4").call(f"tests.parity.interplay:{behaviour}")
-
-
-def test_a_loss_that_takes_slices_of_rows_is_refused(worlds: Worlds) -> None:
-    with pytest.raises(ProcessFailedError, match="CapabilityError: model 'contrast': DTensor cannot run"):
-        worlds.train("tensorflow-4", "contrast", GRID)
 
 
 def test_layouts_found_automatically_are_refused(worlds: Worlds) -> None:

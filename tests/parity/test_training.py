@@ -19,7 +19,8 @@ from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_4, SETTINGS, Alone, 
 pytestmark = pytest.mark.processes
 
 # JAX and DTensor compile every training anew, for seconds: there each strategy meets the cases that can break it.
-# Not the tagger, functional and contrast on TensorFlow: test_tensorflow.py tells why.
+# Not the tagger and functional on TensorFlow: test_tensorflow.py tells why. Nor contrast, whose loss slices rows, at
+# which DTensor fails (docs/training.md).
 _COMPILED = {
     "sim-tensorflow": {GRID: ("mlp_ragged_adam",)},
     "tensorflow-4": {
