@@ -4,7 +4,7 @@
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
 import-linter and mypy, then every test in one pytest run of two workers, the fast folders first. Ends at the first
-failure.
+failure of a check, or at the twentieth of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
                 return code
         if arguments:
             return 0
-    return run(python, "-m", "pytest", "-x", "--durations=10", *WORKERS, *tests)
+    return run(python, "-m", "pytest", "--maxfail=20", "--durations=10", *WORKERS, *tests)
 
 
 def environment() -> Path:

@@ -11,8 +11,8 @@ from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from unidist import session
 from unidist.backends import registry
+from unidist.keras import distribution_lib, making
 from unidist.keras.dtensor import placing, saving, trainer, worlds
 from unidist.keras.partitioned.interception import around
 
@@ -33,12 +33,12 @@ def install() -> None:
         return
     _install_distribution()
     steps: Any = keras_trainer.TensorFlowTrainer
-    around(steps, "__init__", placing.making_model)
+    around(steps, "__init__", making.making_model)
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)
     around(steps, "_maybe_symbolic_build", trainer.building)
     for kind in ("train", "test", "predict"):
-        around(steps, f"make_{kind}_function", trainer.making(f"{kind}_function", f"{kind}_step"))
+        around(steps, f"make_{kind}_function", trainer.making_step(f"{kind}_function", f"{kind}_step"))
     around(steps, "get_metrics_result", trainer.telling_metrics)
     around(keras.Model, "__call__", trainer.calling)
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
@@ -55,20 +55,11 @@ def align_seeds() -> None:
 def _install_distribution() -> None:
     """What keras.distribution asks of a Keras backend, answered by the backend in use."""
     here: Any = keras_distribution_lib
-
-    def list_devices(device_type: str | None = None) -> list[str]:
-        return session.list_devices(device_type.lower() if device_type else None)
-
-    def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
-        session.initialize(job_addresses.split(",")[0] if job_addresses else None, num_processes, process_id)
+    for name in ("list_devices", "get_device_count", "initialize", "num_processes", "process_id"):
+        setattr(here, name, getattr(distribution_lib, name))
 
     def distribute_tensor(tensor: Any, layout: Any) -> Any:
         """DTensor chooses how results of layers lie: their values do not depend on it."""
         return tensor
 
-    here.list_devices = list_devices
-    here.get_device_count = lambda device_type=None: len(list_devices(device_type))
-    here.initialize = initialize
-    here.num_processes = session.process_count
-    here.process_id = session.process_index
     here.distribute_tensor = distribute_tensor

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import keras
 from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
@@ -18,45 +15,15 @@ from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.keras.dtensor import values, worlds
-from unidist.keras.strategy import UnidistDistribution, adopt
+from unidist.keras.making import all_variables, made_under
+from unidist.keras.strategy import UnidistDistribution, adopt, current
 
 _REFERENCE = "_unidist_reference"
 LAYOUT = "_unidist_layout"
 _PLACED = "_unidist_distribution"
 _WHOLE = (RNN, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
 
-_made_under: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
-
-
-def current() -> UnidistDistribution | None:
-    """Keras's distribution of this thread as one of ours, or None."""
-    found = keras.distribution.distribution()
-    return None if found is None else adopt(found)
-
-
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """Inside, Keras sees no distribution: what it would do with one, DTensor does."""
-    before = keras.distribution.distribution()
-    keras.distribution.set_distribution(None)
-    try:
-        yield
-    finally:
-        keras.distribution.set_distribution(before)
-
-
-def making_model(original: Any) -> Any:
-    """TensorFlowTrainer.__init__: remembers the distribution under which a model was made."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
-        original(self, *args, **kwargs)
-        distribution = current()
-        if distribution is not None:
-            _made_under[self] = distribution
-
-    return __init__
 
 
 def adding_slot(original: Any) -> Any:
@@ -74,16 +41,10 @@ def adding_slot(original: Any) -> Any:
 def distribution_of(model: Any) -> UnidistDistribution | None:
     """The active distribution, else the one that the model was made or placed under."""
     found = current()
-    return found if found is not None else _made_under.get(model)
-
-
-def all_variables(model: Any) -> list[Any]:
-    """A model's variables, those of its metrics and those of its optimizer, each once."""
-    found = list(model.variables) + list(getattr(model, "metrics_variables", ()))
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        found += optimizer.variables
-    return list({id(variable): variable for variable in found}.values())
+    if found is not None:
+        return found
+    before = made_under.get(model)
+    return None if before is None else adopt(before)
 
 
 def is_placed(model: Any) -> bool:
@@ -100,7 +61,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         CapabilityError: a layout that DTensor has not.
     """
     strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
-    _made_under[model] = distribution
+    made_under[model] = distribution
     if not strangers:
         return
     ruled = {id(variable) for variable in model.weights}
@@ -169,12 +130,12 @@ def check_rules(model: Any, distribution: UnidistDistribution) -> None:
 
 def remember(model: Any, distribution: UnidistDistribution) -> None:
     """Makes a distribution that of the model from here on."""
-    _made_under[model] = distribution
+    made_under[model] = distribution
 
 
 def placed_under(model: Any) -> UnidistDistribution | None:
     """The distribution on which the model lies, or None where it lies on one device."""
-    found = _made_under.get(model)
+    found = made_under.get(model)
     return found if found is not None and is_placed(model) else None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from keras.src.saving import saving_api
 
 from unidist.errors import UnidistError
+from unidist.keras import making
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.partitioned.interception import around
 
@@ -41,7 +42,7 @@ def one_writer(original: Any) -> Any:
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not placing.is_placed(model) or not worlds.several():
             return original(model, *args, **kwargs)
-        spread = [v._value for v in placing.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+        spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
         for value in spread:
             value.held = values.whole(value)
         failed = True

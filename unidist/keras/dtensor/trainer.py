@@ -17,6 +17,7 @@ from tensorflow.experimental import dtensor
 
 from unidist import events
 from unidist.errors import CapabilityError
+from unidist.keras import making
 from unidist.keras.dtensor import ledger, placing, values, worlds
 from unidist.keras.strategy import UnidistDistribution
 
@@ -43,7 +44,7 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not worlds.is_first():
             bound.arguments["verbose"] = 0
-        with placing.hidden():
+        with making.active(None):
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 
@@ -64,7 +65,7 @@ def building(original: Any) -> Any:
     return _maybe_symbolic_build
 
 
-def making(name: str, step: str) -> Callable[[Any], Any]:
+def making_step(name: str, step: str) -> Callable[[Any], Any]:
     """make_train_function and its like: places what is not placed yet, and makes the step."""
 
     def make(original: Any) -> Any:
@@ -200,7 +201,7 @@ def calling(original: Any) -> Any:
         if distribution is None or not tf.executing_eagerly() or not _is_host(args, kwargs):
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
-        with placing.hidden(), dtensor.default_mesh(worlds.native_mesh(distribution.mesh)), _unrolled(self):
+        with making.active(None), dtensor.default_mesh(worlds.native_mesh(distribution.mesh)), _unrolled(self):
             found = original(self, *args, **kwargs)
         return tree.map_structure(values.on_host, found)
 

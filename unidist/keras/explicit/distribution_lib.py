@@ -6,30 +6,14 @@ from typing import Any
 
 import torch
 
-from unidist import array, session
+from unidist import array
 from unidist.array import DistributedArray, as_layout, as_mesh
+from unidist.keras.distribution_lib import get_device_count as get_device_count
+from unidist.keras.distribution_lib import initialize as initialize
+from unidist.keras.distribution_lib import list_devices as list_devices
+from unidist.keras.distribution_lib import num_processes as num_processes
+from unidist.keras.distribution_lib import process_id as process_id
 from unidist.keras.explicit import context
-
-
-def list_devices(device_type: str | None = None) -> list[str]:
-    return session.list_devices(device_type.lower() if device_type else None)
-
-
-def get_device_count(device_type: str | None = None) -> int:
-    return len(list_devices(device_type))
-
-
-def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
-    address = job_addresses.split(",")[0] if job_addresses else None
-    session.initialize(address, num_processes, process_id)
-
-
-def num_processes() -> int:
-    return session.process_count()
-
-
-def process_id() -> int:
-    return session.process_index()
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:

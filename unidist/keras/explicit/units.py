@@ -118,13 +118,12 @@ class Unit:
     def need(self) -> None:
         """The values are to be read now. Read outside of their layer's call, they stay to the end of the step."""
         if self.is_kept:
-            if self._coming is not None:
-                _finish(self)
+            self.finish()
             return
         if not self.users:
             self.is_pinned = True
         if not self.is_here or self.fetcher.last is not self:
-            _fetch(self.fetcher, self)
+            self.fetcher.fetch(self)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -133,14 +132,6 @@ class Unit:
             yield
         finally:
             self.users -= 1
-
-
-def _finish(unit: Unit) -> None:
-    unit.finish()
-
-
-def _fetch(fetcher: Fetcher, unit: Unit) -> None:
-    fetcher.fetch(unit)
 
 
 class Fetcher:

@@ -15,6 +15,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 
 from unidist.backends import registry
+from unidist.keras import making
 from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
 from unidist.keras.partitioned.interception import around
@@ -63,7 +64,7 @@ def _install_variables() -> None:
 
 def _install_trainer() -> None:
     steps: Any = keras_trainer.JAXTrainer
-    around(steps, "__init__", placing.making_model)
+    around(steps, "__init__", making.making_model)
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)
     around(steps, "_make_function", trainer.making_function)
@@ -71,7 +72,7 @@ def _install_trainer() -> None:
     around(keras_trainer, "jit", trainer.compiling)
     around(keras_trainer, "_distribute_data", trainer.distributing_data)
     around(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating)
-    hidden = functools.partial(placing.active, None)
+    hidden = functools.partial(making.active, None)
     around(
         data_adapters,
         "get_data_adapter",

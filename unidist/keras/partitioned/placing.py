@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -13,6 +11,7 @@ import jax
 import numpy as np
 from keras import distribution as keras_distribution
 
+from unidist.keras.making import active, all_variables, made_under
 from unidist.keras.partitioned import layouts, processes
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution, adopt
@@ -25,8 +24,6 @@ _MOVING = object()
 # The whole value on the host, while a model is being saved.
 WHOLE = "_unidist_whole"
 
-# The distribution under which a model object was made: all that is known of one that has no variables yet.
-_made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _making = threading.local()
 
@@ -34,17 +31,6 @@ _making = threading.local()
 def current() -> Any:
     """Keras's distribution of this thread, or None."""
     return keras_distribution.distribution()
-
-
-@contextlib.contextmanager
-def active(distribution: Any) -> Iterator[None]:
-    """Makes a distribution (or None) Keras's of this thread, and puts back what was."""
-    before = current()
-    keras_distribution.set_distribution(distribution)
-    try:
-        yield
-    finally:
-        keras_distribution.set_distribution(before)
 
 
 def initializing_layout(original: Any) -> Any:
@@ -144,35 +130,13 @@ def adding_to_metric(original: Any) -> Any:
     return add_variable
 
 
-def making_model(original: Any) -> Any:
-    """JAXTrainer.__init__: remembers the distribution under which a model was made."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
-        original(self, *args, **kwargs)
-        distribution = current()
-        if distribution is not None:
-            _made_under[self] = distribution
-
-    return __init__
-
-
 def distribution_of(model: Any) -> Any:
     """The distribution that a model's variables lie on, else that under which it was made, else None."""
     for variable in model.variables:
         found = getattr(variable, _PLACED, None)
         if found is not None:
             return found
-    return _made_under.get(model)
-
-
-def all_variables(model: Any) -> list[Any]:
-    """A model's variables, those of its metrics and those of its optimizer, each once."""
-    found = list(model.variables) + list(getattr(model, "metrics_variables", ()))
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        found += optimizer.variables
-    return list({id(variable): variable for variable in found}.values())
+    return made_under.get(model)
 
 
 def place_model(model: Any, distribution: Any) -> None:
@@ -193,7 +157,7 @@ def place_model(model: Any, distribution: Any) -> None:
     with active(distribution):
         for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
             _place_variable(variable, distribution)
-    _made_under[model] = distribution
+    made_under[model] = distribution
     model.train_function = model.test_function = model.predict_function = None
 
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from unidist import session
 from unidist.backends import registry
 from unidist.backends.protocol import Array
+from unidist.keras import distribution_lib
 
 
 def several() -> bool:
@@ -70,7 +70,6 @@ def joining(original: Callable[..., None]) -> Callable[..., None]:
         if not registry.has_current() or registry.current().name != "jax":
             original(job_addresses, num_processes, process_id)
             return
-        address = job_addresses.split(",")[0] if job_addresses else None
-        session.initialize(address, num_processes, process_id)
+        distribution_lib.initialize(job_addresses, num_processes, process_id)
 
     return initialize

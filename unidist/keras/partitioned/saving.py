@@ -10,6 +10,7 @@ from typing import Any
 
 from keras.src.saving import saving_api
 
+from unidist.keras import making
 from unidist.keras.partitioned import placing, processes
 from unidist.keras.partitioned.interception import around
 from unidist.keras.writing import Crew
@@ -58,7 +59,7 @@ def one_writer(original: Any) -> Any:
 def _gathered(model: Any) -> Iterator[None]:
     """On process 0 the model's variables read as whole values, without asking the others again."""
     held = []
-    for variable in placing.all_variables(model):
+    for variable in making.all_variables(model):
         value = variable.value
         if value.is_fully_addressable or value.is_fully_replicated:
             continue

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 
 from unidist import events
+from unidist.keras import making
 from unidist.keras.partitioned import data, ledger, placing, processes, saving, seeds
+from unidist.keras.strategy import adopt
 from unidist.keras.writing import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -40,7 +42,7 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not processes.is_first():
             bound.arguments["verbose"] = 0
-        with by_one(bound.arguments.get("callbacks"), saving.crew()), placing.active(distribution):
+        with by_one(bound.arguments.get("callbacks"), saving.crew()), making.active(distribution):
             return original(*bound.args, **bound.kwargs)
 
     return entrance
@@ -78,7 +80,7 @@ def measuring(original: Any) -> Any:
         distribution = placing.current()
         if distribution is None:
             return original(self, *args, **kwargs)
-        shards = distribution.strategy.data_shards
+        shards = adopt(distribution).strategy.data_shards
 
         def made_whole(leaf: Any) -> Any:
             ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards

@@ -1,0 +1,47 @@
+"""Under which distribution models are made, for the engines that leave variables to Keras until then."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from keras import distribution as keras_distribution
+
+# The distribution under which a model object was made: all that is known of one that has no variables yet.
+made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def active(distribution: Any) -> Iterator[None]:
+    """Makes a distribution (or None) Keras's of this thread, and puts back what was."""
+    before = keras_distribution.distribution()
+    keras_distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras_distribution.set_distribution(before)
+
+
+def making_model(original: Any) -> Any:
+    """A trainer's __init__: remembers Keras's distribution of this thread, under which a model was made."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
+        original(self, *args, **kwargs)
+        distribution = keras_distribution.distribution()
+        if distribution is not None:
+            made_under[self] = distribution
+
+    return __init__
+
+
+def all_variables(model: Any) -> list[Any]:
+    """A model's variables, those of its metrics and those of its optimizer, each once."""
+    found = list(model.variables) + list(getattr(model, "metrics_variables", ()))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        found += optimizer.variables
+    return list({id(variable): variable for variable in found}.values())
