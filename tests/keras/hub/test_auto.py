@@ -9,7 +9,8 @@ import keras
 import pytest
 
 import unidist
-from tests.keras.hub import table, zoo
+from tests.keras.hub import table, tasks, zoo
+from unidist.testing.processes import ProcessWorld
 
 MOST = ("bert", "roberta", "gpt2", "opt", "llama gqa", "mistral", "gemma", "gemma3")
 FOUR = ("bert", "gpt2", "llama mqa", "gemma", "t5", "bloom", "falcon")
@@ -81,3 +82,13 @@ def test_the_maps_that_keras_hub_ships_are_taken(name: str, shape: tuple[int, in
         found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(layout_map=rules), steps=5)
     zoo.assert_equal(found, alone(name))
     assert unidist.describe(found.model).sharded
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_layouts_are_found_in_two_processes(backend: str) -> None:
+    with ProcessWorld(
+        2, env={"KERAS_BACKEND": "torch"}, setup=tasks.start, setup_args=(backend, None), timeout=200
+    ) as world:
+        world.call(tasks.check_found_layouts)
+        world.call(tasks.check_one_line, backend)
