@@ -70,6 +70,7 @@ SETTINGS = {
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
         Setting("sim-tensorflow", "tensorflow", "sim", devices=4, specs=FOUR),
         Setting("tensorflow-4", "tensorflow", "tensorflow", devices=4, specs=FOUR),
+        Setting("tensorflow-2x2", "tensorflow", "tensorflow", 2, devices=2, launcher="torchrun", specs=FOUR),
         Setting("jax-2x2", "jax", "jax", 2, devices=2, launcher="jax", specs=FOUR),
     )
 }

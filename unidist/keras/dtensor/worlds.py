@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist import session
@@ -15,6 +13,7 @@ from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.errors import CapabilityError
+from unidist.keras import seeds
 
 
 @lru_cache(maxsize=4)
@@ -78,8 +77,7 @@ def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if not several():
         return
-    drawn = np.array([random.getrandbits(31), np.random.randint(2**31 - 1)], np.int64)
-    python, numpy = (int(n) for n in from_first(drawn))
-    random.seed(python)
-    np.random.seed(numpy)
-    tf.random.set_seed(python)
+    data = seeds.state()
+    length = int(from_first(np.array([len(data)], np.int32))[0])
+    own = np.frombuffer(data, np.uint8)[:length]
+    seeds.restore(from_first(np.pad(own, (0, length - len(own)))).tobytes())
