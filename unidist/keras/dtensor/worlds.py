@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from tensorflow.experimental import dtensor
 from unidist import session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
+from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.errors import CapabilityError
 from unidist.keras import seeds
@@ -33,6 +35,11 @@ def several() -> bool:
 
 def is_first() -> bool:
     return backend().process_index() == 0
+
+
+def telling(what: str) -> AbstractContextManager[None]:
+    """Raises ProcessLostError where another process of the world has ended in what is done here."""
+    return lost.told(backend().world, what)
 
 
 def in_order(mesh: Mesh) -> Mesh:
