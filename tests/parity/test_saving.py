@@ -34,7 +34,10 @@ class Written:
 
 @pytest.fixture(
     scope="module",
-    params=[("torch-2", MODEL_2), ("torch-4", GRID), ("sim-torch", MODEL_4), ("jax-4", GRID)],
+    params=[
+        *(("torch-2", MODEL_2), ("torch-4", GRID), ("sim-torch", MODEL_4), ("jax-4", GRID)),
+        *(("tensorflow-4", DATA_4), ("tensorflow-4", GRID)),
+    ],
     ids=lambda p: f"{p[0]}-{p[1].name}",
 )
 def written(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Written:
@@ -62,10 +65,13 @@ def test_one_device_loads_it_and_trains_on(written: Written, alone: Alone) -> No
 def test_another_strategy_loads_it_and_trains_on_as_one_device(
     written: Written, turn: int, alone: Alone, worlds: Worlds
 ) -> None:
-    """On the same Keras backend: Keras writes an optimizer's class into the file, and that is the backend's own."""
-    torch = (("torch-4", MODEL_4), ("torch-2", DATA_2), ("sim-torch", DATA_4))
-    jax = (("jax-4", MODEL_4), ("jax-4", DATA_4), ("sim-jax", GRID))
-    setting, spec = (torch if written.keras == "torch" else jax)[turn]
+    """On the same Keras backend; across them goes test_resuming.py."""
+    places = {
+        "torch": (("torch-4", MODEL_4), ("torch-2", DATA_2), ("sim-torch", DATA_4)),
+        "jax": (("jax-4", MODEL_4), ("jax-4", DATA_4), ("sim-jax", GRID)),
+        "tensorflow": (("tensorflow-4", MODEL_4), ("tensorflow-4", DATA_4), ("sim-tensorflow", GRID)),
+    }
+    setting, spec = places[written.keras][turn]
     folder = str(written.folder)
     wanted = alone.world(written.keras).call("tests.parity.train:load_and_go_on", CASE, None, folder)[0]
     for result in worlds.get(setting).call("tests.parity.train:load_and_go_on", CASE, spec, folder):
@@ -81,7 +87,7 @@ def test_weights_alone_are_whole_and_load_everywhere(written: Written, alone: Al
     folder = str(written.folder)
     found = alone.world(written.keras).call("tests.parity.train:load_weights", CASE, None, folder)[0]
     assert_same_values(found, written.saved[0].weights, 0.0)
-    for setting, spec in (("torch-2", MODEL_2), ("sim-torch", GRID), ("jax-4", MODEL_4)):
+    for setting, spec in (("torch-2", MODEL_2), ("sim-torch", GRID), ("jax-4", MODEL_4), ("tensorflow-4", MODEL_4)):
         for found in worlds.get(setting).call("tests.parity.train:load_weights", CASE, spec, folder):
             assert_same_values(found, written.saved[0].weights, 0.0)
 

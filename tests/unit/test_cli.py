@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 import unidist
 import unidist.launch
+from tests.visible import WITH_TENSORFLOW
 from unidist import cli
 from unidist.backends import registry
 from unidist.backends.protocol import ALL_DTYPES, Capabilities
@@ -153,6 +156,40 @@ def test_backends_for_real_lists_every_entry(capsys: pytest.CaptureFixture[str])
     assert cli.main(["backends"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if line]
     assert set(registry.entries()) <= set(listed)
+
+
+# The command in an environment like this one, in which a package cannot be found.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == sys.argv[1] else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from unidist import cli
+sys.exit(cli.main(["backends"]))
+"""
+
+
+@pytest.mark.parametrize("missing", ["horovod", "tensorflow"])
+def test_backends_tells_of_one_that_is_not_installed(missing: str) -> None:
+    command, env = [sys.executable, "-c", WITHOUT, missing], {**os.environ, **WITH_TENSORFLOW}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    table, _, rest = done.stdout.partition("\n\n")
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()[1:]}
+    assert set(rows) == {"sim", "torch", "jax", "tensorflow", "horovod"}
+    assert rows[missing] == ["no", "-", "-", "-"]
+    told = {line.partition(":")[0]: line for line in rest.splitlines() if line}
+    assert f"backend {missing!r} needs {missing}: " in told[missing]
+    assert "install" in told[missing]
+    for name in set(rows) - {missing}:
+        installed = name == "sim" or name in importlib.metadata.packages_distributions()
+        assert rows[name][0] == ("yes" if installed else "no"), name
+        assert (name in told) == (not installed)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

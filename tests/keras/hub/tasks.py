@@ -168,6 +168,44 @@ def check_backbones() -> None:
         assert unidist.describe(found.model).sharded, name
 
 
+def check_found_layouts() -> None:
+    """Layouts found by themselves in real processes: equal to one device, proven, sharded, and sent."""
+    for name in ("gpt2", "llama mqa"):
+        with unidist.ledger() as traffic:
+            found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(unidist.Mesh({"model": 2})))
+        zoo.assert_equal(found, zoo.train(zoo.BACKBONES[name]))
+        proven = zoo.pairs_of(found.model)
+        assert len(proven) == 4, proven
+        assert unidist.describe(found.model).sharded, name
+        assert any(e.op == "all_reduce" and e.purpose in proven for e in traffic.events), name
+
+
+def check_one_line(backend: str) -> None:
+    """TensorParallelKeras on a model that exists already, named backend and all."""
+
+    def train(strategy: Callable[[Any], Any]) -> tuple[list[float], list[np.ndarray], Any]:
+        keras.utils.set_random_seed(7)
+        model = zoo.with_head(zoo.BACKBONES["bert"]())
+        trained = strategy(model)
+        trained.compile(keras.optimizers.AdamW(1e-3, epsilon=1e-3), "mse")
+        y = np.random.default_rng(5).normal(size=(zoo.ROWS, 3)).astype("float32")
+        losses = trained.fit(zoo.inputs(model), y, epochs=3, verbose=0, shuffle=False).history["loss"]
+        return losses, [np.asarray(v) for v in model.weights], trained
+
+    losses, weights, _ = train(lambda model: model)
+    found, held, parallel = train(lambda model: unidist.TensorParallelKeras(model, distributed_backend=backend))
+    np.testing.assert_allclose(found, losses, atol=1e-5, rtol=1e-5)
+    for a, b in zip(held, weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert losses[0] != losses[-1]
+    info, slots = parallel.get_parallelism_info(), parallel.get_gradient_sharding_info()
+    assert (info["backend"], info["world_size"]) == (backend, 2)
+    assert info["sharded_fraction"] > 0.9
+    assert info["bytes_per_device"] < 0.6 * info["bytes_on_one_device"]
+    assert slots["optimizer_bytes_per_device"] < 0.6 * slots["optimizer_bytes_on_one_device"]
+    assert len(zoo.pairs_of(parallel.model)) == 4
+
+
 def check_generating(ranks: int, fitted: bool) -> None:
     for kind in ("gpt2", "llama gqa"):
         tokens, model = generate(kind, zoo.strategy(kind, ranks), fitted=fitted)
@@ -185,5 +223,5 @@ def uneven_is_refused() -> str:
     return ""
 
 
-def start(backend: str, devices: int) -> None:
+def start(backend: str, devices: int | None) -> None:
     unidist.use(backend, devices=devices)
