@@ -31,6 +31,7 @@ class Setting:
         backend: unidist's name; None: Keras alone on one device.
         devices: virtual devices in each process, where the backend has them.
         specs: the strategies that fit.
+        environment: of the processes, beside what the Keras backend needs.
     """
 
     name: str
@@ -40,11 +41,13 @@ class Setting:
     devices: int | None = None
     launcher: Launcher | None = None
     specs: tuple[Spec, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def world(self) -> ProcessWorld:
         env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
         if self.keras == "tensorflow":
             env |= WITH_TENSORFLOW
+        env |= dict(self.environment)
         return ProcessWorld(
             self.processes,
             launcher=self.launcher,
