@@ -1,5 +1,5 @@
 """The contract on torch: one device's numbers on the global batch, whatever the optimizer, the loss or the loop; in two
-processes and in the simulator, at every stage of ZeRO. (On JAX: tests/keras/jax.)"""
+and four processes and in the simulator, at every stage of ZeRO. (On JAX: tests/keras/jax.)"""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ WHERE = [
     ("sim-torch", "2x2", 3),
     ("torch-2", "dp", 1),
     ("torch-2", "dp", 3),
+    ("torch-4", "2x2", 3),
     ("horovod-2", "dp", 3),
 ]
 OPTIMIZERS = {
-    "clipnorm": ("torch-2", "dp", 3),
-    "global clipnorm": ("torch-2", "dp", 1),
+    "clipnorm": ("torch-4", "2x2", 3),
+    "global clipnorm": ("torch-4", "2x2", 1),
     "clipvalue": ("horovod-2", "dp", 3),
     "ema": ("torch-2", "dp", 3),
     "accumulation": ("torch-2", "dp", 1),
@@ -98,7 +99,7 @@ def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, in
         assert found["sharded"]
 
 
-@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 3)], ids=str)
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-4", "2x2", 3)], ids=str)
 @pytest.mark.parametrize("program", ["toggled", "few"])
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
