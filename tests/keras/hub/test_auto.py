@@ -15,7 +15,7 @@ from unidist.testing.processes import ProcessWorld
 # Of which at least 95 % must lie in sharded variables.
 GROUPED = ("llama gqa", "llama mqa", "mistral", "gemma", "gemma mqa", "gemma3")
 MOST = ("bert", "roberta", "gpt2", "opt", *GROUPED)
-FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon")
+FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon", "gpt-oss", "deberta-v3")
 
 
 @functools.cache
