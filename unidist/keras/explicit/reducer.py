@@ -61,6 +61,7 @@ class Watched:
         leaf: where backward puts the gradient. target: where the reduced one goes.
         axes: over which it arrives partial.
         cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
+        late: it arrives at the end of backward, so that no other shall wait for it.
     """
 
     leaf: torch.nn.Parameter
@@ -68,13 +69,14 @@ class Watched:
     axes: Axes
     cut_axes: Axes = ()
     cut: Cut | None = None
+    late: bool = False
 
     @staticmethod
-    def of(place: Place, rank: int) -> Watched:
+    def of(place: Place, rank: int, *, late: bool = False) -> Watched:
         world = place.world
         axes = tuple(a for a in world.data_axes if place.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
         found = cut_between(place.sharding, place.lies.state, rank)
-        return Watched(place.leaf(rank), place.states[rank], axes, *(found or ()))
+        return Watched(place.leaf(rank), place.states[rank], axes, *(found or ((), None)), late)
 
 
 class Bucket:
@@ -200,9 +202,9 @@ class Reducer:
 
     def _by_kind(self) -> list[list[Watched]]:
         kinds: dict[Any, list[Watched]] = {}
-        for member in reversed(self.watched):
+        for member in sorted(reversed(self.watched), key=lambda member: member.late):
             if member.axes:
-                kinds.setdefault((member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
+                kinds.setdefault((member.late, member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
         return list(kinds.values())
 
     def _cut(self, members: list[Watched]) -> None:
