@@ -159,9 +159,7 @@ class ModelParallel(UnidistDistribution):
         strategy = Strategy(grid, data, _layouts_of(rules), *more)
         super().__init__(strategy, rules)
 
-    def _find(
-        self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: tuple[bool, int, bool, bool]
-    ) -> None:
+    def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: tuple[bool, int, bool, bool]) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
         if keras.config.backend() == "tensorflow":
@@ -276,8 +274,8 @@ def check_sequence_parallel() -> None:
     name = keras.config.backend()
     if name != "torch":
         raise CapabilityError(
-            f"sequence_parallel=True: with Keras on {name!r} activations lie as its compiler chooses; this version cuts "
-            "them by sequence on torch alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
+            f"sequence_parallel=True: with Keras on {name!r} activations lie as the compiler chooses; this version "
+            "cuts them by sequence on torch alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
         )
 
 

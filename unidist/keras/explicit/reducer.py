@@ -76,7 +76,8 @@ class Watched:
         world = place.world
         axes = tuple(a for a in world.data_axes if place.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
         found = cut_between(place.sharding, place.lies.state, rank)
-        return Watched(place.leaf(rank), place.states[rank], axes, *(found or ((), None)), late)
+        cut_axes, cut = found or ((), None)
+        return Watched(place.leaf(rank), place.states[rank], axes, cut_axes, cut, late)
 
 
 class Bucket:
@@ -202,10 +203,10 @@ class Reducer:
 
     def _by_kind(self) -> list[list[Watched]]:
         kinds: dict[Any, list[Watched]] = {}
-        for member in sorted(reversed(self.watched), key=lambda member: member.late):
+        for member in reversed(self.watched):
             if member.axes:
                 kinds.setdefault((member.late, member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
-        return list(kinds.values())
+        return [members for _, members in sorted(kinds.items(), key=lambda kind: bool(kind[0][0]))]
 
     def _cut(self, members: list[Watched]) -> None:
         kind = CutBucket if members[0].cut_axes else WholeBucket

@@ -24,7 +24,7 @@ _EACH = (
     *("threshold", "to", "type", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
     *("zeros_like", "ones_like", "full_like", "empty_like", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__"),
     *("__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__", "__invert__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
 )
 # Along the dims that they are told.
 _ALONG = (
@@ -47,7 +47,8 @@ _WRITES = frozenset(["__setitem__", "__set__", "register_hook", "retain_grad", *
 def _named(names: Iterable[str]) -> Iterable[Any]:
     """The functions of these names: of torch, as methods, and of torch.nn.functional."""
     for name in names:
-        for home in (torch, torch.Tensor, torch.nn.functional):
+        # Every module has an __eq__ of its own.
+        for home in (torch.Tensor,) if name.startswith("__") else (torch, torch.Tensor, torch.nn.functional):
             found = getattr(home, name, None)
             # torch.float is a dtype.
             if callable(found):
@@ -61,7 +62,7 @@ def _each(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _along(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Told to go along dims behind the sequence alone."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
-    given = dims if isinstance(dims, (list, tuple)) else [dims]
+    given: list[Any] = list(dims) if isinstance(dims, (list, tuple)) else [dims]
     # x.all(1, 2): another dim behind the first one.
     if not given or not all(map(_is_number, given)) or any(map(_is_number, args[2:])) or not _each(ndim, args, kwargs):
         return False
@@ -98,7 +99,8 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 OF_THE_GRAPH = frozenset(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
 
 
-def writes(func: Any) -> bool:
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether it changes its first argument, or what is known of it."""
     name = getattr(func, "__name__", "")
-    return name in _WRITES or func == _DATA or (name.endswith("_") and not name.startswith("__"))
+    in_place = name.endswith("_") and not name.startswith("__")
+    return name in _WRITES or func == _DATA or in_place or bool(kwargs.get("inplace"))

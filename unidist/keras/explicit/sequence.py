@@ -31,6 +31,8 @@ from unidist.keras.explicit.moving import cut_dim, move
 
 # The dim that is cut: of (batch, sequence, features), and of whatever else has a dim behind the batch.
 DIM = 1
+# The purpose of what is sent where no layer with a cut kernel asks for it.
+_WHY = "parts of the sequence"
 _CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -49,7 +51,7 @@ class SequencePart(torch.Tensor):
 
     @staticmethod
     def of(frame: Frame, part: torch.Tensor, shape: tuple[int, ...], axes: Axes) -> SequencePart:
-        made: SequencePart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: SequencePart = torch.Tensor._make_wrapper_subclass(
             SequencePart, shape, dtype=part.dtype, device=part.device
         )
         made.frame, made.axes = frame, axes
@@ -89,7 +91,8 @@ class SequencePart(torch.Tensor):
         return cut_dim(self.ndim, DIM, self.axes)
 
     def _moved(self, x: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
-        return move(self.frame, x, tuple(self.shape), src, dst)
+        with events.for_purpose(events.purpose() or _WHY):
+            return move(self.frame, x, tuple(self.shape), src, dst)
 
     def _serves(self, known: torch.Tensor | None) -> bool:
         """Whether what was gathered before can be used here: not without a gradient where one is wanted."""
@@ -114,7 +117,7 @@ class SequencePart(torch.Tensor):
             if found is not None:
                 return found
         out = func(*_wholes(args), **_wholes(kwargs))
-        written = [kwargs.get("out"), args[0] if args and rowwise.writes(func) else None]
+        written = [kwargs.get("out"), args[0] if args and rowwise.writes(func, kwargs) else None]
         for x in written:
             if isinstance(x, SequencePart):
                 x._part = None
@@ -122,7 +125,9 @@ class SequencePart(torch.Tensor):
         return out
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(f"{func} reached a SequencePart past its __torch_function__")
 
 
@@ -204,7 +209,8 @@ def _operand(like: SequencePart, x: torch.Tensor) -> torch.Tensor:
     for other in range(x.ndim):
         if other != dim and x.stride(other) == 0 and x.shape[other] > 1:
             lean = lean.narrow(other, 0, 1)
-    part = move(like.frame, lean, tuple(lean.shape), Layout(), cut_dim(x.ndim, dim, like.axes))
+    with events.for_purpose(events.purpose() or _WHY):
+        part = move(like.frame, lean, tuple(lean.shape), Layout(), cut_dim(x.ndim, dim, like.axes))
     return part.expand(*x.shape[:dim], part.shape[dim], *x.shape[dim + 1 :])
 
 
@@ -261,7 +267,9 @@ class SharedWeights:
         if place is None:
             return None
         if axes not in self._fanned:
-            self._fanned[axes] = _FanOut.apply(self._frame, axes, *self._leaves)
+            self._fanned[axes] = _FanOut.apply(  # type: ignore[no-untyped-call]
+                self._frame, axes, *self._leaves
+            )
         return self._fanned[axes][place].to(x.dtype)
 
 
@@ -291,7 +299,7 @@ class _FanOut(torch.autograd.Function):
             flat = torch.cat([grad.reshape(-1) for _, grad in alike])
             mesh = ctx.frame.world.mesh
             partial = Sharding(mesh, Layout(partial=ctx.axes), tuple(flat.shape))
-            with events.for_purpose("weights on parts of the sequence"):
+            with events.for_purpose(f"weights on {_WHY}"):
                 flat = ctx.frame.world.backend.redistribute(flat, partial, partial.with_layout(Layout()))
             sums = flat.split([grad.numel() for _, grad in alike])
             for (k, grad), total in zip(alike, sums, strict=True):
