@@ -145,17 +145,18 @@ def _count_key_values(layer: Any, heads: Heads, row: Rule, rules: list[Rule], ch
     if local % groups and groups % local:
         return False
     count = max(local // groups, 1)
+    row.share = local, groups, count
     changed[heads.key_value_heads] = count
     changed[heads.groups] = local // count
     for projection, rule in zip(projections, found, strict=True):
         if rule is not None:
             rule.pairable = False
             rule.meets = row if rule.kind == "column" and rule.axes == row.axes else None
-        _install_share(projection, rule, row, local, groups, count)
+        _install_share(projection, rule, row, keys)
     return True
 
 
-def _install_share(projection: Any, rule: Rule | None, row: Rule, local: int, groups: int, count: int) -> None:
+def _install_share(projection: Any, rule: Rule | None, row: Rule, keys: int) -> None:
     """The projection's output is cut to the heads that this rank's queries use, while the pair is in use."""
     original = projection.call
 
@@ -165,12 +166,20 @@ def _install_share(projection: Any, rule: Rule | None, row: Rule, local: int, gr
         frame = context.frame()
         if frame is None or y.is_meta or not row.is_paired(frame):
             return y
-        place, _ = _place(row, frame)
         if rule is None or rule.meets is None or is_special(projection):
             y = fan_out(frame, y, row.axes)
-        return y.narrow(-2, place * local // groups, count)
+        return y.narrow(-2, *own_keys(row, frame, keys))
 
     object.__setattr__(projection, "call", call)
+
+
+def own_keys(row: Rule, frame: Frame, keys: int) -> tuple[int, int]:
+    """Of so many key heads, the first that this rank works with while the pair is in use, and how many they are."""
+    place, parts = _place(row, frame)
+    if row.share is None:
+        return place * (keys // parts), keys // parts
+    local, groups, count = row.share
+    return place * local // groups, count
 
 
 def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) -> None:

@@ -44,6 +44,8 @@ class Rule:
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         parts: how many ranks cut it.
         pairable: False: its shards are not to stay with the ranks.
+        share: row of an attention whose key heads do not divide: numbers of this rank's query heads, of query heads for
+            each key head, and of key heads that this rank works with.
         meets: the row of a pair that works with this column's whole output: while that is in use, each rank takes its
             own part of it, so its gradient arrives partial, and what is joined is fanned out.
         paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
@@ -56,6 +58,7 @@ class Rule:
     out_dim: int = -1
     parts: int = 1
     pairable: bool = True
+    share: tuple[int, int, int] | None = None
     meets: Rule | None = None
     paired: bool = False
     call: Callable[..., Any] = field(default=lambda: None)
