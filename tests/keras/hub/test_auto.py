@@ -96,3 +96,4 @@ def test_layouts_are_found_in_two_processes(backend: str) -> None:
     ) as world:
         world.call(tasks.check_found_layouts)
         world.call(tasks.check_one_line, backend)
+        world.call(tasks.check_sequence_parallel)
