@@ -10,10 +10,11 @@ from keras.src.backend.tensorflow import distribution_lib as keras_distribution_
 from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
-from unidist.keras.dtensor import placing, saving, trainer, worlds
+from unidist.keras.dtensor import placing, saving, slicing, trainer, worlds
 from unidist.keras.partitioned.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -43,6 +44,7 @@ def install() -> None:
     around(keras.Model, "__call__", trainer.calling)
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
     around(BaseOptimizer, "apply", trainer.applying)
+    around(array_ops, "strided_slice", slicing.slicing)
     saving.install()
     _state.installed = True
 

@@ -18,7 +18,7 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras import making
-from unidist.keras.dtensor import ledger, placing, values, worlds
+from unidist.keras.dtensor import ledger, placing, slicing, values, worlds
 from unidist.keras.strategy import UnidistDistribution
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -75,6 +75,7 @@ def making_step(name: str, step: str) -> Callable[[Any], Any]:
             if distribution is None:
                 return original(self, force)
             placing.prepare(self, distribution)
+            slicing.adopt_loss(self)
             if getattr(self, name) is None or force:
                 found = _Step(self, distribution, getattr(self, step), step)
                 setattr(self, name, found.predict if step == "predict_step" else found.run)
@@ -119,7 +120,7 @@ class _Step:
         try:
             with (
                 worlds.telling(self._kind.replace("_", " ")),
-                dtensor.default_mesh(self._mesh),
+                slicing.on(self._mesh),
                 _unrolled(self._model),
                 events.for_purpose(self._kind),
             ):
@@ -208,7 +209,7 @@ def calling(original: Any) -> Any:
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
         with worlds.telling("a call"), making.active(None):
-            with dtensor.default_mesh(mesh), _unrolled(self):
+            with slicing.on(mesh), _unrolled(self):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)
 
