@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -103,3 +104,17 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         if self.whole_when_read:
             return self.value()
         return super()._dense_var_to_tensor(dtype, name, as_ref)
+
+
+def scattering(original: Any) -> Any:
+    """Keras's scatter, with indices of 32 bits where they suffice: DTensor's own are, and it refuses a mix."""
+
+    @functools.wraps(original)
+    def scatter(indices: Any, values: Any, shape: Any) -> Any:
+        indices = tf.convert_to_tensor(indices)
+        known = tf.get_static_value(shape)
+        if indices.dtype == tf.int64 and known is not None and max(known, default=0) < 2**31:
+            return original(tf.cast(indices, tf.int32), values, [int(size) for size in known])
+        return original(indices, values, shape)
+
+    return scatter
