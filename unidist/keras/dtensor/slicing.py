@@ -1,7 +1,7 @@
 """Slices and losses that mix rows, made ready for DTensor: what it cannot do on shards is done on whole values.
 
-TensorFlow 2.21 reads beyond an array, and mostly crashes, where DTensor partitions a slice with new axes (`x[:, None]`);
-it reverses the shards of `x[::-1]` each for itself; and it cannot take one of the rows.
+TensorFlow 2.21 reads beyond an array, and mostly crashes, where DTensor partitions a slice with new axes
+(`x[:, None]`); it reverses the shards of `x[::-1]` each for itself; and it cannot take one of the rows.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from keras.src.layers.rnn.rnn import RNN
 from tensorflow.experimental import dtensor
 
 from unidist import events
+from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making
 from unidist.keras.dtensor import ledger, placing, slicing, values, worlds
@@ -180,10 +181,11 @@ def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
     names = [layer.name for layer in model._flatten_layers() if re.search(rf"\b{re.escape(layer.name)}\b", text)]
     where = f"layer {names[-1]!r}" if names else f"model {model.name!r}"
     op = node.group(1) if node else "an op"
+    # Of no use for an op that has a rule, which refuses what it is given.
+    whole = f"let every device compute it whole: set {REPLICATED}{op.upper()}=1 before TensorFlow runs; or "
     return CapabilityError(
         f"{where}: DTensor cannot run {op} on shards ({text.strip().splitlines()[0][:300]}). Leave this layer's "
-        f"variables replicated, or let every device compute it whole: set "
-        f"DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF.{op.upper()}=1 before TensorFlow runs; or use torch or jax"
+        f"variables replicated, or {whole if 'does not implement' in text else ''}use torch or jax"
     )
 
 
