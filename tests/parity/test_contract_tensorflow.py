@@ -1,4 +1,4 @@
-"""The contract on TensorFlow DTensor: one device's numbers on the global batch, on four devices of one process.
+"""The contract on TensorFlow DTensor: one device's numbers on the global batch, on four devices of one process, and of two.
 
 (On torch: test_contract; on JAX: tests/keras/jax.)
 """
@@ -94,3 +94,28 @@ def test_callbacks_decide_alike(worlds: Worlds, expected: Any, tmp_path: Path) -
     alone = expected("called_back", *ALONE, str(tmp_path / "one"))
     same({**found, "log": ""}, {**alone, "log": ""})
     assert found["stopped"] == alone["stopped"] > 0
+
+
+def test_callbacks_of_processes_write_once_and_decide_alike(worlds: Worlds, expected: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    alone = expected("called_back", *ALONE, str(tmp_path / "one"))
+    for found in worlds.get("tensorflow-2x2").call(RUN("called_back"), "2x2 across", 0, str(tmp_path / "two")):
+        same({**found, "log": ""}, {**alone, "log": ""})
+        assert found["epochs"] == [1, 2]
+        assert found["stopped"] == alone["stopped"] > 0
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
+    logs = [(tmp_path / name / "log.csv").read_text().splitlines() for name in ("one", "two")]
+    assert len(logs[0]) == len(logs[1]) == 3
+
+
+def test_a_save_that_fails_is_told_to_all_processes_and_training_goes_on(
+    worlds: Worlds, expected: Any, tmp_path: Path
+) -> None:
+    alone = expected("saved_in_part", "", "m.keras", 3, *ALONE)
+    first, second = worlds.get("tensorflow-2x2").call(RUN("saved_in_part"), str(tmp_path), "m.keras", 3, *GRID)
+    assert first["heard"].startswith("OSError: no space is left")
+    assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {first['heard']}"
+    for found in (first, second):
+        same({**found, "heard": ""}, alone)
+        assert found["sharded"]

@@ -16,6 +16,7 @@ from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.errors import CapabilityError
 from unidist.keras import seeds
+from unidist.keras.writing import Crew
 
 
 @lru_cache(maxsize=4)
@@ -80,11 +81,19 @@ def from_first(value: Any) -> Array:
     return here.gather(here.broadcast(held, sharding, ("rank",), 0), sharding)
 
 
-def align_seeds() -> None:
-    """All processes go on with process 0's random state. A collective of the world."""
-    if not several():
-        return
-    data = seeds.state()
+def bytes_from_first(data: bytes) -> bytes:
+    """Process 0's bytes on every process. A collective of the world."""
     length = int(from_first(np.array([len(data)], np.int32))[0])
     own = np.frombuffer(data, np.uint8)[:length]
-    seeds.restore(from_first(np.pad(own, (0, length - len(own)))).tobytes())
+    return from_first(np.pad(own, (0, length - len(own)))).tobytes()
+
+
+def crew() -> Crew | None:
+    """The processes of the world, if there are several."""
+    return Crew(is_first(), lambda text: bytes_from_first(text.encode()).decode()) if several() else None
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    if several():
+        seeds.restore(bytes_from_first(seeds.state()))
