@@ -20,6 +20,7 @@ from unidist.errors import CapabilityError
 from unidist.keras import making
 from unidist.keras.dtensor import ledger, placing, values, worlds
 from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.writing import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
@@ -44,7 +45,8 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not worlds.is_first():
             bound.arguments["verbose"] = 0
-        with making.active(None), worlds.telling(original.__name__):
+        one_writer = by_one(bound.arguments.get("callbacks"), worlds.crew())
+        with one_writer, making.active(None), worlds.telling(original.__name__):
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 
