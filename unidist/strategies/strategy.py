@@ -41,6 +41,7 @@ class Strategy:
         zero: 0: every data shard keeps everything; 1 or 2: gradients are reduced to, and slots live in, shards over
             the data axes; 3: the values rest there too. Only `variable` looks at it: all else follows the layouts.
         uneven: whether a variable may be cut into shards of different sizes.
+        sequence_parallel: what lies between layers with cut kernels is cut too, along the sequence (dim 1).
 
     Raises:
         MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
@@ -52,6 +53,7 @@ class Strategy:
     auto_shard_dataset: bool = True
     zero: int = 0
     uneven: bool = True
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)
