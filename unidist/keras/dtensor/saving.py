@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from keras.src.saving import saving_api
@@ -34,17 +36,25 @@ def one_writer(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        several = worlds.crew()
-        if several is None or not placing.is_placed(model):
+        several = worlds.crew() if placing.is_placed(model) else None
+        if several is None:
             return original(model, *args, **kwargs)
-        spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
-        for value in spread:
-            value.held = values.whole(value)
-        try:
-            with several.told_to_all():
-                return original(model, *args, **kwargs) if several.is_first else None
-        finally:
-            for value in spread:
-                value.held = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_gathered(model))
+            stack.enter_context(several.told_to_all())
+            return original(model, *args, **kwargs) if several.is_first else None
 
     return save
+
+
+@contextlib.contextmanager
+def _gathered(model: Any) -> Iterator[None]:
+    """The model's variables read as whole values, without asking the other processes again."""
+    spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+    for value in spread:
+        value.held = values.whole(value)
+    try:
+        yield
+    finally:
+        for value in spread:
+            value.held = None

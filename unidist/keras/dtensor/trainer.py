@@ -46,8 +46,8 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not worlds.is_first():
             bound.arguments["verbose"] = 0
-        own = by_one(bound.arguments.get("callbacks"), worlds.crew())
-        with worlds.telling(original.__name__), own, making.active(None):
+        one_writer = by_one(bound.arguments.get("callbacks"), worlds.crew())
+        with one_writer, making.active(None), worlds.telling(original.__name__):
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 

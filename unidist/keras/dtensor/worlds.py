@@ -16,6 +16,7 @@ from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.errors import CapabilityError
 from unidist.keras import seeds
+from unidist.keras.first import bytes_of_first
 from unidist.keras.writing import Crew
 
 
@@ -81,19 +82,15 @@ def from_first(value: Any) -> Array:
     return here.gather(here.broadcast(held, sharding, ("rank",), 0), sharding)
 
 
-def bytes_from_first(data: bytes) -> bytes:
-    """Process 0's bytes on every process. A collective of the world."""
-    length = int(from_first(np.array([len(data)], np.int32))[0])
-    own = np.frombuffer(data, np.uint8)[:length]
-    return from_first(np.pad(own, (0, length - len(own)))).tobytes()
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    if not several():
+        return
+    seeds.restore(bytes_of_first(seeds.state(), from_first))
 
 
 def crew() -> Crew | None:
     """The processes of the world, if there are several."""
-    return Crew(is_first(), lambda text: bytes_from_first(text.encode()).decode()) if several() else None
-
-
-def align_seeds() -> None:
-    """All processes go on with process 0's random state. A collective of the world."""
-    if several():
-        seeds.restore(bytes_from_first(seeds.state()))
+    if not several():
+        return None
+    return Crew(is_first(), lambda text: bytes_of_first(text.encode(), from_first).decode())
