@@ -13,7 +13,12 @@ BEHAVIOURS = (
     "single_batches",
     "parallelized_when_trained",
     "keras_distribution",
+    "slices_of_rows",
+    "layers_that_slice",
+    "a_loss_of_all_pairs",
 )
+# Those in which processes could part.
+IN_PROCESSES = ("numpy_in_and_out", "custom_train_step", "single_batches", "keras_distribution", "slices_of_rows")
 
 
 def _data(rows: int = 32) -> tuple[Any, Any]:
@@ -126,6 +131,62 @@ def parallelized_when_trained() -> None:
     for model in (alone, later):
         model.fit(x, y, batch_size=8, verbose=0)
     _same(_weights(later), _weights(alone))
+
+
+def slices_of_rows() -> None:
+    """A loss that indexes rows and labels in ways at which DTensor by itself crashes, fails or is wrong."""
+    import tensorflow as tf
+
+    x, y = _data()
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        late = tf.shape(y_pred)[0] - 3
+        weights = tf.cast(y_true[::-1] + y_true[0] + y_true[late], "float32")
+        rows = tf.linalg.band_part(y_pred, 2, 3) * tf.roll(y_pred, 1, 0)
+        rows += y_pred[::-1] * y_pred[-1] + y_pred[late] + y_pred[3:, None][:-2, 0, :][0]
+        apart = tf.reduce_sum(tf.square(y_pred[:, tf.newaxis, 1:] - y_pred[None, ..., ::3][..., :1, None][..., 0]), -1)
+        steps = tf.reduce_sum(tf.square(y_pred[::5, None, 2:-1, None]))
+        return tf.reduce_mean(tf.square(rows), -1) * tf.reshape(weights, (-1,)) + tf.reduce_mean(apart, -1) + steps
+
+    def run(model: Any) -> Any:
+        model.compile("sgd", loss)
+        return model.fit(x, y / 100, batch_size=8, verbose=0).history["loss"]
+
+    _compare(run)
+
+
+def layers_that_slice() -> None:
+    """In training, and where the model is called as a function."""
+    import keras
+
+    class Sliced(keras.Model):
+        def call(self, x: Any) -> Any:
+            found = super().call(x)
+            return found[:, None, ::-1][:, 0] + 0.1 * found[0] + found[None, 1:2][0]
+
+    x, y = _data()
+
+    def run(model: Any) -> Any:
+        before = np.asarray(model(x))
+        model.fit(x, y, batch_size=8, verbose=0)
+        return np.concatenate([before, model.predict(x, batch_size=8, verbose=0), np.asarray(model(x))])
+
+    _compare(run, cls=Sliced)
+
+
+def a_loss_of_all_pairs() -> None:
+    """A model's own loss is given whole batches: products of rows with rows are beyond DTensor's shards."""
+    import keras
+    import tensorflow as tf
+
+    class Pairs(keras.Model):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            own = super().compute_loss(x, y, y_pred, sample_weight)
+            same = tf.cast(y[:, None] == y[None], "float32")
+            return own + tf.reduce_mean(tf.square(tf.matmul(y_pred, y_pred, transpose_b=True) - same))
+
+    x, y = _data()
+    _compare(lambda model: model.fit(x, y, batch_size=10, verbose=0).history["loss"], cls=Pairs)
 
 
 def keras_distribution() -> None:

@@ -36,8 +36,13 @@ def test_the_combiner_of_all_reduces_would_break_this_step_without_both_guards()
         assert (error < 1e-5) == is_right, (combiner, relay, error)
 
 
-@pytest.mark.parametrize("setting", ["tensorflow-4", "tensorflow-2x2"])
-@pytest.mark.parametrize("behaviour", interplay.BEHAVIOURS)
+_BEHAVIOURS = [
+    *(("tensorflow-4", behaviour) for behaviour in interplay.BEHAVIOURS),
+    *(("tensorflow-2x2", behaviour) for behaviour in interplay.IN_PROCESSES),
+]
+
+
+@pytest.mark.parametrize(("setting", "behaviour"), _BEHAVIOURS)
 def test_behaviour(setting: str, behaviour: str, worlds: Worlds) -> None:
     worlds.get(setting).call(f"tests.parity.interplay:{behaviour}")
 

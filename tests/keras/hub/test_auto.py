@@ -15,7 +15,7 @@ from unidist.testing.processes import ProcessWorld
 # Of which at least 95 % must lie in sharded variables.
 GROUPED = ("llama gqa", "llama mqa", "mistral", "gemma", "gemma mqa", "gemma3")
 MOST = ("bert", "roberta", "gpt2", "opt", *GROUPED)
-FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon")
+FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon", "gpt-oss", "deberta-v3")
 
 
 @functools.cache
@@ -43,7 +43,8 @@ def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("bert", 2), ("llama gqa", 2), ("gpt2", 2), *((name, 4) for name in GROUPED[:-1])]
+    ("name", "ranks"),
+    [("bert", 2), ("llama gqa", 2), ("gpt2", 2), ("t5", 2), ("bart", 2), *((name, 4) for name in GROUPED[:-1])],
 )
 def test_a_step_sends_what_the_plan_predicts(name: str, ranks: int) -> None:
     mesh = unidist.Mesh({"model": ranks})
