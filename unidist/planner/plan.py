@@ -142,12 +142,21 @@ class Plan:
 
 
 def make_plan(
-    facts: Facts, mesh: Mesh, data_axes: Axes, axes: Axes, rules: LayoutMap | None, *, batch: int, sequence: int
+    facts: Facts,
+    mesh: Mesh,
+    data_axes: Axes,
+    axes: Axes,
+    rules: LayoutMap | None,
+    *,
+    batch: int,
+    sequence: int,
+    in_parts: bool = False,
 ) -> Plan:
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
     Args:
         axes: the axes that may cut variables, where they are chosen.
+        in_parts: what is predicted is a step under sequence parallelism.
 
     Raises:
         LayoutError: everything about the rules that does not fit the model, together.
@@ -178,7 +187,7 @@ def make_plan(
                 reason=choice.reason,
             )
         )
-    step = Step(mesh, data_axes, batch, sequence)
+    step = Step(mesh, data_axes, batch, sequence, in_parts)
     return Plan(
         name=facts.name,
         mesh=mesh,

@@ -43,7 +43,8 @@ def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("bert", 2), ("llama gqa", 2), ("gpt2", 2), *((name, 4) for name in GROUPED[:-1])]
+    ("name", "ranks"),
+    [("bert", 2), ("llama gqa", 2), ("gpt2", 2), ("t5", 2), ("bart", 2), *((name, 4) for name in GROUPED[:-1])],
 )
 def test_a_step_sends_what_the_plan_predicts(name: str, ranks: int) -> None:
     mesh = unidist.Mesh({"model": ranks})

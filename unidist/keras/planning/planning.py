@@ -23,6 +23,7 @@ def plan(
     inputs: Any = None,
     batch: int | None = None,
     sequence: int = 128,
+    sequence_parallel: bool = False,
 ) -> Plan:
     """The layouts of a model on a mesh, with reasons, bytes and the traffic of a step. Nothing is placed or sent, and
     no device is needed: the model may have been built without values, inside keras.StatelessScope(
@@ -38,6 +39,7 @@ def plan(
         inputs: how the model is called, where it does not say itself: arrays or KerasTensors.
         batch: rows of a global batch, for the traffic; None: 8 for each place of the data axes.
         sequence: length of open dims, for the traffic.
+        sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True). Layouts are the same.
 
     Raises:
         LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
@@ -50,7 +52,7 @@ def plan(
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     facts = read(model, grid.axis_size(axes) if axes else 1, inputs)
     rows = batch if batch is not None else 8 * _places(grid, data)
-    return make_plan(facts, grid, data, axes, rules, batch=rows, sequence=sequence)
+    return make_plan(facts, grid, data, axes, rules, batch=rows, sequence=sequence, in_parts=sequence_parallel)
 
 
 def _is_auto(layout_map: Any) -> bool:
