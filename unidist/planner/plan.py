@@ -147,26 +147,18 @@ class Plan:
 
 
 def make_plan(
-    facts: Facts,
-    mesh: Mesh,
-    data_axes: Axes,
-    axes: Axes,
-    rules: LayoutMap | None,
-    *,
-    batch: int,
-    sequence: int,
-    zero: int = 0,
-    uneven: bool = True,
+    facts: Facts, strategy: Strategy, axes: Axes, rules: LayoutMap | None, *, batch: int, sequence: int
 ) -> Plan:
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
     Args:
+        strategy: the mesh, the data axes, and how states and activations lie. Its rule is not asked.
         axes: the axes that may cut variables, where they are chosen.
-        zero: the stage of ZeRO. uneven: whether it may cut variables into parts of different sizes.
 
     Raises:
         LayoutError: everything about the rules that does not fit the model, together.
     """
+    mesh, data_axes = strategy.mesh, strategy.data_axes
     if rules is None:
         choices = Chooser(facts, mesh, axes).choose()
         rules = LayoutMap(
@@ -175,7 +167,6 @@ def make_plan(
     else:
         choices = _ruled(facts, rules)
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
-    strategy = Strategy(mesh, data_axes, zero=zero, uneven=uneven)
     rows = []
     for k, (variable, choice) in enumerate(zip(facts.variables, choices, strict=True)):
         # What is no weight (moving statistics, seeds) is spread over no data axes.
@@ -196,7 +187,7 @@ def make_plan(
                 reason=choice.reason,
             )
         )
-    step = Step(mesh, data_axes, batch, sequence)
+    step = Step(mesh, data_axes, batch, sequence, strategy.sequence_parallel)
     return Plan(
         name=facts.name,
         mesh=mesh,
@@ -210,7 +201,7 @@ def make_plan(
         batch=batch,
         sequence=sequence,
         optimizer=facts.optimizer,
-        zero=zero,
+        zero=strategy.zero,
     )
 
 

@@ -5,6 +5,10 @@ alone gathers its outputs instead; of what meets a pair (keys of few heads) the 
 by its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. Gradients are summed over
 the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values are gathered: once behind the
 optimizer, or, where they are stored in parts too, for each layer's call forward and again backward.
+
+Under sequence parallelism a row's sum and a table's look-up are scattered forward and gathered backward, and columns
+gather what they take, if it comes from there, and scatter its gradient. What layers between them send that mix places
+of the sequence, or add to it what is whole, and the sum of small gradients, is not predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Affine, Facts, LayerFact, local_bytes, meeting
+from unidist.planner.facts import Affine, Calls, Facts, LayerFact, local_bytes, meeting
 from unidist.strategies import VariableLayouts
 
 
@@ -80,12 +84,14 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence."""
+    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence; with
+    `in_parts`, one under sequence parallelism."""
 
     mesh: Mesh
     data_axes: Axes
     batch: int
     sequence: int
+    in_parts: bool = False
 
     @property
     def rows(self) -> int:
@@ -102,6 +108,15 @@ class Step:
         for k in range(count):
             yield self.event(op, axes, full * (k + 1) // count - full * k // count, purpose)
 
+    def summed(self, axes: Axes, elements: Affine, itemsize: int, count: int, why: str, cut: bool) -> Iterator[Event]:
+        """Sums of activations: all_reduces, or where they are `cut` along the sequence, both halves of each."""
+        for op in ("reduce_scatter", "all_gather") if cut else ("all_reduce",):
+            yield from self.moved(op, axes, elements, itemsize, count, why)
+
+    def cuts(self, length: Affine, axes: Axes) -> bool:
+        """Whether a sequence of that length (0: there is none) is cut over the axes."""
+        return self.in_parts and length.at(self.sequence) >= self.mesh.axis_size(axes)
+
 
 def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Ledger:
     """The collectives of one training step of the first device, in no order; none over axes of one place.
@@ -112,9 +127,11 @@ def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[Variable
     ledger = Ledger()
     shared: set[tuple[int, Axes]] = set()
     known: set[int] = set()
-    for layer, role in zip(facts.layers, roles(facts, layouts), strict=True):
+    found = roles(facts, layouts)
+    tables_cut = any(role.name in ("vocabulary", "features") for role in found)
+    for layer, role in zip(facts.layers, found, strict=True):
         known |= {k for k in (layer.kernel, layer.bias, layer.reverse) if k is not None}
-        for event in _of_layer(facts, layouts, layer, role, step, shared):
+        for event in _of_layer(facts, layouts, layer, role, step, shared, tables_cut):
             ledger.add(event)
     for index, layout in enumerate(layouts):
         if index not in known and layout.sharded_axes:
@@ -127,17 +144,31 @@ def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[Variable
 
 
 def _of_layer(
-    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step, shared: set[tuple[int, Axes]]
+    facts: Facts,
+    layouts: list[Layout],
+    layer: LayerFact,
+    role: Role,
+    step: Step,
+    shared: set[tuple[int, Axes]],
+    tables_cut: bool,
 ) -> Iterator[Event]:
     calls, axes, why = layer.calls, role.axes, layer.path
+    given_cut = bool(axes) and step.cuts(calls.length, axes)
     if role.name == "gathered":
         yield from _gathering(facts, layouts, layer.kernel, calls.count, step)
     elif role.name in ("vocabulary", "features"):
-        op = "all_reduce" if role.name == "vocabulary" else "all_gather"
-        yield from step.moved(op, axes, calls.given, calls.itemsize, calls.count, why)
-        yield from _scores(facts, layouts, layer, role, step)
+        if role.name == "vocabulary":
+            yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
+        elif given_cut:
+            # Features for places, forward and back; a device sends of its part only.
+            part = calls.given.times(1 / step.mesh.axis_size(axes))
+            yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+            yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+        else:
+            yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
+        yield from _scores(facts, layouts, layer, role, step, tables_cut)
     elif role.name == "row":
-        yield from step.moved("all_reduce", axes, calls.given, calls.itemsize, calls.count, why)
+        yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
         if not role.paired:
             yield from step.moved("all_gather", axes, calls.taken, calls.itemsize, calls.count, why)
     elif role.name == "column":
@@ -149,19 +180,27 @@ def _of_layer(
         fresh = [number for number in calls.inputs if (number, axes) not in shared]
         shared.update((number, axes) for number in fresh)
         if fresh:
-            part = len(fresh) / calls.count
-            taken = Affine(calls.taken.constant * part, calls.taken.slope * part)
-            yield from step.moved("all_reduce", axes, taken, calls.itemsize, len(fresh), why)
+            taken = calls.taken.times(len(fresh) / calls.count)
+            cut = step.cuts(_behind(calls, tables_cut), axes)
+            yield from step.summed(axes, taken, calls.itemsize, len(fresh), why, cut)
     elif role.meets:
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, calls.count, why)
 
 
-def _scores(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step) -> Iterator[Event]:
+def _behind(calls: Calls, tables_cut: bool) -> Affine:
+    """The length of the sequence in what a layer takes, if it takes it in parts; else 0."""
+    return calls.behind_sums if calls.behind_sums != Affine() or not tables_cut else calls.behind_tables
+
+
+def _scores(
+    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step, tables_cut: bool
+) -> Iterator[Event]:
     """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
     calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
     if role.name == "vocabulary" and calls.count:
         yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, calls.count, layer.path)
-        yield from step.moved("all_reduce", role.axes, calls.taken, calls.itemsize, calls.count, layer.path)
+        cut = step.cuts(_behind(calls, tables_cut), role.axes)
+        yield from step.summed(role.axes, calls.taken, calls.itemsize, calls.count, layer.path, cut)
     else:
         yield from _gathering(facts, layouts, index, calls.count, step)
 

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         zero=options.zero,
         batch=options.batch,
         sequence=options.sequence,
+        sequence_parallel=options.sequence_parallel,
     )
     print(made.layout_map.to_json() if options.json else made.show(options.width))
     return 0
@@ -55,6 +56,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=0, choices=STAGES, help="stage of ZeRO (default: 0)")
     parser.add_argument("--batch", type=int, help="rows of a global batch (default: 8 for each data shard)")
     parser.add_argument("--sequence", type=int, default=128, help="length of open dims (default: 128)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="predict a step with sequence parallelism")
     parser.add_argument("--width", type=int, default=160, help="columns of the tables (default: 160)")
     parser.add_argument("--json", action="store_true", help="print the layout map alone, to edit and to give back")
     return parser.parse_args(list(arguments))
