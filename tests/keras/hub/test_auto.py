@@ -68,6 +68,11 @@ def test_data_and_model_axes_and_zero(zero: int) -> None:
     found = zoo.train(zoo.BACKBONES["bert"], strategy, steps=5)
     zoo.assert_equal(found, alone("bert"))
     assert len(zoo.pairs_of(found.model)) == 4
+    plan = unidist.plan(found.model, strategy.strategy.mesh, zero=zero)
+    rows, count = unidist.describe(found.model).rows, len(found.model.variables)
+    assert plan.bytes_per_device == sum(row.bytes_per_device for row in rows[:count])
+    # The optimizer counts its steps and its rate beside.
+    assert plan.slot_bytes_per_device == sum(row.bytes_per_device for row in rows[count:] if row.shape)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama mqa", "gpt-neox"])
