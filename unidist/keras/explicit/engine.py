@@ -165,10 +165,14 @@ class Engine:
             frame.rows = mine
             traffic = self._traffic()
             frame.shared = traffic.shared(frame)
-            with traffic.step(frame, kind):
-                self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
-                out = function([own])
-                return self._joined(out, mine) if kind == "predict" else out
+            try:
+                with traffic.step(frame, kind):
+                    self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
+                    out = function([own])
+                    return self._joined(out, mine) if kind == "predict" else out
+            finally:
+                # Parts of sequences know the frame: what it holds of them would live until Python looks for cycles.
+                frame.shared = frame.fanned = None
 
         return self.world.run(on_rank)
 
