@@ -13,6 +13,7 @@ class VariableFact:
     """A variable of the model.
 
     Attributes:
+        is_weight: it is trained, or was before it was frozen.
         layer: the path of the layer that owns it.
         whole_dims: dims that pack several things, as the gates of an LSTM: a cut would not fall between them.
     """
@@ -22,6 +23,7 @@ class VariableFact:
     dtype: str
     itemsize: int
     trainable: bool = True
+    is_weight: bool = True
     layer: str = ""
     whole_dims: frozenset[int] = frozenset()
 

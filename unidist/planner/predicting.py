@@ -3,7 +3,8 @@
 Rules: a pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column
 alone gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut
 by its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. Gradients are summed over
-the data axes.
+the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values are gathered: once behind the
+optimizer, or, where they are stored in parts too, for each layer's call forward and again backward.
 
 Under sequence parallelism a row's sum and a table's look-up are scattered forward and gathered backward, and columns
 gather what they take, if it comes from there, and scatter its gradient. What layers between them send that mix places
@@ -21,6 +22,7 @@ from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
 from unidist.planner.facts import Affine, Calls, Facts, LayerFact, local_bytes, meeting
+from unidist.strategies import VariableLayouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,12 @@ class Step:
         return self.in_parts and length.at(self.sequence) >= self.mesh.axis_size(axes)
 
 
-def predict(facts: Facts, layouts: list[Layout], step: Step) -> Ledger:
-    """The collectives of one training step of the first device, in no order; none over axes of one place."""
+def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Ledger:
+    """The collectives of one training step of the first device, in no order; none over axes of one place.
+
+    Args:
+        layouts: as layers see the variables. lies: where these rest and where their gradients are reduced to.
+    """
     ledger = Ledger()
     shared: set[tuple[int, Axes]] = set()
     known: set[int] = set()
@@ -131,7 +137,7 @@ def predict(facts: Facts, layouts: list[Layout], step: Step) -> Ledger:
         if index not in known and layout.sharded_axes:
             for event in _gathering(facts, layouts, index, 1, step):
                 ledger.add(event)
-    for event in _gradients(facts, layouts, step):
+    for event in _gradients(facts, layouts, step, lies):
         ledger.add(event)
     ledger.events = [event for event in ledger.events if len(event.ranks) > 1]
     return ledger
@@ -208,12 +214,23 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
             yield step.event("reduce_scatter", axes, variable.bytes, variable.path)
 
 
-def _gradients(facts: Facts, layouts: list[Layout], step: Step) -> Iterator[Event]:
-    """One sum for each set of data axes that leave variables whole; engines may cut it into buckets."""
-    sizes: dict[Axes, int] = {}
-    for variable, layout in zip(facts.variables, layouts, strict=True):
+def _gradients(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Iterator[Event]:
+    """One sum for each set of data axes that leave variables whole, and of what is spread over them one gathering for
+    each pass; engines may cut them into buckets and units."""
+    sizes: dict[tuple[str, Axes, str], int] = {}
+    for variable, layout, three in zip(facts.variables, layouts, lies, strict=True):
         axes = tuple(axis for axis in step.data_axes if layout.state(axis) == "I")
-        if variable.trainable and axes:
-            sizes[axes] = sizes.get(axes, 0) + local_bytes(variable, layout, step.mesh)
-    for axes, size in sizes.items():
-        yield step.event("all_reduce", axes, size, "gradients")
+        spread = tuple(axis for axis in axes if three.state.state(axis) == "S")
+        size, rest = local_bytes(variable, layout, step.mesh), tuple(axis for axis in axes if axis not in spread)
+        in_parts = any(three.storage.state(axis) == "S" for axis in spread)
+        # What is not trained is updated by no optimizer, so joined behind none.
+        passes = 2 if in_parts else int(variable.trainable)
+        wanted = [("all_gather", spread, "parameters", size * passes)] if spread and passes else []
+        if variable.trainable and spread:
+            wanted.append(("reduce_scatter", spread, "gradients", size))
+        if variable.trainable and rest:
+            wanted.append(("all_reduce", rest, "gradients", local_bytes(variable, three.state, step.mesh)))
+        for op, over, purpose, moved in wanted:
+            sizes[op, over, purpose] = sizes.get((op, over, purpose), 0) + moved
+    for (op, axes, purpose), size in sizes.items():
+        yield step.event(op, axes, size, purpose)

@@ -6,6 +6,7 @@ import functools
 import warnings
 
 import keras
+import numpy as np
 import pytest
 
 import unidist
@@ -62,12 +63,33 @@ def test_a_step_sends_what_the_plan_predicts(name: str, ranks: int) -> None:
     assert of_layers(traffic) == sorted(predicted * 3)
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["bert", "llama mqa"])
+def test_pairs_of_low_precision_are_proven_in_float32(name: str, policy: str) -> None:
+    """Rounding of a few thousandths hides no mistake, and makes none of a pair."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(unidist.Mesh({"model": 4})), steps=1)
+        assert found.model.compute_dtype == policy.removeprefix("mixed_")
+        wanted = zoo.train(zoo.BACKBONES[name], steps=1)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert len(zoo.pairs_of(found.model)) == 4
+    # One step from the same weights: only rounding parts them.
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-2)
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_data_and_model_axes_and_zero(zero: int) -> None:
     strategy = unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), zero=zero)
     found = zoo.train(zoo.BACKBONES["bert"], strategy, steps=5)
     zoo.assert_equal(found, alone("bert"))
     assert len(zoo.pairs_of(found.model)) == 4
+    plan = unidist.plan(found.model, strategy.strategy.mesh, zero=zero)
+    rows, count = unidist.describe(found.model).rows, len(found.model.variables)
+    assert plan.bytes_per_device == sum(row.bytes_per_device for row in rows[:count])
+    # The optimizer counts its steps and its rate beside.
+    assert plan.slot_bytes_per_device == sum(row.bytes_per_device for row in rows[count:] if row.shape)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama mqa", "gpt-neox"])

@@ -139,6 +139,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
     for layer in layers:
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
             owner.setdefault(id(variable), layer)
+    weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
     out = []
     for variable in variables:
         layer = owner.get(id(variable))
@@ -151,6 +152,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
                 dtype=variable.dtype,
                 itemsize=itemsize(variable.dtype),
                 trainable=bool(variable.trainable),
+                is_weight=id(variable) in weights,
                 layer="" if layer is None else layer.path or layer.name,
                 whole_dims=frozenset({len(shape) - 1}) if gates else frozenset(),
             )
