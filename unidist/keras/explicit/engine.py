@@ -35,9 +35,15 @@ def current_engine() -> Engine | None:
 
 
 class Engine:
-    """One model under one distribution."""
+    """One model under one distribution.
+
+    Raises:
+        CapabilityError: the model computes in a way that the strategy does not go with.
+    """
 
     def __init__(self, model: Any, distribution: UnidistDistribution) -> None:
+        if distribution.strategy.sequence_parallel:
+            sequence.check(model)
         self.model = model
         self.distribution = distribution
         self.world = placing.world_of(distribution)
@@ -171,8 +177,8 @@ class Engine:
                     out = function([own])
                     return self._joined(out, mine) if kind == "predict" else out
             finally:
-                # Parts of sequences know the frame: what it holds of them would live until Python looks for cycles.
-                frame.shared = frame.fanned = None
+                # What it holds leads back to the frame, and would live until Python looks for cycles.
+                frame.shared = None
 
         return self.world.run(on_rank)
 

@@ -21,9 +21,8 @@ _EACH = (
     *("logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite", "nan_to_num", "lerp", "addcmul"),
     *("addcdiv", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus"),
     *("softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink", "hardtanh", "hardsigmoid", "hardswish"),
-    *("threshold"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__"),
-    *("__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
+    *("threshold", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
     *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
 )
 # Each element alone, of one tensor: another one would say what kind is wanted, and is not broadcast with.

@@ -25,6 +25,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.errors import CapabilityError
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
@@ -140,6 +141,18 @@ def cut(frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout, axes
 def whole(x: Any) -> Any:
     """What a SequencePart is a part of; anything else as it is."""
     return x.whole() if isinstance(x, SequencePart) else x
+
+
+def check(model: Any) -> None:
+    """Raises CapabilityError where layers are computed again in backward, which torch does not do with parts."""
+    for layer in model._flatten_layers():
+        mode = getattr(layer, "_remat_mode", None)
+        if mode is not None and mode.mode is not None:
+            raise CapabilityError(
+                f"sequence_parallel=True: layer {layer.name!r} was made inside keras.RematScope(mode={mode.mode!r}), "
+                "and parts of sequences cannot be computed again in backward in this version. Make the model outside "
+                "of the scope, or leave sequence_parallel out"
+            )
 
 
 def give_whole(model: Any) -> None:
