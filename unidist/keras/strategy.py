@@ -105,7 +105,7 @@ class DataParallel(UnidistDistribution):
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, _uneven()))
+        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, _uneven(), _joint()))
 
 
 class ModelParallel(UnidistDistribution):
@@ -147,19 +147,15 @@ class ModelParallel(UnidistDistribution):
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
         data, _ = choose_axes(grid, data_axis, model_axis)
-        strategy = Strategy(grid, data, _layouts_of(rules), auto_shard_dataset, zero, _uneven())
+        strategy = Strategy(grid, data, _layouts_of(rules), auto_shard_dataset, zero, _uneven(), _joint())
         super().__init__(strategy, rules)
 
     def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, zero: int, auto_shard: bool) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
-        if keras.config.backend() == "tensorflow":
-            raise CapabilityError(
-                "layout_map='auto': layouts are not found for Keras on TensorFlow in this version: give a LayoutMap"
-            )
         data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
         self.found = FoundLayouts(mesh, self.model_axes)
-        strategy = Strategy(mesh, data, self.found.layout_for, auto_shard, zero, _uneven())
+        strategy = Strategy(mesh, data, self.found.layout_for, auto_shard, zero, _uneven(), _joint())
         super().__init__(strategy, self.found.layout_map)
 
 
@@ -260,6 +256,11 @@ def _uneven() -> bool:
     return bool(keras.config.backend() == "torch")
 
 
+def _joint() -> bool:
+    """Whether one dim may be cut by several axes: DTensor cuts it by one."""
+    return bool(keras.config.backend() != "tensorflow")
+
+
 def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
     """The map's layouts; what only an uneven map allows is refused where Keras's arrays must divide."""
     if _uneven() or not rules.uneven:
@@ -296,15 +297,10 @@ def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
         )
 
 
-# The stages of ZeRO that each Keras backend's engine serves.
-_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": STAGES, "jax": STAGES, "tensorflow": (0,)}
-
-
 def _check_zero(zero: int) -> None:
-    name = keras.config.backend()
-    served = _STAGES_SERVED.get(name, (0,))
-    if zero in STAGES and zero not in served:
+    """Raises CapabilityError over Horovod on TensorFlow, where every process holds all."""
+    if zero in STAGES[1:] and session.backend().name == "horovod" and keras.config.backend() == "tensorflow":
         raise CapabilityError(
-            f"zero={zero}: sharded gradients and optimizer states (ZeRO) are not in this version with Keras on "
-            f"{name!r}; use one of zero={served}"
+            f"zero={zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use zero=0, or "
+            "set KERAS_BACKEND=torch before Keras is imported"
         )

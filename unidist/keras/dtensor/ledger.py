@@ -32,14 +32,14 @@ def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any)
     trained = kind == "train_step"
     trainable = {id(variable) for variable in model.trainable_variables}
     for variable in model.weights:
-        layout: Layout = getattr(variable, placing.LAYOUT)
+        layout: Layout = getattr(variable, placing.LAYOUTS).storage
         shape, size = tuple(variable.shape), itemsize(str(variable.dtype))
         held = prod(shape) * size // (mesh.axis_size(_axes(layout)) if _axes(layout) else 1)
         if trained and cut and id(variable) in trainable:
             _emit("all_reduce", strategy.data_axes, mesh, held, purpose)
         if not _axes(layout):
             continue
-        if variable._value.whole_when_read:
+        if variable._value.compute not in (None, variable._value.layout):
             _emit("all_gather", _axes(layout), mesh, prod(shape) * size, purpose)
         elif len(shape) > 1:
             contracted = bool(layout.dim_axes(0))

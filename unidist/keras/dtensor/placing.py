@@ -6,6 +6,7 @@ import functools
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from keras.src import backend
 from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
@@ -16,11 +17,15 @@ from tensorflow.experimental import dtensor
 from unidist.algebra import Layout
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.making import all_variables, made_under
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution, adopt, current
+from unidist.strategies import VariableLayouts
 
 _REFERENCE = "_unidist_reference"
-LAYOUT = "_unidist_layout"
+LAYOUTS = "_unidist_layouts"
 _PLACED = "_unidist_distribution"
+# In place of the distribution, where a plan moves a variable.
+_MOVING = object()
 _WHOLE = (RNN, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
 
 _checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
@@ -60,6 +65,10 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
+    if settle(model, distribution):
+        for variable in all_variables(model):
+            if getattr(variable, _PLACED, None) is distribution:
+                setattr(variable, _PLACED, _MOVING)
     strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
     made_under[model] = distribution
     if not strangers:
@@ -67,8 +76,8 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     ruled = {id(variable) for variable in model.weights}
     gathered = _read_whole(model)
     for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
-        layout = _layout_of(variable, distribution, id(variable) in ruled)
-        _place_variable(variable, layout, distribution, id(variable) in gathered)
+        found = _layouts_of(variable, distribution, id(variable) in ruled)
+        _place_variable(variable, found, distribution, id(variable) in gathered)
     _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
 
@@ -79,35 +88,41 @@ def _read_whole(model: Any) -> set[int]:
     return {id(variable) for layer in layers for variable in layer.variables}
 
 
-def _layout_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> Layout:
-    """A slot lies as the variable that it belongs to; what else is no weight is replicated."""
+def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:
+    """A slot rests where the gradient of its variable is reduced to; what else is no weight is replicated."""
     shape = tuple(variable.shape)
     reference = getattr(variable, _REFERENCE, lambda: None)()
     if reference is not None:
-        same = tuple(reference.shape) == shape and hasattr(reference, LAYOUT)
-        found: Layout = getattr(reference, LAYOUT) if same else Layout()
-        return found
-    if not ruled:
-        return Layout()
+        same = tuple(reference.shape) == shape and hasattr(reference, LAYOUTS)
+        return _all_at(getattr(reference, LAYOUTS).state if same else Layout())
+    if not ruled or str(variable.dtype) == backend.random_seed_dtype():
+        return _all_at(Layout())
     if distribution.layout_map is not None:
         distribution.layout_map.match(variable.path)
-    return distribution.strategy.variable(variable.path, shape).storage
+    return distribution.strategy.variable(variable.path, shape)
 
 
-def _place_variable(variable: Any, layout: Layout, distribution: UnidistDistribution, gathered: bool) -> None:
+def _all_at(layout: Layout) -> VariableLayouts:
+    return VariableLayouts(storage=layout, compute=layout, state=layout)
+
+
+def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution, gathered: bool) -> None:
     setattr(variable, _PLACED, distribution)
-    setattr(variable, LAYOUT, layout)
+    setattr(variable, LAYOUTS, found)
     value = variable._value
     if value is None:
         return
-    native = worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
+    storage, compute, state = (
+        worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
+        for layout in (found.storage, Layout() if gathered else Layout(*found.compute.dims), found.state)
+    )
     host = values.whole(value)
     if worlds.several() and not isinstance(value, dtensor.DVariable):
         # Made on its own in each process: the seeds may have differed.
         host = worlds.from_first(host)
-    with dtensor.default_mesh(native.mesh):
-        spread = values.SpreadVariable(values.put(host, native), trainable=variable.trainable, name=variable.name)
-    spread.whole_when_read = gathered and bool(layout.dims)
+    with dtensor.default_mesh(storage.mesh):
+        spread = values.SpreadVariable(values.put(host, storage), trainable=variable.trainable, name=variable.name)
+    spread.compute, spread.state = compute, state
     variable._value = spread
 
 

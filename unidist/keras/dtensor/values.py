@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,11 +71,13 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
     """A DVariable that takes and gives whole values on the host.
 
     Attributes:
-        whole_when_read: gathered for each use, for ops that DTensor cannot run on shards (convolutions).
+        compute: how it lies where layers read it; None: as it rests.
+        state: how its gradient and its slots lie, and it itself while the optimizer updates it; None: as it rests.
         held: the whole value, while a model is being saved by a process that must not ask the others.
     """
 
-    whole_when_read = False
+    compute: dtensor.Layout | None = None
+    state: dtensor.Layout | None = None
     held: Array | None = None
 
     def numpy(self) -> Array:
@@ -82,9 +87,13 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return np.asarray(self.numpy(), dtype=dtype)
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() and not is_spread(value):
-            value = put(np.asarray(value), self.layout)
-        return super().assign(value, *args, **kwargs)
+        return super().assign(self._as_stored(value), *args, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_add(self._as_stored(delta), *args, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_sub(self._as_stored(delta), *args, **kwargs)
 
     def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """DTensor has no scatter into variables: the gradient is made dense."""
@@ -94,12 +103,38 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return self.assign_add(tf.convert_to_tensor(sparse_delta))
 
     def value(self) -> Any:
-        found = super().value()
-        if self.whole_when_read:
-            return dtensor.relayout(found, replicated(self.layout.mesh, len(found.shape)))
-        return found
+        found, wanted = super().value(), self._wanted()
+        return found if wanted is None else dtensor.relayout(found, wanted)
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-        if self.whole_when_read:
-            return self.value()
-        return super()._dense_var_to_tensor(dtype, name, as_ref)
+        return super()._dense_var_to_tensor(dtype, name, as_ref) if self._wanted() is None else self.value()
+
+    def _wanted(self) -> dtensor.Layout | None:
+        """The layout in which it is read here; None: as it rests."""
+        wanted = self.state if _reading.for_update else self.compute
+        return None if wanted is None or wanted == self.layout else wanted
+
+    def _as_stored(self, value: Any) -> Any:
+        """What was computed in another layout is brought to that in which the variable rests."""
+        if tf.executing_eagerly() and not is_spread(value):
+            return put(np.asarray(value), self.layout)
+        if self.state is None or self.state == self.layout:
+            return value
+        return dtensor.relayout(tf.convert_to_tensor(value), self.layout)
+
+
+class _Reading(threading.local):
+    for_update = False
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def updating() -> Iterator[None]:
+    """Inside, an optimizer runs: variables are read in the layouts of their states."""
+    before, _reading.for_update = _reading.for_update, True
+    try:
+        yield
+    finally:
+        _reading.for_update = before
