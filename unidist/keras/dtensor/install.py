@@ -13,7 +13,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
-from unidist.keras.dtensor import placing, saving, trainer, worlds
+from unidist.keras.dtensor import pinning, placing, saving, trainer, worlds
 from unidist.keras.partitioned.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -43,6 +43,7 @@ def install() -> None:
     around(keras.Model, "__call__", trainer.calling)
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
     around(BaseOptimizer, "apply", trainer.applying)
+    pinning.install()
     saving.install()
     _state.installed = True
 

@@ -7,16 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from keras.src import backend
-from keras.src.layers.convolutional.base_conv import BaseConv
-from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
-from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
-from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
-from keras.src.layers.rnn.rnn import RNN
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.making import all_variables, made_under
+from unidist.keras.planning.candidates import candidate
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution, adopt, current
 from unidist.strategies import VariableLayouts
@@ -26,7 +22,6 @@ LAYOUTS = "_unidist_layouts"
 _PLACED = "_unidist_distribution"
 # In place of the distribution, where a plan moves a variable.
 _MOVING = object()
-_WHOLE = (RNN, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
 
 _checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
 
@@ -83,9 +78,15 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 
 
 def _read_whole(model: Any) -> set[int]:
-    """Variables that DTensor can use only gathered: kernels of convolutions, and of cells, which split their gates."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, _WHOLE)]
-    return {id(variable) for layer in layers for variable in layer.variables}
+    """Variables that are gathered when they are read: all but the kernels, tables and biases of products and lookups,
+    whose ops DTensor runs on shards. (Others it refuses, as a slice of a table of positions that cuts it anew.)"""
+    on_shards = {id(variable) for layer in model._flatten_layers() for variable in _used_as_shards(layer)}
+    return {id(variable) for variable in model.variables} - on_shards
+
+
+def _used_as_shards(layer: Any) -> list[Any]:
+    found = candidate(layer)
+    return found.variables if found is not None and found.kind in ("product", "table") else []
 
 
 def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:

@@ -19,7 +19,7 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras import making
-from unidist.keras.dtensor import ledger, placing, values, worlds
+from unidist.keras.dtensor import ledger, pinning, placing, values, worlds
 from unidist.keras.strategy import UnidistDistribution
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -118,7 +118,7 @@ class _Step:
         packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), batch)
         ledger.record(self._model, self._distribution, self._kind, packed)
         try:
-            with dtensor.default_mesh(self._mesh), _unrolled(self._model), events.for_purpose(self._kind):
+            with pinning.tracing(self._mesh), _unrolled(self._model), events.for_purpose(self._kind):
                 outputs = self._program(packed)(packed)
         except (tf.errors.OpError, ValueError, TypeError) as error:
             if (told := _without_rule(error, self._model)) is not None:
@@ -202,7 +202,7 @@ def calling(original: Any) -> Any:
         if distribution is None or not tf.executing_eagerly() or in_stateless_scope() or not _is_host(args, kwargs):
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
-        with making.active(None), dtensor.default_mesh(worlds.native_mesh(distribution.mesh)), _unrolled(self):
+        with making.active(None), pinning.tracing(worlds.native_mesh(distribution.mesh)), _unrolled(self):
             found = original(self, *args, **kwargs)
         return tree.map_structure(values.on_host, found)
 
@@ -242,4 +242,4 @@ def _laid(gradient: Any, variable: Any) -> Any:
     value = getattr(variable, "_value", None)
     if not RELAY or gradient is None or not isinstance(value, values.SpreadVariable):
         return gradient
-    return dtensor.relayout(tf.convert_to_tensor(gradient), value.state or value.layout)
+    return values.reduced(gradient, value.compute or value.layout, value.state or value.layout)

@@ -104,7 +104,7 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
 
     def value(self) -> Any:
         found, wanted = super().value(), self._wanted()
-        return found if wanted is None else dtensor.relayout(found, wanted)
+        return found if wanted is None else _read_as(found, wanted, self.layout)
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
         return super()._dense_var_to_tensor(dtype, name, as_ref) if self._wanted() is None else self.value()
@@ -121,6 +121,26 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         if self.state is None or self.state == self.layout:
             return value
         return dtensor.relayout(tf.convert_to_tensor(value), self.layout)
+
+
+def _read_as(value: Any, wanted: dtensor.Layout, stored: dtensor.Layout) -> Any:
+    """The value in another layout, whose gradient is whole in that layout first."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def read(found: Any) -> tuple[Any, Any]:
+        return dtensor.relayout(found, wanted), lambda gradient: reduced(gradient, wanted, stored)
+
+    return read(value)
+
+
+def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> Any:
+    """A gradient in the layout of its variable's state, by way of that in which layers read the variable.
+
+    In one step DTensor (TensorFlow 2.21) lets the data axes on the gradient's dims spread to the products before it,
+    whose rows lie over these axes, and computes other numbers without an error.
+    """
+    whole = dtensor.relayout(tf.convert_to_tensor(gradient), computed)
+    return whole if computed == state else dtensor.relayout(whole, state)
 
 
 class _Reading(threading.local):
