@@ -83,8 +83,8 @@ def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     # tensorflow-cpu: tests feed tf.data to models on torch and JAX, and Horovod moves its tensors.
-    # keras-hub: its models are trained under tensor parallelism.
-    others = ("tensorflow-cpu", "keras-hub")
+    # tensorboard: Keras's callback writes for it. keras-hub: its models are trained under tensor parallelism.
+    others = ("tensorflow-cpu", "tensorboard", "keras-hub")
     return [*project["dependencies"], *(one for extra in EXTRAS for one in optional[extra]), *others]
 
 

@@ -59,7 +59,7 @@ def _numpy(x: Any) -> Array:
 
 
 def eight_devices() -> World:
-    return _world(unidist.use("jax", devices=8), 20)
+    return _world(unidist.use("jax", devices=8), 12)
 
 
 def six_wide_devices() -> World:

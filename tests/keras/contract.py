@@ -8,7 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers, ops, optimizers
+from keras.src.saving.saving_lib import H5IOStore
 
 import unidist
 from tests.keras.jax.programs import Result, fresh, scope, strategy, told
@@ -268,33 +270,47 @@ def called_back(kind: str | None, zero: int, folder: str) -> Result:
     }
 
 
-class Board(keras.callbacks.TensorBoard):
-    """Keras's, but for the writing of events, for which TensorBoard would have to be installed."""
-
-    def set_model(self, model: Any) -> None:
-        self._model = model
-        self._log_write_dir = self.log_dir
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        place = Path(self._log_write_dir) / "train"
-        place.mkdir(parents=True)
-        (place / "events").write_text("")
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """No events."""
-
-    on_train_end = on_epoch_begin = on_epoch_end = on_train_batch_begin = on_train_batch_end = _nothing
-
-
 def boarded(kind: str | None, zero: int, folder: str) -> list[str]:
     """TensorBoard on every process; where this process's callback wrote, as it was put back."""
     fresh()
     x, y = rows()
     with scope(_strategy(kind, zero)):
         model = _crossed(plain(), _adam())
-    board = Board(folder)
+    board = keras.callbacks.TensorBoard(folder)
     model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0, callbacks=[board])
     return [board.log_dir]
+
+
+def saved_in_part(folder: str, name: str, values: int, kind: str | None = "dp", zero: int = 3) -> Result:
+    """Process 0 cannot write more than some values; what every process heard, and how training goes on."""
+    fresh()
+    x, y = rows()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(plain(), _adam())
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    heard = ""
+    if kind is not None:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if is_first():
+                    patch.setattr(H5IOStore, "__setitem__", _full_after(values, H5IOStore.__setitem__))
+                model.save(Path(folder) / name)
+        except OSError as error:
+            heard = f"{type(error).__name__}: {error}"
+    history = model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    return {"history": history, "heard": heard, **told(model)}
+
+
+def _full_after(values: int, original: Any) -> Any:
+    left = [values]
+
+    def set_item(self: Any, key: str, value: Any) -> None:
+        if not left[0]:
+            raise OSError("no space is left")
+        left[0] -= 1
+        original(self, key, value)
+
+    return set_item
 
 
 def streamed(kind: str | None, zero: int, source: str) -> Result:

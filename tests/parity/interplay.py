@@ -170,6 +170,44 @@ def found_automatically() -> tuple[str, str]:
     return "nothing", ""
 
 
+def own_data() -> tuple[str, str]:
+    import unidist
+
+    x, y = _data()
+    try:
+        with unidist.DataParallel(auto_shard_dataset=False).scope():
+            _model().fit(x, y, batch_size=8, verbose=0)
+    except unidist.UnidistError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def seeded_apart() -> dict[str, Any]:
+    """The weights after a shuffled training with dropout, which every process starts with another seed."""
+    import keras
+
+    import unidist
+
+    x, y = _data()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(5 + unidist.process_index())
+    mesh = unidist.Mesh({"model": 4})
+    with unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"net/up/kernel": (None, "model")})).scope():
+        layers = [keras.Input((16,)), keras.layers.Dense(8, "relu", name="up"), keras.layers.Dropout(0.5)]
+        model = keras.Sequential([*layers, keras.layers.Dense(10, name="head")], name="net")
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(x, y, batch_size=8, verbose=0)
+    return _weights(model)
+
+
+def sum_of_saved(path: str) -> float:
+    """The sum of what a saved model predicts for the rows of the script in test_tensorflow.py."""
+    import keras
+
+    x = np.random.default_rng(0).normal(size=(22, 16)).astype("float32")
+    return float(keras.models.load_model(path).predict(x, verbose=0).sum())
+
+
 def purposes() -> list[str]:
     import unidist
 

@@ -1,9 +1,10 @@
 """The contract on torch: one device's numbers on the global batch, whatever the optimizer, the loss or the loop; in two
-processes and in the simulator, at every stage of ZeRO. (On JAX: tests/keras/jax.)"""
+and four processes and in the simulator, at every stage of ZeRO. (On JAX: tests/keras/jax.)"""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.keras.jax.comparing import same
-from tests.parity.worlds import Alone, Worlds
+from tests.parity.worlds import SETTINGS, Alone, Worlds
+from tests.visible import WITH_TENSORFLOW
 
 pytestmark = pytest.mark.processes
 
@@ -23,11 +25,12 @@ WHERE = [
     ("sim-torch", "2x2", 3),
     ("torch-2", "dp", 1),
     ("torch-2", "dp", 3),
+    ("torch-4", "2x2", 3),
     ("horovod-2", "dp", 3),
 ]
 OPTIMIZERS = {
-    "clipnorm": ("torch-2", "dp", 3),
-    "global clipnorm": ("torch-2", "dp", 1),
+    "clipnorm": ("torch-4", "2x2", 3),
+    "global clipnorm": ("torch-4", "2x2", 1),
     "clipvalue": ("horovod-2", "dp", 3),
     "ema": ("torch-2", "dp", 3),
     "accumulation": ("torch-2", "dp", 1),
@@ -96,7 +99,7 @@ def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, in
         assert found["sharded"]
 
 
-@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 3)], ids=str)
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-4", "2x2", 3)], ids=str)
 @pytest.mark.parametrize("program", ["toggled", "few"])
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
@@ -127,8 +130,27 @@ def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, exp
     assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
 
 
-def test_tensorboard_is_written_once(worlds: Worlds, tmp_path: Path) -> None:
-    """Both processes make the same folder: the second one's would be an error."""
-    for found in worlds.get("torch-2").call(RUN("boarded"), "dp", 3, str(tmp_path)):
-        assert found == [str(tmp_path)]
-    assert [p.name for p in tmp_path.rglob("events*")] == ["events"]
+def test_tensorboard_is_written_once(tmp_path: Path) -> None:
+    """In processes of their own: TensorFlow writes the events."""
+    setting = dataclasses.replace(SETTINGS["torch-2"], environment=tuple(WITH_TENSORFLOW.items()))
+    with setting.world() as world:
+        for found in world.call(RUN("boarded"), "dp", 3, str(tmp_path)):
+            assert found == [str(tmp_path)]
+    assert len([p for p in (tmp_path / "train").iterdir() if "tfevents" in p.name]) == 1
+
+
+@pytest.mark.parametrize(("name", "values"), [("m.keras", 0), ("m.keras", 3), ("m.h5", 0)])
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    worlds: Worlds, expected: Any, tmp_path: Path, name: str, values: int
+) -> None:
+    """Every process reads all values, which are collectives; the second one must neither hang nor go out of step."""
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" if name.endswith("h5") else tmp_path
+    alone = expected("saved_in_part", "", name, values, None, 0)
+    first, second = worlds.get("torch-2").call(RUN("saved_in_part"), str(folder), name, values)
+    cause = first["heard"]
+    assert cause.startswith("NotADirectoryError" if name.endswith("h5") else "OSError: no space is left")
+    assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {cause}"
+    for found in (first, second):
+        same({**found, "heard": ""}, alone)
+        assert found["sharded"]

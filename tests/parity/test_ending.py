@@ -40,7 +40,7 @@ class Interrupt(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-with unidist.DataParallel(zero=1).scope():
+with unidist.DataParallel(zero=0 if sys.argv[1] == "tensorflow" else 1).scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.compile("adam", "mse")
 model.fit(Data(), epochs=1000, verbose=0, callbacks=[Interrupt()])
@@ -53,6 +53,8 @@ model.fit(Data(), epochs=1000, verbose=0, callbacks=[Interrupt()])
         ("torch", "is interrupted", "KeyboardInterrupt"),
         ("torch", "raises", "the disk of process 1 is gone"),
         ("jax", "is interrupted", "KeyboardInterrupt"),
+        ("tensorflow", "is interrupted", "KeyboardInterrupt"),
+        ("tensorflow", "raises", "the disk of process 1 is gone"),
     ],
 )
 def test_a_rank_that_stops_ends_the_run(backend: str, how: str, text: str, tmp_path: Path) -> None:

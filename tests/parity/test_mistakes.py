@@ -78,7 +78,15 @@ def test_a_model_that_is_distributed_already(worlds: Worlds) -> None:
     assert (kind, "already" in message) == ("LayoutError", True), message
 
 
-_LOST = [("torch-4", 0), ("torch-4", 1), ("horovod-2", 0), ("horovod-2", 1), ("horovod-2-tensorflow", 0)]
+_LOST = [
+    ("torch-4", 0),
+    ("torch-4", 1),
+    ("horovod-2", 0),
+    ("horovod-2", 1),
+    ("horovod-2-tensorflow", 0),
+    ("tensorflow-2x2", 0),
+    ("tensorflow-2x2", 1),
+]
 
 
 @pytest.mark.parametrize(("setting", "lost"), _LOST)

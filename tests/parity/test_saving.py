@@ -10,7 +10,7 @@ import pytest
 
 from tests.parity.compare import assert_same_arrays, assert_same_logs, assert_same_values
 from tests.parity.models import CASES
-from tests.parity.train import Saved
+from tests.parity.train import Saved, Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Alone, Worlds
 
 pytestmark = pytest.mark.processes
@@ -92,14 +92,25 @@ def test_weights_alone_are_whole_and_load_everywhere(written: Written, alone: Al
             assert_same_values(found, written.saved[0].weights, 0.0)
 
 
-def test_processes_on_tensorflow_write_once_and_load(alone: Alone, worlds: Worlds, tmp_path: Path) -> None:
-    """There every process holds the whole model: one of them writes it."""
-    world, folder = worlds.get("horovod-2-tensorflow"), str(tmp_path)
-    for saved in world.call("tests.parity.train:save", CASE, DATA_2, folder):
+@pytest.mark.parametrize(
+    ("setting", "spec"),
+    [("horovod-2-tensorflow", DATA_2), ("tensorflow-2x2", GRID)],
+    ids=lambda p: p if isinstance(p, str) else p.name,
+)
+def test_processes_on_tensorflow_write_once_and_load(
+    setting: str, spec: Spec, alone: Alone, worlds: Worlds, tmp_path: Path
+) -> None:
+    """One of them writes the whole, as one device would."""
+    world, folder = worlds.get(setting), str(tmp_path)
+    for saved in world.call("tests.parity.train:save", CASE, spec, folder):
         assert saved.files == FILES
+        assert_same_values(saved.weights, alone.train("tensorflow", CASE).weights)
     wanted = alone.world("tensorflow").call("tests.parity.train:load_and_go_on", CASE, None, folder)[0]
-    assert_same_arrays(wanted.start, alone.train("tensorflow", CASE).weights)
-    for result in world.call("tests.parity.train:load_and_go_on", CASE, DATA_2, folder):
+    assert_same_arrays(wanted.start, saved.weights, 0.0)
+    for result in world.call("tests.parity.train:load_and_go_on", CASE, spec, folder):
         assert_same_arrays(result.start, wanted.start, 0.0)
         assert_same_logs(result.logs, wanted.logs)
         assert_same_values(result.weights, wanted.weights)
+        assert any(row.is_sharded for row in result.variables) == (spec.kind == "model")
+    for found in world.call("tests.parity.train:load_weights", CASE, spec, folder):
+        assert_same_values(found, saved.weights, 0.0)

@@ -28,6 +28,11 @@ _COMPILED = {
         MODEL_4: ("mlp_clipped",),
         GRID: tuple(case for case in CASES if case not in ("tagger", "functional", "contrast")),
     },
+    "tensorflow-2x2": {
+        DATA_4: ("mlp_ragged_adam", "conv_norm"),
+        MODEL_4: ("mlp_clipped",),
+        GRID: ("mlp_sample_weight", "residual"),
+    },
     "sim-jax": {DATA_4: ("mlp_ragged_adam",), MODEL_4: ("mlp",), GRID: ("conv_norm",)},
     "jax-4": {DATA_4: ("mlp_ragged_adam", "conv_norm"), MODEL_4: ("residual",), GRID: tuple(CASES)},
     "jax-2x2": {

@@ -31,6 +31,7 @@ class Setting:
         backend: unidist's name; None: Keras alone on one device.
         devices: virtual devices in each process, where the backend has them.
         specs: the strategies that fit.
+        environment: of the processes, beside what the Keras backend needs.
     """
 
     name: str
@@ -40,11 +41,13 @@ class Setting:
     devices: int | None = None
     launcher: Launcher | None = None
     specs: tuple[Spec, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def world(self) -> ProcessWorld:
         env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
         if self.keras == "tensorflow":
             env |= WITH_TENSORFLOW
+        env |= dict(self.environment)
         return ProcessWorld(
             self.processes,
             launcher=self.launcher,
@@ -70,6 +73,7 @@ SETTINGS = {
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
         Setting("sim-tensorflow", "tensorflow", "sim", devices=4, specs=FOUR),
         Setting("tensorflow-4", "tensorflow", "tensorflow", devices=4, specs=FOUR),
+        Setting("tensorflow-2x2", "tensorflow", "tensorflow", 2, devices=2, launcher="torchrun", specs=FOUR),
         Setting("jax-2x2", "jax", "jax", 2, devices=2, launcher="jax", specs=FOUR),
     )
 }

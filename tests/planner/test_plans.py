@@ -38,11 +38,18 @@ def test_every_block_is_paired(plans, name) -> None:
         assert plan.sharded_fraction >= 0.95
 
 
-def test_keys_of_one_head_stay_whole(plans) -> None:
+def test_keys_of_one_head_are_cut_by_their_features(plans) -> None:
     plan = planned(plans, "llama_mqa")
-    reasons = {row.path: row.reason for row in plan.rows}
-    assert reasons["transformer_layer_0/self_attention/key/kernel"].startswith("replicated: (32, 1, 4) has no 4 equal")
-    assert reasons["transformer_layer_0/self_attention/query/kernel"].startswith("column: first of a pair")
+    attention = "transformer_layer_0/self_attention"
+    rows = {row.path: row for row in plan.rows}
+    assert rows[f"{attention}/query/kernel"].reason.startswith("column: first of a pair")
+    key = rows[f"{attention}/key/kernel"]
+    assert key.layout == unidist.Layout(None, None, "model")
+    assert key.reason.startswith("column: its outputs are gathered, (32, 1, 4) has no 4 equal parts that meet")
+    # Joined forward, its gradient summed and cut backward: together what an all_reduce of it would send.
+    sent = [(e.op, e.bytes) for e in plan.predicted.events if e.purpose == f"{attention}/key"]
+    size = plan.batch * plan.sequence * 4 * 4
+    assert sent == [("all_gather", size * 3 // 4), ("reduce_scatter", size * 3 // 4)]
 
 
 def test_heads_that_do_not_divide_keep_queries_and_keys_out_of_the_pair() -> None:
@@ -62,11 +69,11 @@ def test_a_vocabulary_that_does_not_divide_is_cut_by_its_features() -> None:
     assert (table.layout, table.reason) == (unidist.Layout(None, "model"), "features: 63 entries do not divide by 4")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_no_more_bytes_than_keras_hubs_own_map(plans, name) -> None:
+@pytest.mark.parametrize(("name", "keys"), [("llama", 4), ("llama", 2), ("llama", 1), ("gemma", 4)])
+def test_no_more_bytes_than_keras_hubs_own_map(name, keys) -> None:
     import keras
 
-    model = zoo.backbone(name)
+    model = zoo.backbone(name, num_key_value_heads=keys)
     mesh = keras.distribution.DeviceMesh((1, 4), ["batch", "model"], [f"cpu:{k}" for k in range(4)])
     unidist.use("sim", devices=4)
     theirs = unidist.plan(model, mesh, type(model).get_layout_map(mesh))

@@ -281,13 +281,8 @@ def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
 
 
 def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises CapabilityError where Keras on TensorFlow cannot do it: over DTensor in several processes, and over
-    Horovod, where every process holds all, with rules."""
-    if session.backend().name == "tensorflow" and session.process_count() > 1:
-        raise CapabilityError(
-            f"use('tensorflow') in {session.process_count()} processes serves arrays and collectives, not models, in "
-            "this version: give one process all devices of a machine, or use('horovod') for data parallel training"
-        )
+    """Raises CapabilityError where Keras on TensorFlow cannot do it: over Horovod, where every process holds all, with
+    rules."""
     if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
         return
     if layout_map is not None or strategy.data_shards != strategy.mesh.size:

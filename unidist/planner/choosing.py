@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim
+from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim, meeting
 
 # What no pair asks for is cut only where it pays: above this size, or this part of the model.
 LARGE_BYTES = 1 << 20
@@ -75,20 +75,18 @@ class Chooser:
             self.choices[row.bias] = Choice(Layout(), "replicated: added once to the sum")
 
     def _beside(self, row: int, layer: LayerFact) -> None:
-        """Small products that meet a pair without dividing, as keys and values of few heads, stay whole: each device
-        needs them beside its own heads."""
+        """Small products that meet a pair without dividing, as keys and values of few heads: each device needs all
+        their outputs beside its own heads. They are cut by the outputs that do divide, as the features of a head: with
+        their gradients' sum that sends what replicas would."""
         columns = {r.source for r in self.facts.reaches if r.target is not None and r.target[0] == row}
         widest = max((self._bytes(column) for column in columns), default=0)
-        for reach in self.facts.reaches:
-            other = self.facts.layers[reach.source]
-            meets = row in reach.spread or any(arrival == row for arrival, _ in reach.arrivals)
-            if meets and other.kernel not in self.choices and 2 * self._bytes(reach.source) <= widest:
+        for source in meeting(self.facts, row):
+            other = self.facts.layers[source]
+            dims = [dim for dim in sorted(other.outputs, reverse=True) if self._divides(other.kernel, dim)]
+            if dims and other.kernel not in self.choices and 2 * self._bytes(source) <= widest:
                 shape = self.facts.variables[other.kernel].shape
                 why = f"{shape} has no {self.parts} equal parts that meet those of {nearby(layer.path, other.path)}"
-                whole = Choice(Layout(), f"replicated: {why}")
-                for index in (other.kernel, other.bias):
-                    if index is not None:
-                        self.choices[index] = whole
+                self._cut_outputs(other, dims[0], f"column: its outputs are gathered, {why}")
 
     def _bytes(self, layer: int) -> int:
         return self.facts.variables[self.facts.layers[layer].kernel].bytes

@@ -120,6 +120,12 @@ class Facts:
     optimizer: str = ""
 
 
+def meeting(facts: Facts, row: int) -> list[int]:
+    """The layers whose outputs a product works with, though not slice by slice: those of its pair meet them whole."""
+    found = [r.source for r in facts.reaches if row in r.spread or any(arrival == row for arrival, _ in r.arrivals)]
+    return list(dict.fromkeys(found))
+
+
 def cut_dim(dim: int, axes: Axes) -> Layout:
     """The layout with `axes` on one dim."""
     return Layout(*[None] * dim, axes)

@@ -1,8 +1,9 @@
 """Predicting: the collectives and bytes of one training step, from the layouts and what layers do in a step.
 
 Rules: a pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column
-alone gathers its outputs instead; a table cut by its vocabulary all_reduces what it looked up; what no rule serves is
-gathered for the call. Gradients are summed over the data axes.
+alone gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut
+by its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. Gradients are summed over
+the data axes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Affine, Facts, LayerFact, local_bytes
+from unidist.planner.facts import Affine, Facts, LayerFact, local_bytes, meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +26,22 @@ class Role:
     Attributes:
         name: "column", "row", "vocabulary", "features", "gathered" or "whole".
         paired: column: its output stays cut; row: its input comes cut.
+        meets: axes of a pair that works with its whole output: the devices' gradients of it are summed.
     """
 
     name: str
     axes: Axes = ()
     paired: bool = False
+    meets: Axes = ()
 
 
 def roles(facts: Facts, layouts: list[Layout]) -> list[Role]:
     """The role of each layer, from the layout of its kernel; pairs where a measured reach joins two cuts."""
     found = [_role(layer, layouts[layer.kernel]) for layer in facts.layers]
-    paired = {k for row, columns in pairs(facts, layouts).items() for k in (row, *columns)}
-    return [Role(role.name, role.axes, k in paired) for k, role in enumerate(found)]
+    joined = pairs(facts, layouts)
+    paired = {k for row, columns in joined.items() for k in (row, *columns)}
+    meets = {k: found[row].axes for row in joined for k in meeting(facts, row) if k not in paired}
+    return [Role(role.name, role.axes, k in paired, meets.get(k, ())) for k, role in enumerate(found)]
 
 
 def pairs(facts: Facts, layouts: list[Layout]) -> dict[int, tuple[int, ...]]:
@@ -132,6 +137,8 @@ def _of_layer(
     elif role.name == "column":
         if not role.paired:
             yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
+        if role.meets:
+            yield from step.moved("reduce_scatter", axes, calls.given, calls.itemsize, calls.count, why)
         # Layers that take the same tensor sum its gradient once.
         fresh = [number for number in calls.inputs if (number, axes) not in shared]
         shared.update((number, axes) for number in fresh)
@@ -139,6 +146,8 @@ def _of_layer(
             part = len(fresh) / calls.count
             taken = Affine(calls.taken.constant * part, calls.taken.slope * part)
             yield from step.moved("all_reduce", axes, taken, calls.itemsize, len(fresh), why)
+    elif role.meets:
+        yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, calls.count, why)
 
 
 def _scores(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step) -> Iterator[Event]:

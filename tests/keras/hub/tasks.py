@@ -211,6 +211,8 @@ def check_generating(ranks: int, fitted: bool) -> None:
         tokens, model = generate(kind, zoo.strategy(kind, ranks), fitted=fitted)
         np.testing.assert_array_equal(tokens, generate(kind, fitted=fitted)[0])
         assert unidist.describe(model).sharded, kind
+        if unidist.backend().name == "torch":
+            assert model.call_with_cache.level(unidist.process_index())[1], kind
 
 
 def uneven_is_refused() -> str:

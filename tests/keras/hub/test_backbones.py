@@ -47,13 +47,35 @@ def test_a_block_sends_two_all_reduces_forward_and_two_backward(name: str) -> No
     assert _steps_of(traffic, "transformer_layer_1/", zoo.STEPS) == {"all_reduce": 4}
 
 
-def test_shared_key_and_value_heads_cost_one_small_all_reduce_each() -> None:
+def test_shared_key_and_value_heads_are_joined_and_their_gradients_summed_in_one() -> None:
     with unidist.ledger() as traffic:
         zoo.train(zoo.BACKBONES["llama mqa"], zoo.strategy("llama mqa", 4))
-    key = [e.bytes for e in traffic.events if "transformer_layer_1/self_attention/key" in e.purpose]
-    # The key's kernel is cut unevenly, so its output is joined; backward its gradient is summed over the ranks.
-    assert key
+    assert _steps_of(traffic, "transformer_layer_1/self_attention/key", zoo.STEPS) == {
+        "all_gather": 1,
+        "reduce_scatter": 1,
+    }
     assert _steps_of(traffic, "transformer_layer_1/self_attention/attention_output", zoo.STEPS) == {"all_reduce": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+def test_shared_keys_that_get_low_rank_kernels_later() -> None:
+    """They are gathered from then on, and each rank's part of their gradients is summed all the same."""
+
+    def train(strategy: unidist.ModelParallel | None) -> zoo.Trained:
+        found = zoo.train(zoo.BACKBONES["llama mqa"], strategy, steps=1)
+        keras.utils.set_random_seed(9)
+        for layer in found.model._flatten_layers():
+            if layer.name in ("key", "value"):
+                layer.enable_lora(2)
+        found.model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        y = np.random.default_rng(5).normal(size=(zoo.ROWS, 3)).astype("float32")
+        losses = found.model.fit(zoo.inputs(found.model), y, epochs=3, shuffle=False, verbose=0).history["loss"]
+        return zoo.Trained(found.model, losses, [np.asarray(v) for v in found.model.weights])
+
+    mesh = unidist.Mesh({"model": 4})
+    found = train(unidist.ModelParallel(mesh))
+    zoo.assert_equal(found, train(None))
+    assert len(zoo.pairs_of(found.model)) == 4
 
 
 ODD = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -44,6 +46,8 @@ def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> No
     np.testing.assert_array_equal(found, wanted)
     assert unidist.describe(model).sharded
     assert any(e.purpose == "generate" for e in traffic.events)
+    # All pairs are in use, on a cache of this rank's heads.
+    assert model.call_with_cache.level(0) == (sum(len(p.rules) for p in model._unidist_engine.pairs), True)
     # Asked again, a sampler without chance gives the same tokens.
     if sampler != "top_k":
         again = model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"]
@@ -52,6 +56,71 @@ def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> No
 
 def _seeded(sampler: str) -> str | keras_hub.samplers.Sampler:
     return keras_hub.samplers.TopKSampler(k=5, seed=2) if sampler == "top_k" else sampler
+
+
+def test_a_token_costs_two_all_reduces_a_block_and_the_cache_is_cut() -> None:
+    _, model = tasks.generate("gpt2", zoo.strategy("gpt2", 4))
+    caches = []
+    calls = model.call_with_cache
+    original, calls.original = calls.original, lambda *given: caches.append(given[1].shape) or original(*given)
+    with unidist.ledger() as traffic:
+        model.generate(tasks.prompt(), stop_token_ids=None)
+    # The prompt, and five tokens: two blocks' two rows, the table, and the logits that are joined.
+    assert Counter(e.op for e in traffic.events) == {"all_reduce": 6 * 5, "all_gather": 6}
+    assert {shape[-2] for shape in caches} == {1}
+
+
+class ReadsCache(zoo.M.GPT2CausalLM):  # type: ignore[misc]
+    """Looks at all heads' keys, which no rank has alone."""
+
+    def call_with_cache(self, token_ids, cache, cache_update_index):  # type: ignore[no-untyped-def]
+        logits, hidden, cache = super().call_with_cache(token_ids, cache, cache_update_index)
+        return logits + 100 * keras.ops.mean(cache), hidden, cache
+
+
+class ReadsBetween(zoo.M.GPT2CausalLM):  # type: ignore[misc]
+    """With a cache, its last block has another activation than without one: one of all features."""
+
+    def call_with_cache(self, token_ids, cache, cache_update_index):  # type: ignore[no-untyped-def]
+        block = self.backbone.transformer_layers[-1]
+        inner = block._feedforward_output_dense
+        original = inner.call
+        object.__setattr__(inner, "call", lambda x: original(keras.ops.softmax(x)))
+        try:
+            return super().call_with_cache(token_ids, cache, cache_update_index)
+        finally:
+            object.__setattr__(inner, "call", original)
+
+
+@pytest.mark.parametrize(("kind", "level"), [(ReadsCache, (4, False)), (ReadsBetween, (0, False))])
+def test_what_a_call_with_a_cache_does_otherwise_is_gathered(kind, level, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(zoo.M, "GPT2CausalLM", kind)
+    wanted, _ = tasks.generate("gpt2")
+    found, model = tasks.generate("gpt2", zoo.strategy("gpt2", 4))
+    np.testing.assert_array_equal(found, wanted)
+    assert model.call_with_cache.level(0) == level
+    np.testing.assert_array_equal(model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"], wanted)
+
+
+def test_low_rank_kernels_added_between_generating_and_training() -> None:
+    """Pairs of which a layer is computed otherwise by now are parted."""
+
+    def tune(strategy: unidist.ModelParallel | None) -> zoo.Trained:
+        _, model = tasks.generate("llama gqa", strategy)
+        keras.utils.set_random_seed(9)
+        for layer in model._flatten_layers():
+            if layer.name in ("query", "value"):
+                layer.enable_lora(2)
+        model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(True), sampler="greedy")
+        x = zoo.inputs(model)
+        losses = [float(model.train_on_batch(x, x["token_ids"])[0]) for _ in range(3)]
+        tokens = np.asarray(model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"])
+        return zoo.Trained(model, [*losses, *tokens.ravel()], [np.asarray(v) for v in model.weights])
+
+    found = tune(zoo.strategy("llama gqa", 2))
+    zoo.assert_equal(found, tune(None))
+    assert not any("self_attention" in row for row in zoo.pairs_of(found.model))
+    assert found.model.call_with_cache.level(0) == (6, False)
 
 
 def test_a_trained_model_generates() -> None:

@@ -195,6 +195,31 @@ def _interleaved(x: Any, y: Any, parts: list[tuple[int, int]], size: int) -> Ite
         yield x[rows], y[rows]
 
 
+def own_parts_apart(kind: str) -> tuple[str, str]:
+    """The second process's own data raises, or holds nothing; the type and the text of what a process is told."""
+    fresh()
+    x, y = (CASES["conv"].data()[key] for key in ("x", "y"))
+
+    def stream() -> Iterator[Any]:
+        for k in range(4):
+            if not is_first():
+                if kind == "raises" and k == 2:
+                    raise OSError("the disk of process 1 is gone")
+                if kind == "nothing":
+                    return
+            yield x[k : k + 2], y[k : k + 2]
+
+    with scope(strategy("dp", auto_shard_dataset=False)):
+        model = made("conv")
+        # So that Keras does not ask the data for a batch ahead of training.
+        model(x[:2])
+        try:
+            model.fit(stream(), shuffle=False, verbose=0)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 # saving ---------------------------------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,16 @@ def test_every_process_is_given_its_own_rows(pair: ProcessWorld, expected: Any, 
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("kind", ["raises", "nothing"])
+def test_own_rows_that_fail_are_told_to_all(pair: ProcessWorld, kind: str) -> None:
+    """Keras itself refuses a generator that yields nothing."""
+    first, second = pair.call(RUN("own_parts_apart"), kind)
+    assert first[0] == "DesyncError"
+    assert "the data of processes [1] of 2 raised an error" in first[1]
+    assert second[0] == {"raises": "OSError", "nothing": "ValueError"}[kind]
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("how", HOW[-2:])
 def test_entrances_in_two_processes(pair: ProcessWorld, expected: Any, how: str) -> None:
     for found in pair.call(RUN("entrance"), "2x2 across", how):

@@ -110,13 +110,6 @@ def test_callbacks_write_once_and_decide_alike(pair: ProcessWorld, expected: Any
     assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
 
 
-@pytest.mark.processes
-def test_tensorboard_is_written_once(pair: ProcessWorld, tmp_path: Path) -> None:
-    for found in pair.call(RUN("boarded"), "dp", 3, str(tmp_path)):
-        assert found == [str(tmp_path)]
-    assert [p.name for p in tmp_path.rglob("events*")] == ["events"]
-
-
 def test_tf_data(expected: Any) -> None:
     with ProcessWorld(1, launcher=None, env=with_tensorflow(), setup=virtual, setup_args=(4,), timeout=200) as world:
         same(world.call(RUN("streamed"), "dp", 1, "tf.data")[0], expected("streamed", *ALONE, "arrays"))

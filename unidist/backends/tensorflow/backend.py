@@ -19,6 +19,7 @@ from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
 from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
 from unidist.backends.tensorflow.joining import World, join
+from unidist.backends.tensorflow.lost import told
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
 
@@ -189,7 +190,8 @@ class TensorflowBackend:
         moves = plan(sharding, sharding.with_layout(Layout()))
         self._tell_steps(moves, x)
         parts = self._run(moves, self._unpack(x, sharding))
-        return np.array(next(iter(parts.values())).numpy())
+        with told(self.world, "gather"):
+            return np.array(next(iter(parts.values())).numpy())
 
     def _pack(self, parts: Parts, sharding: Sharding) -> Any:
         ranks = self._ranks_here(sharding.mesh.devices)
@@ -252,15 +254,17 @@ class TensorflowBackend:
         if self.world.count > 1 and ranks:
             ones = {rank: tf.ones((16,), tf.int32) for rank in ranks}
             found = self._exchange(grid)("reduce", grid.check_axes(axes), ones, "sum")
-            for arrived in found.values():
-                arrived.numpy()
+            with told(self.world, "a barrier"):
+                for arrived in found.values():
+                    arrived.numpy()
 
     def _exchange(self, mesh: Mesh) -> steps.Exchange:
         def run(kind: Kind, axes: Axes, parts: Parts, op: ReduceOp) -> Parts:
             native, ranks = self._group_mesh(mesh, axes)
             if kind in ("scatter", "swap"):
                 parts = {rank: steps.by_rank(mesh, axes, rank, part) for rank, part in parts.items()}
-            found = exchange(kind, native, ranks, parts, op)
+            with told(self.world, "a collective"):
+                found = exchange(kind, native, ranks, parts, op)
             if kind in ("gather", "swap"):
                 found = {rank: steps.by_place(mesh, axes, rank, part) for rank, part in found.items()}
             return found

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import distribution_lib as keras_distribution_lib
 from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -13,7 +14,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
-from unidist.keras.dtensor import pinning, placing, saving, trainer, worlds
+from unidist.keras.dtensor import pinning, placing, saving, trainer, values, worlds
 from unidist.keras.partitioned.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -41,6 +42,7 @@ def install() -> None:
         around(steps, f"make_{kind}_function", trainer.making_step(f"{kind}_function", f"{kind}_step"))
     around(steps, "get_metrics_result", trainer.telling_metrics)
     around(keras.Model, "__call__", trainer.calling)
+    around(keras_core, "scatter", values.scattering)
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
     around(BaseOptimizer, "apply", trainer.applying)
     pinning.install()

@@ -8,7 +8,7 @@ from typing import Any
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array, itemsize
-from unidist.keras.dtensor import placing, values
+from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.rows import Row
 
 
@@ -27,7 +27,9 @@ def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
     """(path, full value) of every weight in the model's order, on every process. A collective of the world."""
     _place(model)
     for variable in model.weights:
-        yield variable.path, values.whole(variable._value)
+        with worlds.telling("gather_weights"):
+            found = values.whole(variable._value)
+        yield variable.path, found
 
 
 def rows(model: Any) -> Iterator[Row]:

@@ -45,7 +45,7 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not worlds.is_first():
             bound.arguments["verbose"] = 0
-        with making.active(None):
+        with making.active(None), worlds.telling(original.__name__):
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 
@@ -118,7 +118,12 @@ class _Step:
         packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), batch)
         ledger.record(self._model, self._distribution, self._kind, packed)
         try:
-            with pinning.tracing(self._mesh), _unrolled(self._model), events.for_purpose(self._kind):
+            with (
+                worlds.telling(self._kind.replace("_", " ")),
+                pinning.tracing(self._mesh),
+                _unrolled(self._model),
+                events.for_purpose(self._kind),
+            ):
                 outputs = self._program(packed)(packed)
         except (tf.errors.OpError, ValueError, TypeError) as error:
             if (told := _without_rule(error, self._model)) is not None:
@@ -202,9 +207,11 @@ def calling(original: Any) -> Any:
         if distribution is None or not tf.executing_eagerly() or in_stateless_scope() or not _is_host(args, kwargs):
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
-        with making.active(None), pinning.tracing(worlds.native_mesh(distribution.mesh)), _unrolled(self):
-            found = original(self, *args, **kwargs)
-        return tree.map_structure(values.on_host, found)
+        mesh = worlds.native_mesh(distribution.mesh)
+        with worlds.telling("a call"), making.active(None):
+            with pinning.tracing(mesh), _unrolled(self):
+                found = original(self, *args, **kwargs)
+            return tree.map_structure(values.on_host, found)
 
     return __call__
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -137,7 +138,7 @@ def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> A
     """A gradient in the layout of its variable's state, by way of that in which layers read the variable.
 
     In one step DTensor (TensorFlow 2.21) lets the data axes on the gradient's dims spread to the products before it,
-    whose rows lie over these axes, and computes other numbers without an error.
+    whose rows lie over these axes, and cannot partition them then.
     """
     whole = dtensor.relayout(tf.convert_to_tensor(gradient), computed)
     return whole if computed == state else dtensor.relayout(whole, state)
@@ -158,3 +159,17 @@ def updating() -> Iterator[None]:
         yield
     finally:
         _reading.for_update = before
+
+
+def scattering(original: Any) -> Any:
+    """Keras's scatter, with indices of 32 bits where they suffice: DTensor's own are, and it refuses a mix."""
+
+    @functools.wraps(original)
+    def scatter(indices: Any, values: Any, shape: Any) -> Any:
+        indices = tf.convert_to_tensor(indices)
+        known = tf.get_static_value(shape)
+        if indices.dtype == tf.int64 and known is not None and max(known, default=0) < 2**31:
+            return original(tf.cast(indices, tf.int32), values, [int(size) for size in known])
+        return original(indices, values, shape)
+
+    return scatter

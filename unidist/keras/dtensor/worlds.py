@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import random
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist import session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
+from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.errors import CapabilityError
+from unidist.keras import seeds
 
 
 @lru_cache(maxsize=4)
@@ -34,6 +35,11 @@ def several() -> bool:
 
 def is_first() -> bool:
     return backend().process_index() == 0
+
+
+def telling(what: str) -> AbstractContextManager[None]:
+    """Raises ProcessLostError where another process of the world has ended in what is done here."""
+    return lost.told(backend().world, what)
 
 
 def in_order(mesh: Mesh) -> Mesh:
@@ -78,8 +84,7 @@ def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if not several():
         return
-    drawn = np.array([random.getrandbits(31), np.random.randint(2**31 - 1)], np.int64)
-    python, numpy = (int(n) for n in from_first(drawn))
-    random.seed(python)
-    np.random.seed(numpy)
-    tf.random.set_seed(python)
+    data = seeds.state()
+    length = int(from_first(np.array([len(data)], np.int32))[0])
+    own = np.frombuffer(data, np.uint8)[:length]
+    seeds.restore(from_first(np.pad(own, (0, length - len(own)))).tobytes())

@@ -85,6 +85,7 @@ class Engine:
         if fresh:
             placing.equalize(model.variables, self.world)
             self._set_rules()
+        self._part_pairs()
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
         self._watch_gradients()
@@ -160,8 +161,7 @@ class Engine:
             frame.rows = mine
             traffic = self._traffic()
             with traffic.step(frame, kind):
-                if self._prove_pairs(frame, own):
-                    traffic.release(frame)
+                self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
                 out = function([own])
                 return self._joined(out, mine) if kind == "predict" else out
 
@@ -175,19 +175,25 @@ class Engine:
     def _cut(self, batch: Any, rank: int, total: int) -> Any:
         return data.cut(batch, *data.bounds(self.world, rank, total), copy=self.world.is_virtual)
 
-    def _prove_pairs(self, frame: Frame, batch: Any) -> bool:
-        """Whether there was anything to do."""
+    def prove_pairs(self, frame: Frame, x: Any) -> None:
+        """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
         if self.pairs is not None and frame.rank in self._proven_on:
-            return False
-        x = tree.map_structure(_few_rows, unpack_x_y_sample_weight(batch)[0])
-        found = pairs.prove(self.model, self.rules, frame, x)
+            return
+        found = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
         self._proven_on.add(frame.rank)
         if self.pairs is None:
             self.pairs = found
             for pair in found:
                 for layer in pair.random:
-                    _distinct_seeds(layer, pair.row.axes)
-        return True
+                    _distinct_seeds(layer, pair.row)
+        self._traffic().release(frame)
+
+    def _part_pairs(self) -> None:
+        """Parts pairs of which a layer computes in another way by now, as with a low-rank kernel: it gathers."""
+        for pair in [p for p in self.pairs or () if any(rules.is_special(rule.layer) for rule in p.rules)]:
+            self.pairs = [other for other in self.pairs or () if other is not pair]
+            for rule in pair.rules:
+                rule.paired = False
 
     @functools.cached_property
     def _proven_on(self) -> set[int]:
@@ -309,16 +315,17 @@ def _few_rows(x: Any) -> Any:
     return x[:PROBE_ROWS] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype)
 
 
-def _distinct_seeds(layer: Any, axes: tuple[str, ...]) -> None:
-    """Random numbers on activations that are sharded over `axes` differ along them."""
+def _distinct_seeds(layer: Any, row: rules.Rule) -> None:
+    """Random numbers on activations that are sharded differ along the axes that cut them, while the row's pair is in
+    use."""
     original = layer.call
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
-        if frame is None or frame.rows is None:
+        if frame is None or frame.rows is None or not row.is_paired(frame):
             return original(*args, **kwargs)
-        group = frame.world.mesh.group((*frame.world.data_axes, *axes), frame.rank)
+        group = frame.world.mesh.group((*frame.world.data_axes, *row.axes), frame.rank)
         shards = frame.world.mesh.axis_size(frame.world.data_axes) if frame.world.data_axes else 1
         with frame.seeds_at(shards + group.index):
             return original(*args, **kwargs)

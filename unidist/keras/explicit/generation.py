@@ -1,7 +1,7 @@
 """Generating text: a causal language model's `generate` runs on every rank, on shards of the weights.
 
 A generate function is no step of Keras's trainer, so it is entered here. Each rank generates for all prompts with the
-same random numbers. Key and value caches hold all heads, so column and row layers are not paired.
+same random numbers. Pairs are in use in calls with a cache alone, where they are proven (cached.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keras.src.trainers.trainer import Trainer
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
-from unidist.keras.explicit import engine, placing
+from unidist.keras.explicit import cached, engine, placing
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Lies
 from unidist.keras.explicit.variables import place
@@ -50,6 +50,7 @@ def _adopt(model: Any) -> None:
         return model.generate_function
 
     object.__setattr__(model, "make_generate_function", make_generate_function)
+    cached.adopt(model)
 
 
 class GenerateFunction:
@@ -68,12 +69,23 @@ class GenerateFunction:
 
     def _on_rank(self, frame: Frame, inputs: Any, stop_token_ids: Any) -> Any:
         own = tree.map_structure(lambda x: torch.as_tensor(x).clone(), inputs)
+        self._prepare_pairs(frame, own)
         before, frame.trial = frame.trial, frozenset()
         try:
             with frame.seeds_at(0), events.for_purpose("generate"):
                 return self.function(own, stop_token_ids=stop_token_ids)
         finally:
             frame.trial = before
+
+    def _prepare_pairs(self, frame: Frame, inputs: Any) -> None:
+        """Proves the pairs on the prompts, where they are what the model itself is called with."""
+        model = self.engine.model
+        calls, described = getattr(model, "call_with_cache", None), getattr(model, "input", None)
+        if not isinstance(calls, cached.CachedCalls) or not isinstance(described, dict) or not isinstance(inputs, dict):
+            return
+        if described.keys() <= inputs.keys():
+            self.engine.prove_pairs(frame, {name: inputs[name] for name in described})
+            calls.prepare(self.engine, frame)
 
     def _place_seeds(self) -> None:
         """A sampler's random state is no variable of the model: each rank gets its own, all alike."""

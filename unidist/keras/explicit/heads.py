@@ -4,8 +4,9 @@ An entry of the table is a class of keras_hub that reshapes, repeats or biases b
 While its pair is in use, its call runs on a view of the layer in which these numbers are the local ones. Nothing here
 is trusted: a pair is used only where pairs.py has found equal outputs and gradients with it.
 
-Key and value heads that do not divide over the axis are computed whole on every rank, which then takes the heads that
-its queries use; their gradients arrive partial from the ranks, so an I -> F stands behind the projection.
+Key and value heads that do not divide over the axis are whole on every rank, which then takes the heads that its
+queries use; their gradients arrive partial from the ranks, so an I -> F stands behind the projection. Where its kernel
+is cut in another way, as along the features of a head, its output is joined: S -> F.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.rules import Rule, fan_out
+from unidist.keras.explicit.rules import Rule, fan_out, is_special
 
 
 @dataclass(frozen=True)
@@ -144,16 +145,18 @@ def _count_key_values(layer: Any, heads: Heads, row: Rule, rules: list[Rule], ch
     if local % groups and groups % local:
         return False
     count = max(local // groups, 1)
+    row.share = local, groups, count
     changed[heads.key_value_heads] = count
     changed[heads.groups] = local // count
     for projection, rule in zip(projections, found, strict=True):
         if rule is not None:
             rule.pairable = False
-        _install_share(projection, row, local, groups, count)
+            rule.meets = row if rule.kind == "column" and rule.axes == row.axes else None
+        _install_share(projection, rule, row, keys)
     return True
 
 
-def _install_share(projection: Any, row: Rule, local: int, groups: int, count: int) -> None:
+def _install_share(projection: Any, rule: Rule | None, row: Rule, keys: int) -> None:
     """The projection's output is cut to the heads that this rank's queries use, while the pair is in use."""
     original = projection.call
 
@@ -163,10 +166,20 @@ def _install_share(projection: Any, row: Rule, local: int, groups: int, count: i
         frame = context.frame()
         if frame is None or y.is_meta or not row.is_paired(frame):
             return y
-        place, _ = _place(row, frame)
-        return fan_out(frame, y, row.axes).narrow(-2, place * local // groups, count)
+        if rule is None or rule.meets is None or is_special(projection):
+            y = fan_out(frame, y, row.axes)
+        return y.narrow(-2, *own_keys(row, frame, keys))
 
     object.__setattr__(projection, "call", call)
+
+
+def own_keys(row: Rule, frame: Frame, keys: int) -> tuple[int, int]:
+    """Of so many key heads, the first that this rank works with while the pair is in use, and how many they are."""
+    place, parts = _place(row, frame)
+    if row.share is None:
+        return place * (keys // parts), keys // parts
+    local, groups, count = row.share
+    return place * local // groups, count
 
 
 def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) -> None:

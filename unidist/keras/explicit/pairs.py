@@ -83,7 +83,7 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
             clean = _clean_run(model, frame, x)
             reaches = {id(c): _disturbed(model, c, clean, frame, x) for c in columns}
             closed = [_closed(row, columns, reaches) for row in rows]
-            agreed = _all_agree(frame, [pair is not None for pair in closed])
+            agreed = all_agree(frame, [pair is not None for pair in closed])
             pairs = [pair for pair, all_say_so in zip(closed, agreed, strict=True) if pair is not None and all_say_so]
             proven = _equal(model, pairs, frame, x)
         finally:
@@ -170,7 +170,7 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
     # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
     mixed = any(any(hits) and not all(hits) for hits in calls.values())
     partly = any(hits != len(clean.seen[row]) for row, hits in reach.hits.items())
-    reach.leaked = reach.leaked or mixed or partly or not _close(outputs, clean.outputs)
+    reach.leaked = reach.leaked or mixed or partly or not is_close(outputs, clean.outputs)
     return reach
 
 
@@ -250,7 +250,7 @@ def _equal(model: Any, pairs: list[Pair], frame: Frame, x: Any) -> list[Pair]:
 def _holds(model: Any, pairs: list[Pair], frame: Frame, x: Any, reference: list[torch.Tensor]) -> bool:
     frame.trial = frozenset(id(rule) for pair in pairs for rule in pair.rules)
     try:
-        same = _close(_outputs_and_gradients(model, frame, x), reference)
+        same = is_close(_outputs_and_gradients(model, frame, x), reference)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if isinstance(error, UnidistError):
             raise
@@ -258,7 +258,7 @@ def _holds(model: Any, pairs: list[Pair], frame: Frame, x: Any, reference: list[
         same = False
     finally:
         frame.trial = frozenset()
-    return _all_agree(frame, [same])[0]
+    return all_agree(frame, [same])[0]
 
 
 def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tensor]:
@@ -275,7 +275,8 @@ def _weighted(t: torch.Tensor) -> torch.Tensor:
     return (t.reshape(-1) * weights[: t.numel()]).sum()
 
 
-def _close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+def is_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    """Whether tensors are the same but for rounding."""
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return False
     return all(
@@ -285,7 +286,7 @@ def _close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     )
 
 
-def _all_agree(frame: Frame, flags: list[bool]) -> list[bool]:
+def all_agree(frame: Frame, flags: list[bool]) -> list[bool]:
     """Which flags every rank of the mesh has set."""
     mesh = frame.world.mesh
     partial = Sharding(mesh, Layout(partial=dict.fromkeys(mesh.axis_names, "min")), (len(flags),))

@@ -11,7 +11,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
-from unidist.keras.explicit import context
+from unidist.keras.explicit import context, walks
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.parcels import is_nested
 from unidist.keras.explicit.world import RankWorld
@@ -212,6 +212,8 @@ class Place:
         shard = self._settled(frame.rank if frame is not None else self.world.ranks[0])
         if not stored.layout.dims and not stored.layout.partial:
             return shard
+        if frame is None and walks.was_read():
+            return torch.empty(stored.shape, dtype=shard.dtype)
         return self._moved(shard, stored, differentiable)
 
     def updated(self, frame: Frame) -> torch.Tensor:

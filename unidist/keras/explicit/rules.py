@@ -44,6 +44,10 @@ class Rule:
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         parts: how many ranks cut it.
         pairable: False: its shards are not to stay with the ranks.
+        share: row of an attention whose key heads do not divide: numbers of this rank's query heads, of query heads for
+            each key head, and of key heads that this rank works with.
+        meets: the row of a pair that works with this column's whole output: while that is in use, each rank takes its
+            own part of it, so its gradient arrives partial, and what is joined is fanned out.
         paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
     """
 
@@ -54,12 +58,19 @@ class Rule:
     out_dim: int = -1
     parts: int = 1
     pairable: bool = True
+    share: tuple[int, int, int] | None = None
+    meets: Rule | None = None
     paired: bool = False
     call: Callable[..., Any] = field(default=lambda: None)
 
     def is_paired(self, frame: Frame) -> bool:
         """Whether it is paired for this rank: as proven, or as being tried."""
         return self.paired if frame.trial is None else id(self) in frame.trial
+
+    def joined(self, frame: Frame) -> Layout:
+        """What a column's output is where it does not stay cut."""
+        meeting = self.meets is not None and self.meets.is_paired(frame)
+        return Layout(fanout=self.axes) if meeting else Layout()
 
     @property
     def name(self) -> str:
@@ -72,7 +83,7 @@ def make_rule(layer: Any) -> Rule | None:
     if not own:
         return None
     finder = _finder(layer)
-    rule = finder(layer) if finder is not None and not _is_special(layer) else None
+    rule = finder(layer) if finder is not None and not is_special(layer) else None
     rule = rule or Rule(layer, "gather")
     rule.call = layer.call
     rule.parts = own[0]._place.world.mesh.axis_size(rule.axes) if rule.axes else 1
@@ -99,7 +110,8 @@ def _is_sharded(variable: Any) -> bool:
     return isinstance(variable, DistributedVariable) and variable._place.is_sharded
 
 
-def _is_special(layer: Any) -> bool:
+def is_special(layer: Any) -> bool:
+    """Whether it computes with more than its kernel now, and so gathers: low-rank or quantized."""
     return bool(getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None))
 
 
@@ -113,7 +125,7 @@ def install_rule(rule: Rule) -> None:
         if frame is None or str(get_device()) == "meta":
             return rule.call(*args, **kwargs)
         with events.for_purpose(rule.name if frame.trial is None else events.purpose()):
-            if rule.kind != "gather" and _is_special(rule.layer):
+            if rule.kind != "gather" and is_special(rule.layer):
                 return _gather(rule, frame, *args, **kwargs)
             return apply(rule, frame, *args, **kwargs)
 
@@ -245,7 +257,7 @@ def _column(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) ->
     if (local or paired) and layer.activation is not None:
         y = layer.activation(y)
     if not paired:
-        y = _move(frame, y, whole, _cut_dim(y.ndim, rule.out_dim, rule.axes), Layout())
+        y = _move(frame, y, whole, _cut_dim(y.ndim, rule.out_dim, rule.axes), rule.joined(frame))
     y = frame.probe(rule, y) if frame.probe is not None else y
     return y if local or paired else layer.activation(y)
 

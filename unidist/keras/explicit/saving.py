@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
+
+from unidist.keras.explicit import data, walks
 
 _originals: dict[str, Any] = {}
 
@@ -49,14 +52,6 @@ def install() -> None:
     legacy_h5_format.save_model_to_hdf5 = _save_model_to_hdf5
 
 
-def _several_processes(model: Any) -> Any:
-    """The world of a model that is spread over several processes, or None."""
-    from unidist.keras.explicit.engine import world_of_model
-
-    world = world_of_model(model)
-    return None if world is None or world.is_virtual or world.mesh.size == 1 else world
-
-
 def _settle(model: Any) -> None:
     found = vars(model).get("_unidist_engine")
     if found is not None:
@@ -64,39 +59,57 @@ def _settle(model: Any) -> None:
 
 
 def _save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    _settle(model)
-    world = _several_processes(model)
-    if world is None:
-        return _originals["model"](model, filepath, *args, **kwargs)
-    if world.writes:
-        _originals["model"](model, filepath, *args, **kwargs)
-    else:
-        saving_lib._save_state(model, _Discard(), None, "", set())
-    world.backend.barrier()
-    return None
+    _save(
+        model,
+        lambda: _originals["model"](model, filepath, *args, **kwargs),
+        lambda: saving_lib._save_state(model, _Discard(), None, "", set()),
+    )
 
 
 def _save_weights_only(model: Any, filepath: Any, max_shard_size: Any = None, objects_to_skip: Any = None) -> Any:
-    _settle(model)
-    world = _several_processes(model)
-    if world is None or world.writes:
-        _originals["weights"](model, filepath, max_shard_size, objects_to_skip)
-    else:
-        saving_lib._save_state(model, _Discard(), None, "", {id(o) for o in objects_to_skip or ()})
-    if world is not None:
-        world.backend.barrier()
+    _save(
+        model,
+        lambda: _originals["weights"](model, filepath, max_shard_size, objects_to_skip),
+        lambda: saving_lib._save_state(model, _Discard(), None, "", {id(o) for o in objects_to_skip or ()}),
+    )
 
 
 def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    _settle(model)
-    world = _several_processes(model)
-    if world is None:
-        return _originals["hdf5"](model, filepath, *args, **kwargs)
-    if world.writes:
-        _originals["hdf5"](model, filepath, *args, **kwargs)
-    else:
+    def read_along() -> None:
         # The legacy format has no store to replace: the others write into a file that is thrown away.
         with tempfile.TemporaryDirectory() as folder:
             _originals["hdf5"](model, os.fspath(Path(folder) / "discarded.h5"), *args, **kwargs)
-    world.backend.barrier()
-    return None
+
+    _save(model, lambda: _originals["hdf5"](model, filepath, *args, **kwargs), read_along)
+
+
+def _save(model: Any, write: Callable[[], None], read_along: Callable[[], None]) -> None:
+    """Process 0 writes, the others read along: each whole value is a collective. Returns when the file is there.
+
+    Args:
+        write: saves the model.
+        read_along: reads what `write` does, in the same order, and keeps nothing.
+
+    Raises:
+        SavingFailedError: on the other processes, where process 0 could not write.
+    """
+    from unidist.keras.explicit.engine import world_of_model
+
+    _settle(model)
+    world = world_of_model(model)
+    several = None if world is None else data.crew(world)
+    if several is None:
+        write()
+        return
+    with several.told_to_all():
+        if not several.is_first:
+            read_along()
+            return
+        with walks.walking():
+            try:
+                write()
+            except BaseException:
+                # The others are in the middle of their reading: it goes on to its end.
+                with walks.going_on():
+                    read_along()
+                raise

@@ -6,7 +6,8 @@ array. The compiler then works on uneven shards, so that every mean, statistic a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
+from unidist.errors import DesyncError
 from unidist.keras.partitioned import layouts, processes
 
 Segments = tuple[tuple[int, int], ...]
@@ -192,8 +194,9 @@ class LockstepAdapter:
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
-        counts = processes.of_all(-1 if adapter.num_batches is None else adapter.num_batches)
-        self.num_batches = None if -1 in counts else max(counts)
+        counts = processes.of_all(_UNKNOWN if adapter.num_batches is None else adapter.num_batches)
+        _tell_apart(counts, _RAISED, "raised an error")
+        self.num_batches = None if _UNKNOWN in counts else max(counts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
@@ -202,13 +205,58 @@ class LockstepAdapter:
         iterator = iter(self._adapter.get_jax_iterator())
         last = None
         while True:
-            batch = next(iterator, None)
-            rows = 0 if batch is None else int(jax.tree.leaves(batch)[0].shape[0])
-            counts = processes.of_all(rows)
+            with _told_to_all():
+                batch = next(iterator, None)
+            rows = _NONE if batch is None and last is None else 0 if batch is None else _row_count(batch)
+            counts = _agreed(rows)
             if not any(counts):
                 return
-            last = batch if batch is not None else _emptied(last)
+            last = _emptied(last) if batch is None else batch
             yield jax.tree.map(partial(_part, counts), last)
+
+
+# In place of a number of rows or batches: not known; this process was given no batch at all; its data raised.
+_UNKNOWN = _NONE = -1
+_RAISED = -2
+
+
+@contextlib.contextmanager
+def _told_to_all() -> Iterator[None]:
+    """What is raised inside stands in place of the number for which the other processes wait."""
+    try:
+        yield
+    except BaseException:
+        processes.of_all(_RAISED)
+        raise
+
+
+def _agreed(rows: int) -> tuple[int, ...]:
+    """Every process's rows of the next batch. A collective.
+
+    Raises:
+        DesyncError: the data of some process raised, or some were given none at all.
+    """
+    counts = processes.of_all(rows)
+    if set(counts) == {_NONE}:
+        return (0,)
+    _tell_apart(counts, _RAISED, "raised an error")
+    _tell_apart(counts, _NONE, "holds no batch, while others' does")
+    return counts
+
+
+def _tell_apart(counts: tuple[int, ...], sign: int, how: str) -> None:
+    apart = [process for process, count in enumerate(counts) if count == sign]
+    if apart:
+        raise DesyncError(
+            f"auto_shard_dataset=False: the data of processes {apart} of {len(counts)} {how}. Every process must be "
+            "given at least one batch, and come to the end of its data",
+            ranks=tuple(device.id for device in jax.devices() if device.process_index in apart),
+            collective="batch sizes",
+        )
+
+
+def _row_count(batch: Any) -> int:
+    return int(jax.tree.leaves(batch)[0].shape[0])
 
 
 def _part(counts: tuple[int, ...], array: Any) -> Part:
@@ -216,8 +264,6 @@ def _part(counts: tuple[int, ...], array: Any) -> Part:
 
 
 def _emptied(batch: Any) -> Any:
-    if batch is None:
-        raise ValueError("this process was given no data, but others were: give every process at least one batch")
     return jax.tree.map(lambda array: np.asarray(array)[:0], batch)
 
 
@@ -236,10 +282,9 @@ def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden
         distribution = current()
         if distribution is None:
             return original(*args, **kwargs)
-        with hidden():
+        apart = processes.several() and not distribution.auto_shard_dataset
+        with hidden(), _told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
-        if processes.several() and not distribution.auto_shard_dataset:
-            return LockstepAdapter(adapter)
-        return adapter
+        return LockstepAdapter(adapter) if apart else adapter
 
     return get_data_adapter

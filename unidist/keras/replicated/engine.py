@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
-import random
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -16,11 +14,11 @@ from keras.src import tree
 from keras.src.backend import get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from tensorflow.python.eager import context as tf_context
 
 from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import seeds
 from unidist.keras import strategy as strategies
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution
@@ -169,17 +167,7 @@ def align_seeds() -> None:
     backend: Any = session.backend()
     if backend.process_count() == 1:
         return
-    if tf_context.global_seed() is None:
-        tf.random.set_seed(random.SystemRandom().getrandbits(31))
-    # TensorFlow draws the seeds of its operations from a generator of its context.
-    drawn = tf_context.context()
-    state = (random.getstate(), np.random.get_state(), tf_context.global_seed(), drawn._rng.getstate())
-    python, numpy, seed, operations = pickle.loads(_broadcast_bytes(backend, pickle.dumps(state)))
-    random.setstate(python)
-    np.random.set_state(numpy)
-    if seed != tf_context.global_seed():
-        tf.random.set_seed(seed)
-    drawn._rng.setstate(operations)
+    seeds.restore(_broadcast_bytes(backend, seeds.state()))
 
 
 def _broadcast_bytes(backend: Any, data: bytes) -> bytes:
