@@ -13,7 +13,14 @@ BEHAVIOURS = (
     "single_batches",
     "parallelized_when_trained",
     "keras_distribution",
+    "joined_before_a_row_layer",
+    "cut_along_another_dim",
+    "slices_of_rows",
+    "layers_that_slice",
+    "a_loss_of_all_pairs",
 )
+# Those in which processes could part.
+IN_PROCESSES = ("numpy_in_and_out", "custom_train_step", "single_batches", "keras_distribution", "slices_of_rows")
 
 
 def _data(rows: int = 32) -> tuple[Any, Any]:
@@ -128,6 +135,62 @@ def parallelized_when_trained() -> None:
     _same(_weights(later), _weights(alone))
 
 
+def slices_of_rows() -> None:
+    """A loss that indexes rows and labels in ways at which DTensor by itself crashes, fails or is wrong."""
+    import tensorflow as tf
+
+    x, y = _data()
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        late = tf.shape(y_pred)[0] - 3
+        weights = tf.cast(y_true[::-1] + y_true[0] + y_true[late], "float32")
+        rows = tf.linalg.band_part(y_pred, 2, 3) * tf.roll(y_pred, 1, 0)
+        rows += y_pred[::-1] * y_pred[-1] + y_pred[late] + y_pred[3:, None][:-2, 0, :][0]
+        apart = tf.reduce_sum(tf.square(y_pred[:, tf.newaxis, 1:] - y_pred[None, ..., ::3][..., :1, None][..., 0]), -1)
+        steps = tf.reduce_sum(tf.square(y_pred[::5, None, 2:-1, None]))
+        return tf.reduce_mean(tf.square(rows), -1) * tf.reshape(weights, (-1,)) + tf.reduce_mean(apart, -1) + steps
+
+    def run(model: Any) -> Any:
+        model.compile("sgd", loss)
+        return model.fit(x, y / 100, batch_size=8, verbose=0).history["loss"]
+
+    _compare(run)
+
+
+def layers_that_slice() -> None:
+    """In training, and where the model is called as a function."""
+    import keras
+
+    class Sliced(keras.Model):
+        def call(self, x: Any) -> Any:
+            found = super().call(x)
+            return found[:, None, ::-1][:, 0] + 0.1 * found[0] + found[None, 1:2][0]
+
+    x, y = _data()
+
+    def run(model: Any) -> Any:
+        before = np.asarray(model(x))
+        model.fit(x, y, batch_size=8, verbose=0)
+        return np.concatenate([before, model.predict(x, batch_size=8, verbose=0), np.asarray(model(x))])
+
+    _compare(run, cls=Sliced)
+
+
+def a_loss_of_all_pairs() -> None:
+    """A model's own loss is given whole batches: products of rows with rows are beyond DTensor's shards."""
+    import keras
+    import tensorflow as tf
+
+    class Pairs(keras.Model):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            own = super().compute_loss(x, y, y_pred, sample_weight)
+            same = tf.cast(y[:, None] == y[None], "float32")
+            return own + tf.reduce_mean(tf.square(tf.matmul(y_pred, y_pred, transpose_b=True) - same))
+
+    x, y = _data()
+    _compare(lambda model: model.fit(x, y, batch_size=10, verbose=0).history["loss"], cls=Pairs)
+
+
 def keras_distribution() -> None:
     import keras
 
@@ -160,14 +223,73 @@ def without_a_rule() -> tuple[str, str]:
     return "nothing", ""
 
 
-def found_automatically() -> tuple[str, str]:
+def joined_before_a_row_layer() -> None:
+    """A concatenation before a kernel that is cut along its dim: DTensor would let each device join its own pieces."""
+    import keras
+
     import unidist
 
-    try:
-        unidist.ModelParallel(unidist.Mesh({"model": 4}))
-    except unidist.UnidistError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(10, 6, 16)).astype("float32"), rng.normal(size=(10, 3)).astype("float32")
+
+    def trained(strategy: Any) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((6, 16))
+        both = [keras.layers.Dense(16, "tanh")(inputs[:, 0]), keras.layers.GlobalAveragePooling1D()(inputs)]
+        model = keras.Model(inputs, keras.layers.Dense(3, name="head")(keras.layers.Concatenate()(both)))
+        model.compile("sgd", "mse")
+        if strategy is not None:
+            unidist.parallelize(model, strategy)
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return {"loss": history}, model
+
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    wanted, alone = trained(None)
+    found, spread = trained(unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"head/kernel": ("model",)})))
+    _same(found, wanted)
+    _same([v for _, v in sorted(_weights(spread).items())], dict(enumerate(np.asarray(v) for v in _sorted(alone))))
+
+
+def _sorted(model: Any) -> list[Any]:
+    return sorted(model.weights, key=lambda variable: variable.path)
+
+
+def cut_along_another_dim() -> None:
+    """Tensors of up to five dims that DTensor moves from a cut of one dim to one of another."""
+    import tensorflow as tf
+    from tensorflow.experimental import dtensor
+
+    import unidist
+    from unidist.algebra import Layout
+    from unidist.keras.dtensor import slicing, values, worlds
+
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    native = worlds.native_mesh(mesh)
+    whole = np.arange(4 * 6 * 2 * 8 * 4, dtype="float32").reshape(4, 6, 2, 8, 4)
+    for ndim in (3, 4, 5):
+        value = whole.reshape(*whole.shape[: ndim - 1], -1)
+        layouts = [worlds.native_layout(Layout(*[None] * dim, "model"), value.shape, mesh) for dim in range(value.ndim)]
+        for before in layouts:
+            for after in layouts:
+                with slicing.on(native):
+                    move = tf.function(lambda x, to=after: dtensor.relayout(x, to), autograph=False)
+                    moved = move(values.put(value, before))
+                np.testing.assert_array_equal(values.whole(moved), value)
+
+
+def in_one_line() -> dict[str, Any]:
+    """TensorParallelKeras without a rule, against one device."""
+    import unidist
+
+    x, y = _data()
+    alone, one = _model(), _model()
+    parallel = unidist.TensorParallelKeras(one, world_size=2, distributed_backend="tensorflow")
+    wanted = alone.fit(x, y, batch_size=8, verbose=0).history["loss"]
+    found = parallel.fit(x, y, batch_size=8, verbose=0).history["loss"]
+    _same({"loss": found}, {"loss": wanted})
+    for a, b in zip(_weights(one).values(), alone.weights, strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), atol=1e-5)
+    return dict(parallel.get_parallelism_info())
 
 
 def own_data() -> tuple[str, str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,32 @@ def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds) -> 
         np.testing.assert_array_equal(again["weights"][path], value)
 
 
-def test_callbacks_decide_alike(worlds: Worlds, expected: Any, tmp_path: Path) -> None:
+WRITERS = [("tensorflow-4", "2x2"), ("tensorflow-2x2", "2x2"), ("horovod-2-tensorflow", "dp")]
+
+
+@pytest.mark.parametrize(("setting", "kind"), WRITERS)
+def test_callbacks_write_once_and_decide_alike(
+    setting: str, kind: str, worlds: Worlds, expected: Any, tmp_path: Path
+) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    (found,) = worlds.get("tensorflow-4").call(RUN("called_back"), *GRID, str(tmp_path / "two"))
     alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    same({**found, "log": ""}, {**alone, "log": ""})
-    assert found["stopped"] == alone["stopped"] > 0
+    for found in worlds.get(setting).call(RUN("called_back"), kind, 0, str(tmp_path / "two")):
+        same({**found, "log": ""}, {**alone, "log": ""})
+        assert found["stopped"] == alone["stopped"] > 0
+        assert found["log"] == str(tmp_path / "two" / "log.csv")
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
+    logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
+    assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("setting", "kind"), WRITERS[1:])
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    setting: str, kind: str, worlds: Worlds, expected: Any, tmp_path: Path
+) -> None:
+    alone = expected("saved_in_part", "", "m.keras", 3, None, 0)
+    first, second = worlds.get(setting).call(RUN("saved_in_part"), str(tmp_path), "m.keras", 3, kind, 0)
+    assert first["heard"] == "OSError: no space is left"
+    assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {first['heard']}"
+    for found in (first, second):
+        same({**found, "heard": ""}, alone)

@@ -124,9 +124,14 @@ class ModelParallel(UnidistDistribution):
         zero: 1 or 2: each data shard reduces, and keeps the optimizer's slots of, its part of each variable; 3: it
             keeps only its part of the variables too, and gathers a layer's for its call (ZeRO, FSDP).
         auto_shard_dataset: see DataParallel.
+        sequence_parallel: between a layer whose sum is reduced and the next one with a cut kernel each device holds a
+            part of the sequence (dim 1 of what has three dims or more): reduce_scatter and all_gather in place of
+            all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
+            arXiv:2205.05198). Keras on torch only.
 
     Raises:
         MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
+        CapabilityError: the backend in use cannot do it.
     """
 
     def __init__(
@@ -138,24 +143,30 @@ class ModelParallel(UnidistDistribution):
         model_axis: str | Axes | None = None,
         zero: int = 0,
         auto_shard_dataset: bool = True,
+        sequence_parallel: bool = False,
     ) -> None:
+        if sequence_parallel:
+            check_sequence_parallel()
+        more = (auto_shard_dataset, zero, _uneven(), _joint(), sequence_parallel)
         if isinstance(layout_map, str):
-            self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, zero, auto_shard_dataset)
+            self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, more)
             return
         grid = as_mesh(mesh) if mesh is not None else mesh_of_map(layout_map)
         rules = as_layout_map(layout_map, grid)
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
         data, _ = choose_axes(grid, data_axis, model_axis)
-        strategy = Strategy(grid, data, _layouts_of(rules), auto_shard_dataset, zero, _uneven(), _joint())
+        strategy = Strategy(grid, data, _layouts_of(rules), *more)
         super().__init__(strategy, rules)
 
-    def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, zero: int, auto_shard: bool) -> None:
+    def _find(
+        self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: tuple[bool, int, bool, bool, bool]
+    ) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
         data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
         self.found = FoundLayouts(mesh, self.model_axes)
-        strategy = Strategy(mesh, data, self.found.layout_for, auto_shard, zero, _uneven(), _joint())
+        strategy = Strategy(mesh, data, self.found.layout_for, *more)
         super().__init__(strategy, self.found.layout_map)
 
 
@@ -259,6 +270,16 @@ def _uneven() -> bool:
 def _joint() -> bool:
     """Whether one dim may be cut by several axes: DTensor cuts it by one."""
     return bool(keras.config.backend() != "tensorflow")
+
+
+def check_sequence_parallel() -> None:
+    """Raises CapabilityError where Keras's backend has no sequence parallelism."""
+    name = keras.config.backend()
+    if name != "torch":
+        raise CapabilityError(
+            f"sequence_parallel=True: with Keras on {name!r} activations lie as the compiler chooses; this version "
+            "cuts them by sequence on torch alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
+        )
 
 
 def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:

@@ -42,6 +42,7 @@ class Strategy:
             the data axes; 3: the values rest there too. Only `variable` looks at it: all else follows the layouts.
         uneven: whether a variable may be cut into shards of different sizes.
         joint: whether one dim of a variable may be cut by several axes.
+        sequence_parallel: what lies between layers with cut kernels is cut too, along the sequence (dim 1).
 
     Raises:
         MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
@@ -54,6 +55,7 @@ class Strategy:
     zero: int = 0
     uneven: bool = True
     joint: bool = True
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)

@@ -27,7 +27,7 @@ What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. E
 {head}
 {rows}
 
-Other backbones work as well; where their attention counts heads in its own way it is gathered: DeBERTaV3, ESM, RoFormerV2, GPT-OSS. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
+Other backbones work as well; where their attention counts heads in a way that unidist does not know it is gathered. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
 
 A model of yours: `unidist plan FILE.py:function --mesh model=4` ([planning](planning.md)).
 """

@@ -180,6 +180,20 @@ def check_found_layouts() -> None:
         assert any(e.op == "all_reduce" and e.purpose in proven for e in traffic.events), name
 
 
+def check_sequence_parallel() -> None:
+    """Parts of sequences in real processes: equal to one device, halves of all_reduces, of even and of odd lengths."""
+    for name in ("bert", "llama gqa"):
+        strategy = unidist.ModelParallel(unidist.Mesh({"model": 2}), sequence_parallel=True)
+        with unidist.ledger() as traffic:
+            found = zoo.train(zoo.BACKBONES[name], strategy, steps=5)
+        zoo.assert_equal(found, zoo.train(zoo.BACKBONES[name], steps=5))
+        rows = zoo.pairs_of(found.model)
+        assert len(rows) == 4, rows
+        sums = [(e.op, e.purpose) for e in traffic.events if e.purpose in rows]
+        assert {op for op, _ in sums} == {"reduce_scatter", "all_gather"}
+        assert {row for op, row in sums if op == "reduce_scatter"} == set(rows)
+
+
 def check_one_line(backend: str) -> None:
     """TensorParallelKeras on a model that exists already, named backend and all."""
 

@@ -15,7 +15,7 @@ from unidist.testing.processes import ProcessWorld
 # Of which at least 95 % must lie in sharded variables.
 GROUPED = ("llama gqa", "llama mqa", "mistral", "gemma", "gemma mqa", "gemma3")
 MOST = ("bert", "roberta", "gpt2", "opt", *GROUPED)
-FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon")
+FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon", "gpt-oss", "deberta-v3")
 
 
 @functools.cache
@@ -96,3 +96,4 @@ def test_layouts_are_found_in_two_processes(backend: str) -> None:
     ) as world:
         world.call(tasks.check_found_layouts)
         world.call(tasks.check_one_line, backend)
+        world.call(tasks.check_sequence_parallel)

@@ -19,7 +19,7 @@ def alone(name: str) -> zoo.Trained:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", zoo.BACKBONES)
+@pytest.mark.parametrize("name", zoo.BY_HAND)
 def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     wanted = alone(name)
     with unidist.ledger() as traffic:

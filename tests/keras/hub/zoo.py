@@ -46,8 +46,14 @@ BACKBONES: dict[str, Callable[[], Any]] = {
     "bart": lambda: M.BartBackbone(**_ABSOLUTE),
     "bloom": lambda: M.BloomBackbone(**_PLAIN, num_heads=4),
     "gpt-neox": lambda: M.GPTNeoXBackbone(**_ABSOLUTE, rotary_percentage=0.5),
+    "esm": lambda: M.ESMBackbone(**_ABSOLUTE),
+    "roformer-v2": lambda: M.RoformerV2Backbone(**_PLAIN, num_heads=4, head_size=4, dropout=0.0),
+    "deberta-v3": lambda: M.DebertaV3Backbone(**_ABSOLUTE, bucket_size=4),
+    "gpt-oss": _grouped(M.GptOssBackbone, 2, num_experts=2, sliding_window=4),
     "falcon": lambda: M.FalconBackbone(**_PLAIN, num_attention_heads=4),
 }
+# Of which there are layouts written by hand below.
+BY_HAND = [name for name in BACKBONES if name not in ("esm", "roformer-v2", "deberta-v3", "gpt-oss")]
 
 _IN, _UP, _GATE, _DOWN = "feedforward_intermediate_dense", "ffw_gating", "ffw_gating_2", "ffw_linear"
 _WIDE = rf"({_IN}|feedforward_gate_dense|{_UP}|{_GATE}|mlp_intermediate_dense|dense_h_to_4h|mlp/dense_1)"
@@ -133,6 +139,8 @@ def train(build: Callable[[], Any], strategy: Any = None, *, steps: int = STEPS,
     with strategy.scope() if strategy is not None else contextlib.nullcontext(), warnings.catch_warnings():
         # keras_hub's own: T5 layers drop masks that they do not use.
         warnings.filterwarnings("ignore", "Layer .* was passed an input with a mask attached")
+        # And RoFormerV2 indexes by a list.
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing")
         # The part of an untied table that makes logits is not used by a backbone.
         warnings.filterwarnings("ignore", "Gradients do not exist for variables .*reverse_embeddings")
         model = with_head(build())

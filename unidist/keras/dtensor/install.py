@@ -11,10 +11,11 @@ from keras.src.backend.tensorflow import distribution_lib as keras_distribution_
 from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
-from unidist.keras.dtensor import pinning, placing, saving, trainer, values, worlds
+from unidist.keras.dtensor import pinning, placing, saving, slicing, trainer, values, worlds
 from unidist.keras.partitioned.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -46,6 +47,7 @@ def install() -> None:
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
     around(BaseOptimizer, "apply", trainer.applying)
     pinning.install()
+    around(array_ops, "strided_slice", slicing.slicing)
     saving.install()
     _state.installed = True
 

@@ -6,10 +6,7 @@ of the parts, each device joins its own pieces, which is another order: wrong nu
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -17,14 +14,8 @@ from tensorflow.dtensor.python.layout import MATCH
 from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops
 
+from unidist.keras.dtensor import slicing
 from unidist.keras.partitioned.interception import around
-
-
-class _Tracing(threading.local):
-    mesh: dtensor.Mesh | None = None
-
-
-_tracing = _Tracing()
 
 
 def install() -> None:
@@ -32,22 +23,11 @@ def install() -> None:
     around(gen_array_ops, "concat_v2", _concatenating)
 
 
-@contextlib.contextmanager
-def tracing(mesh: dtensor.Mesh) -> Iterator[None]:
-    """Inside, what is traced becomes a program on the mesh."""
-    before, _tracing.mesh = _tracing.mesh, mesh
-    try:
-        with dtensor.default_mesh(mesh):
-            yield
-    finally:
-        _tracing.mesh = before
-
-
 def _concatenating(original: Any) -> Any:
     @functools.wraps(original)
     def concat_v2(values: Any, axis: Any, name: Any = None) -> Any:
         found = original(values, axis, name)
-        mesh = _tracing.mesh
+        mesh = slicing.mesh_here()
         # Shapes are joined too: DTensor must go on seeing constants in them.
         if mesh is None or tf.executing_eagerly() or not found.shape.rank or _is_shape(found):
             return found

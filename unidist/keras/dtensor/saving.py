@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from keras.src.saving import saving_api
 
-from unidist.errors import UnidistError
 from unidist.keras import making
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.partitioned.interception import around
 
 _SAVERS = ("save_model", "save_weights")
-
-
-class SavingFailedError(UnidistError, OSError):
-    """Process 0, which writes for all, could not save."""
 
 
 def install() -> None:
@@ -40,21 +36,25 @@ def one_writer(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not placing.is_placed(model) or not worlds.several():
+        several = worlds.crew() if placing.is_placed(model) else None
+        if several is None:
             return original(model, *args, **kwargs)
-        spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
-        for value in spread:
-            value.held = values.whole(value)
-        failed = True
-        try:
-            found = original(model, *args, **kwargs) if worlds.is_first() else None
-            failed = False
-        finally:
-            for value in spread:
-                value.held = None
-            failed = bool(worlds.from_first(np.array([failed], np.int32))[0])
-        if failed:
-            raise SavingFailedError("process 0 could not save for all: its own error tells why")
-        return found
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_gathered(model))
+            stack.enter_context(several.told_to_all())
+            return original(model, *args, **kwargs) if several.is_first else None
 
     return save
+
+
+@contextlib.contextmanager
+def _gathered(model: Any) -> Iterator[None]:
+    """The model's variables read as whole values, without asking the other processes again."""
+    spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+    for value in spread:
+        value.held = values.whole(value)
+    try:
+        yield
+    finally:
+        for value in spread:
+            value.held = None

@@ -17,10 +17,12 @@ from keras.src.layers.rnn.rnn import RNN
 from tensorflow.experimental import dtensor
 
 from unidist import events
+from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making
-from unidist.keras.dtensor import ledger, pinning, placing, values, worlds
+from unidist.keras.dtensor import ledger, placing, slicing, values, worlds
 from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.writing import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
@@ -45,7 +47,8 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not worlds.is_first():
             bound.arguments["verbose"] = 0
-        with making.active(None), worlds.telling(original.__name__):
+        one_writer = by_one(bound.arguments.get("callbacks"), worlds.crew())
+        with one_writer, making.active(None), worlds.telling(original.__name__):
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 
@@ -76,6 +79,7 @@ def making_step(name: str, step: str) -> Callable[[Any], Any]:
             if distribution is None:
                 return original(self, force)
             placing.prepare(self, distribution)
+            slicing.adopt_loss(self)
             if getattr(self, name) is None or force:
                 found = _Step(self, distribution, getattr(self, step), step)
                 setattr(self, name, found.predict if step == "predict_step" else found.run)
@@ -120,7 +124,7 @@ class _Step:
         try:
             with (
                 worlds.telling(self._kind.replace("_", " ")),
-                pinning.tracing(self._mesh),
+                slicing.on(self._mesh),
                 _unrolled(self._model),
                 events.for_purpose(self._kind),
             ):
@@ -180,10 +184,11 @@ def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
     names = [layer.name for layer in model._flatten_layers() if re.search(rf"\b{re.escape(layer.name)}\b", text)]
     where = f"layer {names[-1]!r}" if names else f"model {model.name!r}"
     op = node.group(1) if node else "an op"
+    # Of no use for an op that has a rule, which refuses what it is given.
+    whole = f"let every device compute it whole: set {REPLICATED}{op.upper()}=1 before TensorFlow runs; or "
     return CapabilityError(
         f"{where}: DTensor cannot run {op} on shards ({text.strip().splitlines()[0][:300]}). Leave this layer's "
-        f"variables replicated, or let every device compute it whole: set "
-        f"DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF.{op.upper()}=1 before TensorFlow runs; or use torch or jax"
+        f"variables replicated, or {whole if 'does not implement' in text else ''}use torch or jax"
     )
 
 
@@ -209,7 +214,7 @@ def calling(original: Any) -> Any:
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
         with worlds.telling("a call"), making.active(None):
-            with pinning.tracing(mesh), _unrolled(self):
+            with slicing.on(mesh), _unrolled(self):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)
 

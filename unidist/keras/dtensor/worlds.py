@@ -16,6 +16,8 @@ from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.errors import CapabilityError
 from unidist.keras import seeds
+from unidist.keras.first import bytes_of_first
+from unidist.keras.writing import Crew
 
 
 @lru_cache(maxsize=4)
@@ -84,7 +86,11 @@ def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if not several():
         return
-    data = seeds.state()
-    length = int(from_first(np.array([len(data)], np.int32))[0])
-    own = np.frombuffer(data, np.uint8)[:length]
-    seeds.restore(from_first(np.pad(own, (0, length - len(own)))).tobytes())
+    seeds.restore(bytes_of_first(seeds.state(), from_first))
+
+
+def crew() -> Crew | None:
+    """The processes of the world, if there are several."""
+    if not several():
+        return None
+    return Crew(is_first(), lambda text: bytes_of_first(text.encode(), from_first).decode())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.world import RankWorld
 
 
@@ -53,6 +54,7 @@ class Frame:
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         fanned: (tensor, how, result) of the last fan-out, which the next layer may share (rules.py).
+        shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
     """
 
@@ -71,6 +73,7 @@ class Frame:
     trial: frozenset[int] | None = None
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     fanned: tuple[torch.Tensor, Any, torch.Tensor] | None = None
+    shared: SharedWeights | None = None
     seed_place: int = 0
 
     @contextlib.contextmanager

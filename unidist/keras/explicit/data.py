@@ -14,9 +14,11 @@ from keras.src.backend.torch.trainer import TorchEpochIterator
 
 from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
+from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
+from unidist.keras.first import bytes_of_first
 from unidist.keras.writing import Crew
 
 
@@ -217,8 +219,7 @@ def crew(world: RankWorld) -> Crew | None:
         return None
 
     def share(text: str) -> str:
-        # One letter more: nothing of no length is sent.
-        return broadcast_bytes(_by_process(world), f".{text}".encode(), "files")[1:].decode()
+        return broadcast_bytes(_by_process(world), text.encode(), "files").decode()
 
     return Crew(world.writes, share)
 
@@ -230,20 +231,14 @@ def _by_process(world: RankWorld) -> RankWorld:
 
 def broadcast_bytes(world: RankWorld, data: bytes, purpose: str = "random state") -> bytes:
     """The first rank's bytes on every process."""
+
+    def broadcast(own: Array) -> Array:
+        whole = Sharding(world.mesh, Layout(), own.shape)
+        found: Array = world.backend.broadcast(torch.tensor(own), whole, world.mesh.axis_names, 0).numpy()
+        return found
+
     with events.for_purpose(purpose):
-        length = _broadcast(world, torch.tensor([len(data)]))
-        buffer = torch.zeros(int(length), dtype=torch.uint8)
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if len(own) == len(buffer):
-            buffer.copy_(own)
-        elif world.mesh.group(world.mesh.axis_names, world.ranks[0]).index == 0:
-            raise DesyncError("the length of the broadcast state changed on its way", ranks=world.ranks)
-        return bytes(_broadcast(world, buffer).numpy().tobytes())
-
-
-def _broadcast(world: RankWorld, x: torch.Tensor) -> torch.Tensor:
-    whole = Sharding(world.mesh, Layout(), tuple(x.shape))
-    return world.backend.broadcast(x, whole, world.mesh.axis_names, 0)
+        return bytes_of_first(data, broadcast)
 
 
 _originals: dict[str, Any] = {}

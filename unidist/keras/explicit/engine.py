@@ -18,7 +18,7 @@ from keras.src.utils.torch_utils import TorchModuleWrapper
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
-from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules
+from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules, sequence
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
@@ -121,10 +121,13 @@ class Engine:
                 object.__setattr__(layer, "_loss_ids", PerRankSet())
             rule = rules.make_rule(layer)
             if rule is not None:
+                rule.in_parts = self.distribution.strategy.sequence_parallel
                 rules.install_rule(rule)
                 self.rules.append(rule)
         for layer in self.model._flatten_layers():
             heads.install_heads(layer, self.rules)
+        if self.distribution.strategy.sequence_parallel:
+            sequence.give_whole(self.model)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
@@ -137,7 +140,8 @@ class Engine:
         if self.traffic is not None:
             self.settle()
             self.traffic.close()
-        self.traffic = Traffic(self.model, self.world)
+        in_parts = self.distribution.strategy.sequence_parallel
+        self.traffic = Traffic(self.model, self.world, in_parts=in_parts)
 
     # steps --------------------------------------------------------------------------------------------------------
 
@@ -160,6 +164,7 @@ class Engine:
             own = local if rows is not None else self._cut(batch, frame.rank, total)
             frame.rows = mine
             traffic = self._traffic()
+            frame.shared = traffic.shared(frame)
             with traffic.step(frame, kind):
                 self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
                 out = function([own])

@@ -34,6 +34,7 @@ class Heads:
             class has none.
         key_value: the projections of key and value.
         cut: keyword arguments of the call that hold a value for each head, and the dim of the heads.
+        own: weights that hold a value for each head, and the dim of the heads.
         within: layers that treat each head alike: each rank's part of their weights' gradients is summed.
         adapt: further changes of the view.
     """
@@ -45,6 +46,7 @@ class Heads:
     groups: str = ""
     key_value: tuple[str, ...] = ()
     cut: tuple[tuple[str, int], ...] = ()
+    own: tuple[tuple[str, int], ...] = ()
     within: tuple[str, ...] = ()
     adapt: Callable[[Any, Any, Rule], None] | None = None
 
@@ -110,6 +112,18 @@ TABLE: dict[str, Heads] = {
     "BloomAttention": Heads(output="_output_dense", divided=("num_heads",), adapt=_slopes),
     "FalconAttention": Heads(output="output_dense", divided=("num_heads",), cut=(("alibi", 1),)),
     "GPTNeoXAttention": Heads(output="_output_dense", divided=("num_heads", "hidden_dim")),
+    "RoformerAttention": Heads(output="o_dense", divided=("heads",)),
+    "EsmSelfAttention": Heads(output="o_dense", divided=("heads",)),
+    "DisentangledSelfAttention": Heads(output="_output_dense", divided=("num_heads", "hidden_dim")),
+    "GptOssAttention": Heads(
+        output="output_dense",
+        divided=("num_query_heads",),
+        query_heads="num_query_heads",
+        key_value_heads="num_key_value_heads",
+        groups="num_key_value_groups",
+        key_value=("key_dense", "value_dense"),
+        own=(("sinks", 0),),
+    ),
     "T5MultiHeadAttention": Heads(output="output_projector", divided=("num_heads", "inner_dim"), adapt=_relative_bias),
 }
 
@@ -207,7 +221,11 @@ def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) 
 def _fanned_weights(layer: Any, heads: Heads, row: Rule, frame: Frame) -> dict[int, torch.Tensor]:
     sublayers = [getattr(layer, name, None) for name in heads.within]
     weights = [v for sublayer in sublayers if sublayer is not None for v in sublayer.trainable_variables]
-    return {id(v): fan_out(frame, v._place.whole(frame, differentiable=True), row.axes) for v in weights}
+    found = {id(v): fan_out(frame, v._place.whole(frame, differentiable=True), row.axes) for v in weights}
+    for name, dim in heads.own:
+        variable = getattr(layer, name)
+        found[id(variable)] = _own_part(row, frame, variable._place.whole(frame, differentiable=True), dim)
+    return found
 
 
 def _view(layer: Any) -> Any:

@@ -61,6 +61,7 @@ class Watched:
         leaf: where backward puts the gradient. target: where the reduced one goes.
         axes: over which it arrives partial.
         cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
+        late: it arrives at the end of backward, so that no other shall wait for it.
     """
 
     leaf: torch.nn.Parameter
@@ -68,13 +69,15 @@ class Watched:
     axes: Axes
     cut_axes: Axes = ()
     cut: Cut | None = None
+    late: bool = False
 
     @staticmethod
-    def of(place: Place, rank: int) -> Watched:
+    def of(place: Place, rank: int, *, late: bool = False) -> Watched:
         world = place.world
         axes = tuple(a for a in world.data_axes if place.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
         found = cut_between(place.sharding, place.lies.state, rank)
-        return Watched(place.leaf(rank), place.states[rank], axes, *(found or ()))
+        cut_axes, cut = found or ((), None)
+        return Watched(place.leaf(rank), place.states[rank], axes, cut_axes, cut, late)
 
 
 class Bucket:
@@ -202,8 +205,8 @@ class Reducer:
         kinds: dict[Any, list[Watched]] = {}
         for member in reversed(self.watched):
             if member.axes:
-                kinds.setdefault((member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
-        return list(kinds.values())
+                kinds.setdefault((member.late, member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
+        return [members for _, members in sorted(kinds.items(), key=lambda kind: bool(kind[0][0]))]
 
     def _cut(self, members: list[Watched]) -> None:
         kind = CutBucket if members[0].cut_axes else WholeBucket

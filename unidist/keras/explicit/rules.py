@@ -20,8 +20,9 @@ from keras.src.backend.torch.core import get_device
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
-from unidist.keras.explicit import context
+from unidist.keras.explicit import context, sequence
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.variables import DistributedVariable
 
 # Activations that treat each element alone: they may run on a shard of the features.
@@ -43,6 +44,7 @@ class Rule:
         axes: the model axes that cut its kernel.
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         parts: how many ranks cut it.
+        in_parts: sequence parallelism: what it sums over the ranks goes on as parts of the sequence.
         pairable: False: its shards are not to stay with the ranks.
         share: row of an attention whose key heads do not divide: numbers of this rank's query heads, of query heads for
             each key head, and of key heads that this rank works with.
@@ -57,6 +59,7 @@ class Rule:
     in_dim: int = -1
     out_dim: int = -1
     parts: int = 1
+    in_parts: bool = False
     pairable: bool = True
     share: tuple[int, int, int] | None = None
     meets: Rule | None = None
@@ -201,26 +204,19 @@ _FINDERS: dict[type, Callable[[Any], Rule | None]] = {
 # moving activations ---------------------------------------------------------------------------------------------------
 
 
-def _move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
-    sharding = Sharding(frame.world.mesh, src, shape)
-    return frame.world.backend.redistribute(x, sharding, sharding.with_layout(dst))
-
-
 def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """I -> F over `axes`: nothing forward, all_reduce backward. Layers that take one tensor in turn (query, key and
-    value; gate and up) share it, and so the one all_reduce of their gradients."""
+    """I -> F over `axes`: nothing forward, all_reduce backward; of a part of a sequence S -> F: all_gather and
+    reduce_scatter. Layers that take one tensor in turn (query, key and value; gate and up) share it, and so the one
+    all_reduce of their gradients."""
     key = (axes, torch.is_grad_enabled(), frame.trial)
     if frame.fanned is not None and frame.fanned[0] is x and frame.fanned[1] == key:
         return frame.fanned[2]
-    y = _move(frame, x, tuple(x.shape), Layout(), Layout(fanout=axes))
+    if isinstance(x, sequence.SequencePart) and x.axes == axes:
+        y = x.fanned_out()
+    else:
+        y = move(frame, sequence.whole(x), tuple(x.shape), Layout(), Layout(fanout=axes))
     frame.fanned = (x, key, y)
     return y
-
-
-def _cut_dim(ndim: int, dim: int, axes: Axes) -> Layout:
-    """The layout with `axes` on one dim."""
-    dim %= ndim
-    return Layout(*[None] * dim, axes)
 
 
 def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
@@ -257,25 +253,32 @@ def _column(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) ->
     if (local or paired) and layer.activation is not None:
         y = layer.activation(y)
     if not paired:
-        y = _move(frame, y, whole, _cut_dim(y.ndim, rule.out_dim, rule.axes), rule.joined(frame))
+        y = move(frame, y, whole, cut_dim(y.ndim, rule.out_dim, rule.axes), rule.joined(frame))
     y = frame.probe(rule, y) if frame.probe is not None else y
     return y if local or paired else layer.activation(y)
 
 
 def _row(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Kernel cut by its inputs: the product is partial, P -> I (all_reduce forward, nothing backward)."""
+    """Kernel cut by its inputs: the product is partial, P -> I (all_reduce forward, nothing backward), or P -> S."""
     layer = rule.layer
     if frame.probe is not None:
         inputs = frame.probe(rule, inputs)
     if not rule.is_paired(frame):
-        cut = _cut_dim(inputs.ndim, rule.in_dim, rule.axes)
-        inputs = _move(frame, inputs, tuple(inputs.shape), Layout(), cut)
+        cut = cut_dim(inputs.ndim, rule.in_dim, rule.axes)
+        inputs = move(frame, sequence.whole(inputs), tuple(inputs.shape), Layout(), cut)
     dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
     y = _product(layer, inputs, _shard(frame, layer._kernel, dim, rule.axes))
-    y = _move(frame, y, tuple(y.shape), Layout(partial=rule.axes), Layout())
+    y = _joined(rule, frame, y, tuple(y.shape), Layout(partial=rule.axes))
     if layer.bias is not None:
         y = ops.add(y, _whole(frame, layer.bias))
     return y if layer.activation is None else layer.activation(y)
+
+
+def _joined(rule: Rule, frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout) -> torch.Tensor:
+    """What the ranks' tensors make together: on every rank, or of sequences each rank's part of it."""
+    if rule.in_parts and frame.trial is None and sequence.can_be_cut(frame, shape, rule.axes):
+        return sequence.cut(frame, y, shape, src, rule.axes)
+    return move(frame, y, shape, src, Layout())
 
 
 def _product(layer: Any, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -294,7 +297,7 @@ def activation_name(activation: Any) -> str:
 
 
 def _vocabulary(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) -> Any:
-    """Table cut by its rows: each rank looks up what it holds, zeros elsewhere; P -> I."""
+    """Table cut by its rows: each rank looks up what it holds, zeros elsewhere; P -> I or S."""
     layer = rule.layer
     if reverse:
         return _logits(rule, frame, inputs)
@@ -310,7 +313,7 @@ def _vocabulary(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) ->
     else:
         # A rank without rows still takes part, and its empty table gets its empty gradient.
         rows = table.new_zeros((*inputs.shape, table.shape[1])) + table.sum()
-    whole = _move(frame, rows, tuple(rows.shape), Layout(partial=rule.axes), Layout())
+    whole = _joined(rule, frame, rows, tuple(rows.shape), Layout(partial=rule.axes))
     return _masked(layer, inputs, ops.cast(whole, dtype=layer.compute_dtype))
 
 
@@ -328,7 +331,7 @@ def _logits(rule: Rule, frame: Frame, inputs: torch.Tensor) -> Any:
     if layer.logit_soft_cap is not None:
         y = ops.multiply(ops.tanh(ops.divide(y, layer.logit_soft_cap)), layer.logit_soft_cap)
     whole = _whole_shape(y, -1, layer.input_dim)
-    return _move(frame, y, whole, _cut_dim(y.ndim, -1, rule.axes), Layout())
+    return move(frame, y, whole, cut_dim(y.ndim, -1, rule.axes), Layout())
 
 
 def _embedding_column(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) -> Any:
@@ -338,7 +341,7 @@ def _embedding_column(rule: Rule, frame: Frame, inputs: Any, reverse: bool = Fal
     layer = rule.layer
     rows = torch.nn.functional.embedding(inputs.long(), _shard(frame, layer._embeddings, 1, rule.axes))
     whole = _whole_shape(rows, -1, layer._embeddings.shape[1])
-    rows = _move(frame, rows, whole, _cut_dim(rows.ndim, -1, rule.axes), Layout())
+    rows = _joined(rule, frame, rows, whole, cut_dim(rows.ndim, -1, rule.axes))
     return _masked(layer, inputs, ops.cast(rows, dtype=layer.compute_dtype))
 
 

@@ -14,6 +14,7 @@ from keras.src.random.seed_generator import SeedGenerator, draw_seed
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.keras.explicit.context import Frame, frame
+from unidist.keras.explicit.sequence import SequencePart, dropped_out
 
 _originals: dict[str, Any] = {}
 # Seeds are combined modulo 2**32; the golden ratio spreads the ranks' streams over it.
@@ -87,6 +88,10 @@ def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
     """Where a rank is at work, every dropout draws by its seed: without one Keras would take torch's own random
     numbers, of which ranks know nothing: replicas would drop different units."""
     here = frame()
+    if isinstance(inputs, SequencePart) and noise_shape is None:
+        found = dropped_out(inputs, lambda part: _dropout(part, rate, seed=seed))
+        if found is not None:
+            return found
     if here is not None and noise_shape is None and isinstance(seed, SeedGenerator):
         noise_shape = tuple(inputs.shape)
     if here is not None and here.inputs is not None and seed is not None and 0 < rate < 1:

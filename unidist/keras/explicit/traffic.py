@@ -16,27 +16,32 @@ from unidist.errors import CapabilityError
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.reducer import Reducer, Watched
+from unidist.keras.explicit.sequence import SharedWeights
 from unidist.keras.explicit.units import Fetcher, use_in_calls
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.explicit.world import RankWorld
 
 
 class Traffic:
-    """The reducers and fetchers of this process's ranks for one model.
+    """The reducers and fetchers of this process's ranks for one model; `in_parts`: under sequence parallelism.
 
     Raises:
         CapabilityError: the model computes in a way that stored shards do not go with.
     """
 
-    def __init__(self, model: Any, world: RankWorld) -> None:
+    def __init__(self, model: Any, world: RankWorld, *, in_parts: bool = False) -> None:
         self.model = model
         self.world = world
+        self._in_parts = in_parts
         self._undo: list[Callable[[], None]] = []
         by_layer = _places_by_layer(model)
         fetched = [(layer, places) for layer, places in by_layer if any(not p.is_kept for p in places)]
         _check_fetched(model, [layer for layer, _ in fetched])
         trainable = [v._place for v in model.trainable_variables]
-        self._reducers = {rank: Reducer(world, rank, [Watched.of(p, rank) for p in trainable]) for rank in world.ranks}
+        self._reducers = {
+            rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
+            for rank in world.ranks
+        }
         self._fetchers = {rank: Fetcher(world, rank, [places for _, places in by_layer]) for rank in world.ranks}
         for layer, places in fetched:
             self._undo.append(use_in_calls(layer, places))
@@ -71,6 +76,16 @@ class Traffic:
             reducer.frame = None
             if reducer.is_paused:
                 reducer.is_paused, reducer.is_holding = False, True
+
+    def shared(self, frame: Frame) -> SharedWeights | None:
+        """What sums the gradients of weights that are used on parts of sequences, for one step."""
+        if not self._in_parts:
+            return None
+        places = [v._place for v in self.model.trainable_variables if isinstance(v, DistributedVariable)]
+        return SharedWeights(frame, [p.leaf(frame.rank) for p in places if self._is_late(p)])
+
+    def _is_late(self, place: Place) -> bool:
+        return self._in_parts and place.is_whole and place.is_kept
 
     def join(self, frame: Frame, variables: list[Any]) -> None:
         """Behind an optimizer: the parts that ranks have updated become whole values again."""

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
+from unidist.keras.first import bytes_of_first
 
 
 def several() -> bool:
@@ -30,10 +31,8 @@ def from_first(value: Any) -> Any:
     """Process 0's value, pickled, on every process. A collective of the world."""
     if not several():
         return value
-    data = np.frombuffer(pickle.dumps(value), np.uint8) if is_first() else np.zeros(0, np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    padded = data if is_first() else np.zeros(size, np.uint8)
-    return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    data = pickle.dumps(value) if is_first() else b""
+    return pickle.loads(bytes_of_first(data, lambda own: np.asarray(multihost_utils.broadcast_one_to_all(own))))
 
 
 def of_all(number: int) -> tuple[int, ...]:

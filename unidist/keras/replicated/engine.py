@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend import get_keras_mask
@@ -17,11 +16,14 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
+from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import seeds
 from unidist.keras import strategy as strategies
+from unidist.keras.first import bytes_of_first
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.writing import Crew
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_replicated_engine", default=None)
 
@@ -164,22 +166,27 @@ def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
 
 def align_seeds() -> None:
     """Rank 0's random states of Python, NumPy and TensorFlow on every process, so that seeds and shuffles agree."""
+    if session.backend().process_count() > 1:
+        with events.for_purpose("random state"):
+            seeds.restore(bytes_of_first(seeds.state(), _of_first))
+
+
+def crew() -> Crew | None:
+    """The processes of the world, if there are several."""
+
+    def share(text: str) -> str:
+        with events.for_purpose("files"):
+            return bytes_of_first(text.encode(), _of_first).decode()
+
+    here = session.backend()
+    return Crew(here.process_index() == 0, share) if here.process_count() > 1 else None
+
+
+def _of_first(own: Array) -> Array:
     backend: Any = session.backend()
-    if backend.process_count() == 1:
-        return
-    seeds.restore(_broadcast_bytes(backend, seeds.state()))
-
-
-def _broadcast_bytes(backend: Any, data: bytes) -> bytes:
-    mesh = Mesh({"world": backend.process_count()})
-
-    def broadcast(x: Any) -> Any:
-        return backend.broadcast(x, Sharding(mesh, Layout(), tuple(x.shape)), ("world",), 0)
-
-    with events.for_purpose("random state"):
-        length = int(broadcast(tf.constant([len(data)]))[0])
-        own = np.frombuffer(data, np.uint8)[:length]
-        return bytes(broadcast(tf.constant(np.pad(own, (0, length - len(own))))).numpy().tobytes())
+    world = Sharding(Mesh({"world": backend.process_count()}), Layout(), own.shape)
+    found: Array = backend.broadcast(tf.constant(own), world, ("world",), 0).numpy()
+    return found
 
 
 def _from_first(traced: Traced, value: Any) -> Any:

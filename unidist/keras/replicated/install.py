@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from typing import Any
 
 import tensorflow as tf
 from keras.src import backend as keras_backend
-from keras.src import tree
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.callbacks.csv_logger import CSVLogger
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -19,10 +16,10 @@ from keras.src.random.seed_generator import SeedGenerator
 from keras.src.saving import saving_lib
 from keras.src.trainers.trainer import Trainer
 
-from unidist import session
 from unidist.keras import strategy as strategies
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
+from unidist.keras.writing import by_one
 
 _originals: dict[str, Any] = {}
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -66,10 +63,7 @@ def _in_session(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not found.writes:
             bound.arguments["verbose"] = 0
-            for callback in tree.flatten(bound.arguments.get("callbacks")):
-                if isinstance(callback, CSVLogger):
-                    callback.filename = os.devnull
-        with found.session():
+        with by_one(bound.arguments.get("callbacks"), engine.crew()), found.session():
             return original(*bound.args, **bound.kwargs)
 
     return entrance
@@ -137,14 +131,18 @@ def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
 
 
 def _by_one_process(original: Any) -> Any:
-    """Every process holds the whole model: one writes, and all go on when the file is there."""
+    """Every process holds the whole model: one writes, and all go on when the file is there.
+
+    Raises:
+        SavingFailedError: on the other processes, where process 0 could not write.
+    """
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        found = vars(model).get("_unidist_replicated")
-        if found is None or found.writes:
-            original(model, *args, **kwargs)
-        if found is not None:
-            session.backend().barrier()
+        several = engine.crew() if "_unidist_replicated" in vars(model) else None
+        if several is None:
+            return original(model, *args, **kwargs)
+        with several.told_to_all():
+            return original(model, *args, **kwargs) if several.is_first else None
 
     return save

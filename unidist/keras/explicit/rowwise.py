@@ -1,0 +1,106 @@
+"""Which functions of torch treat each place of a sequence (dim 1) alone, told by name. What is not here may mix them.
+
+An entry is a function of torch, and the condition on its arguments under which it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+Condition = Callable[[int, Sequence[Any], dict[str, Any]], bool]
+
+# Each element alone, and what it is broadcast with.
+_EACH = (
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "neg", "negative", "abs"),
+    *("absolute", "sqrt", "rsqrt", "square", "reciprocal", "exp", "exp2", "expm1", "log", "log1p", "log2", "sin"),
+    *("cos", "tan", "tanh", "sigmoid", "erf", "erfc", "sign", "floor", "ceil", "round", "trunc", "maximum", "minimum"),
+    *("clamp", "clip", "clamp_min", "clamp_max", "eq", "ne", "lt", "le", "gt", "ge", "logical_and"),
+    *("logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite", "nan_to_num", "lerp", "addcmul"),
+    *("addcdiv", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus"),
+    *("softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink", "hardtanh", "hardsigmoid", "hardswish"),
+    *("threshold", "to", "type", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__"),
+    *("__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+)
+# Along the dims that they are told.
+_ALONG = (
+    *("mean", "sum", "prod", "var", "std", "amax", "amin", "logsumexp", "softmax", "log_softmax", "cumsum"),
+    *("cumprod", "all", "any"),
+)
+_NORMALIZING = ("layer_norm", "rms_norm")
+_PROPERTIES = (
+    *("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized"),
+    *("is_nested", "is_mkldnn", "itemsize", "nbytes", "_version"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
+    *("is_signed", "get_device", "__len__", "__hash__"),
+)
+_IN_PLACE = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITES = frozenset(["__setitem__", "__set__", "register_hook", "retain_grad", *(f"__i{name}__" for name in _IN_PLACE)])
+
+
+def _named(names: Iterable[str]) -> Iterable[Any]:
+    """The functions of these names: of torch, as methods, and of torch.nn.functional."""
+    for name in names:
+        # Every module has an __eq__ of its own.
+        for home in (torch.Tensor,) if name.startswith("__") else (torch, torch.Tensor, torch.nn.functional):
+            found = getattr(home, name, None)
+            # torch.float is a dtype.
+            if callable(found):
+                yield found
+
+
+def _each(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("out") is None and not kwargs.get("inplace")
+
+
+def _along(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Told to go along dims behind the sequence alone."""
+    dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
+    given: list[Any] = list(dims) if isinstance(dims, (list, tuple)) else [dims]
+    # x.all(1, 2): another dim behind the first one.
+    if not given or not all(map(_is_number, given)) or any(map(_is_number, args[2:])) or not _each(ndim, args, kwargs):
+        return False
+    return all(-ndim <= d < ndim and d % ndim > 1 for d in given)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _normalizing(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    return len(shape) < ndim - 1
+
+
+def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    # Of a condition alone it gives places.
+    return len(args) + len(kwargs) == 3 and _each(ndim, args, kwargs)
+
+
+TABLE: dict[Any, Condition] = {
+    **dict.fromkeys(_named(_EACH), _each),
+    **dict.fromkeys(_named(_ALONG), _along),
+    **dict.fromkeys(_named(_NORMALIZING), _normalizing),
+    torch.where: _where,
+}
+OF_THE_SHAPE = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+        *_named(_METHODS),
+    ]
+)
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+OF_THE_GRAPH = frozenset(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf"))
+
+
+def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it changes its first argument, or what is known of it."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.startswith("__")
+    return name in _WRITES or func == _DATA or in_place or bool(kwargs.get("inplace"))
