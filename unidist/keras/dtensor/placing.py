@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -72,7 +73,9 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     gathered = _read_whole(model)
     for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
         found = _layouts_of(variable, distribution, id(variable) in ruled)
-        _place_variable(variable, found, distribution, id(variable) in gathered)
+        if id(variable) in gathered:
+            found = replace(found, compute=Layout())
+        _place_variable(variable, found, distribution)
     _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
 
@@ -107,7 +110,7 @@ def _all_at(layout: Layout) -> VariableLayouts:
     return VariableLayouts(storage=layout, compute=layout, state=layout)
 
 
-def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution, gathered: bool) -> None:
+def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution) -> None:
     setattr(variable, _PLACED, distribution)
     setattr(variable, LAYOUTS, found)
     value = variable._value
@@ -115,7 +118,7 @@ def _place_variable(variable: Any, found: VariableLayouts, distribution: Unidist
         return
     storage, compute, state = (
         worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
-        for layout in (found.storage, Layout() if gathered else Layout(*found.compute.dims), found.state)
+        for layout in (found.storage, Layout(*found.compute.dims), found.state)
     )
     host = values.whole(value)
     if worlds.several() and not isinstance(value, dtensor.DVariable):
