@@ -120,13 +120,13 @@ def test_a_model_without_a_rule_trains_as_one_device(case: str, alone: Alone, wo
 def test_a_transformer_trains_as_one_device(name: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
     """Layouts found, or the zoo's rules; against torch, since Keras on TensorFlow alone gives Adam each word's
     occurrences one by one."""
-    wanted = alone.world("torch").call("tests.parity.gpt2:train", None, name, numpy_weights=True)[0]
-    found = worlds.get("tensorflow-4").call("tests.parity.gpt2:train", spec, name, numpy_weights=True)[0]
+    wanted = alone.world("torch").call("tests.parity.gpt2:train_where_it_divides", None, name)[0]
+    found = worlds.get("tensorflow-4").call("tests.parity.gpt2:train_where_it_divides", spec, name)[0]
     assert len(found.losses) == 20
     np.testing.assert_allclose(found.losses, wanted.losses, atol=1e-5, rtol=1e-5)
     assert_same_values(found.weights, wanted.weights)
     cut = sum(row.is_sharded for row in found.variables if row.path in found.weights)
-    assert cut >= 0.6 * len(found.weights)
+    assert cut >= 0.5 * len(found.weights)
 
 
 def test_one_line_shards_a_model(worlds: Worlds) -> None:
