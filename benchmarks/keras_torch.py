@@ -21,63 +21,22 @@ import unidist
 unidist.use("torch")
 
 import keras  # noqa: E402
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from mlp import batch, crossentropy, fits_step, keras_model, step_by_hand, torch_model  # noqa: E402
 from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-ROWS, WIDTH, CLASSES = 256, 1024, 10
+ROWS = 256
 
 
-def keras_model() -> keras.Model:
-    keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.layers.Input((784,)),
-            keras.layers.Dense(WIDTH, activation="relu", name="a"),
-            keras.layers.Dense(WIDTH, activation="relu", name="b"),
-            keras.layers.Dense(CLASSES, name="c"),
-        ]
-    )
-
-
-def crossentropy() -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def torch_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(784, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
-    )
-
-
-def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rng = np.random.default_rng(0)
-    return (
-        torch.tensor(rng.normal(size=(rows, 784)).astype("float32")),
-        torch.tensor(rng.integers(0, CLASSES, size=(rows,))),
-    )
-
-
-def ours(strategy: object, rows: int) -> Step:
-    """The step that fit runs: forward, loss, backward, reduction, optimizer, metrics."""
-    with strategy.scope():  # type: ignore[attr-defined]
+def ours(strategy: unidist.ModelParallel | unidist.DataParallel, rows: int) -> Step:
+    with strategy.scope():
         model = keras_model()
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=crossentropy())
-    x, y = batch(rows)
-    model.train_on_batch(x, y)
-    engine = model._unidist_engine
-    engine_step = model.train_function
-
-    def step() -> object:
-        return engine_step([(x, y)])
-
-    engine._ready, engine.logs_are_read = True, False  # as in fit(verbose=0)
-    return step
+    return fits_step(model, *batch(rows))
 
 
 def keras_under_ddp() -> Step:
@@ -100,30 +59,20 @@ def keras_under_ddp() -> Step:
     return step
 
 
-def by_hand(model: nn.Module, rows: int, foreach: bool = True) -> Step:
+def by_hand(model: nn.Module, foreach: bool = True) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=foreach)
-    loss_of = nn.CrossEntropyLoss()
-    x, y = batch(rows)
-
-    def step() -> object:
-        optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return step_by_hand(model, optimizer, *batch(ROWS))
 
 
 def torch_under_ddp() -> Step:
-    return by_hand(DistributedDataParallel(torch_model(), gradient_as_bucket_view=True), ROWS)
+    return by_hand(DistributedDataParallel(torch_model(), gradient_as_bucket_view=True))
 
 
 def torch_tensor_parallel() -> Step:
     mesh = init_device_mesh("cpu", (2,))
     model = parallelize_module(torch_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     # Fused updates refuse a model of which some parameters are DTensors and some are not.
-    return by_hand(model, ROWS, foreach=False)
+    return by_hand(model, foreach=False)
 
 
 def tensor_parallel() -> Step:

@@ -22,6 +22,7 @@ import keras  # noqa: E402
 import keras_hub  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from mlp import crossentropy, fits_step, step_by_hand  # noqa: E402
 from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -64,17 +65,8 @@ def ours(layouts: str, compiled: bool = False) -> Step:
             VOCABULARY, LAYERS, HEADS, WIDTH, INNER, dropout=0.0, max_sequence_length=LENGTH
         )
         model = keras_hub.models.BertTextClassifier(backbone, num_classes=CLASSES, dropout=0.0, preprocessor=None)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.AdamW(1e-4), loss=loss, jit_compile=compiled)
-    x, y = batch()
-    model.train_on_batch(x, y)
-    engine, engine_step = model._unidist_engine, model.train_function
-
-    def step() -> object:
-        return engine_step([(x, y)])
-
-    engine._ready, engine.logs_are_read = True, False  # as in fit(verbose=0)
-    return step
+        model.compile(keras.optimizers.AdamW(1e-4), loss=crossentropy(), jit_compile=compiled)
+    return fits_step(model, *batch())
 
 
 # PyTorch by hand ------------------------------------------------------------------------------------------------------
@@ -128,17 +120,7 @@ def by_hand() -> Step:
     model = parallelize_module(Bert(), mesh, plan)
     # Fused updates refuse a model of which some parameters are DTensors and some are not.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.004, foreach=False)
-    loss_of = nn.CrossEntropyLoss()
-    x, y = batch()
-
-    def step() -> object:
-        optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return step_by_hand(model, optimizer, *batch())
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ unidist.use("torch")
 
 import keras  # noqa: E402
 import torch  # noqa: E402
-from keras_torch import ROWS, batch, crossentropy  # noqa: E402
+from mlp import batch, crossentropy, fits_step, keras_model, step_by_hand, torch_model  # noqa: E402
 from paired import Step, report, seconds  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -29,61 +29,28 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-WIDTH, CLASSES, RATE = 1024, 10, 1e-3
+ROWS, HIDDEN, RATE = 256, 3, 1e-3
 
 
 def ours(zero: int) -> tuple[Step, keras.Model]:
     """fit's own step under DataParallel(zero=...)."""
     with unidist.DataParallel(zero=zero).scope():
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential(
-            [
-                keras.layers.Input((784,)),
-                *(keras.layers.Dense(WIDTH, activation="relu", name=name) for name in "abc"),
-                keras.layers.Dense(CLASSES, name="d"),
-            ]
-        )
+        model = keras_model(HIDDEN)
         model.compile(keras.optimizers.Adam(RATE), loss=crossentropy())
-    x, y = batch(ROWS * unidist.process_count())
-    model.train_on_batch(x, y)
-    engine, step_function = model._unidist_engine, model.train_function
-
-    def step() -> object:
-        return step_function([(x, y)])
-
-    engine._ready, engine.logs_are_read = True, False  # as in fit(verbose=0)
-    return step, model
-
-
-def torch_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Linear(784, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
-        *(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)),
-    )
+    return fits_step(model, *batch(ROWS * unidist.process_count())), model
 
 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    loss_of = nn.CrossEntropyLoss()
-    x, y = batch(ROWS)
-
-    def step() -> object:
-        optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return step_by_hand(model, optimizer, *batch(ROWS))
 
 
 def redundancy_optimizer() -> Step:
-    model = DistributedDataParallel(torch_model(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(torch_model(HIDDEN), gradient_as_bucket_view=True)
     return stepping(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=RATE))
 
 
 def fully_sharded() -> Step:
-    model = torch_model()
+    model = torch_model(HIDDEN)
     mesh = init_device_mesh("cpu", (unidist.process_count(),))
     for layer in model:
         if isinstance(layer, nn.Linear):

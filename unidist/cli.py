@@ -98,12 +98,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=os.environ.get("UNIDIST_BACKEND", "torch"),
-        help="torch, jax or horovod (default: UNIDIST_BACKEND, else torch)",
+        help="torch, jax, tensorflow or horovod (default: UNIDIST_BACKEND, else torch)",
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many processes (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0 (default: 0)")
     parser.add_argument("--address", metavar="HOST:PORT", help="node 0's address; one node finds a free port by itself")
-    parser.add_argument("--devices-per-process", type=int, metavar="N", help="JAX: (virtual) devices of each process")
+    parser.add_argument(
+        "--devices-per-process", type=int, metavar="N", help="JAX, TensorFlow: (virtual) devices of each process"
+    )
     parser.add_argument("--grace", type=float, default=5.0, help="seconds from asking to end to killing (default: 5)")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")

@@ -57,92 +57,56 @@ print("said on standard error", file=sys.stderr)
 """
 
 # Rank 1 fails while the others wait for it in a collective.
-TORCH_FAILS = (
-    LEAVE_PIDS
-    + """
-import torch, torch.distributed as dist
+_FAILS = """
+{join}
+leave_pids(rank)
+{meet}
 
+def inner():
+    if "exit" in sys.argv:
+        sys.exit(41)
+    if "kill" in sys.argv:
+        os.kill(os.getpid(), 9)
+    raise ValueError("the cause")
+
+if rank == 1:
+    try:
+        inner()
+    except ValueError as error:
+        raise RuntimeError("on rank 1") from error
+if "sleep" in sys.argv:
+    time.sleep(600)
+{reduce}
+"""
+
+TORCH_FAILS = LEAVE_PIDS + _FAILS.format(
+    join="""import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-leave_pids(rank)
-dist.barrier()
-
-def inner():
-    if "exit" in sys.argv:
-        sys.exit(41)
-    if "kill" in sys.argv:
-        os.kill(os.getpid(), 9)
-    raise ValueError("the cause")
-
-if rank == 1:
-    try:
-        inner()
-    except ValueError as error:
-        raise RuntimeError("on rank 1") from error
-if "sleep" in sys.argv:
-    time.sleep(600)
-dist.all_reduce(torch.ones(1))
-"""
+rank = dist.get_rank()""",
+    meet="dist.barrier()",
+    reduce="dist.all_reduce(torch.ones(1))",
 )
 
-HOROVOD_FAILS = (
-    LEAVE_PIDS
-    + """
-import torch
+HOROVOD_FAILS = LEAVE_PIDS + _FAILS.format(
+    join="""import torch
 import horovod.torch as hvd
-
 hvd.init()
-rank = hvd.rank()
-leave_pids(rank)
-hvd.barrier()
-
-def inner():
-    if "exit" in sys.argv:
-        sys.exit(41)
-    if "kill" in sys.argv:
-        os.kill(os.getpid(), 9)
-    raise ValueError("the cause")
-
-if rank == 1:
-    try:
-        inner()
-    except ValueError as error:
-        raise RuntimeError("on rank 1") from error
-if "sleep" in sys.argv:
-    time.sleep(600)
-hvd.allreduce(torch.ones(1))
-"""
+rank = hvd.rank()""",
+    meet="hvd.barrier()",
+    reduce="hvd.allreduce(torch.ones(1))",
 )
 
-JAX_FAILS = (
-    LEAVE_PIDS
-    + """
-import jax
+JAX_FAILS = LEAVE_PIDS + _FAILS.format(
+    join="""import jax
 from unidist.backends.environment import detect
 
 launch = detect()
 jax.distributed.initialize(launch.address, launch.process_count, launch.process_index)
 from jax.experimental import multihost_utils
-rank = launch.process_index
-leave_pids(rank)
-multihost_utils.sync_global_devices("all have come")
 
-def inner():
-    if "exit" in sys.argv:
-        sys.exit(41)
-    if "kill" in sys.argv:
-        os.kill(os.getpid(), 9)
-    raise ValueError("the cause")
-
-if rank == 1:
-    try:
-        inner()
-    except ValueError as error:
-        raise RuntimeError("on rank 1") from error
-if "sleep" in sys.argv:
-    time.sleep(600)
-multihost_utils.process_allgather(jax.numpy.ones(()))
-"""
+rank = launch.process_index""",
+    meet='multihost_utils.sync_global_devices("all have come")',
+    reduce="multihost_utils.process_allgather(jax.numpy.ones(()))",
 )
 
 # No framework: only the launcher is tested. It hangs, with children, and may refuse to be asked.

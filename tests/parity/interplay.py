@@ -330,15 +330,28 @@ def sum_of_saved(path: str) -> float:
     return float(keras.models.load_model(path).predict(x, verbose=0).sum())
 
 
-def purposes() -> list[str]:
+def traffic(
+    eager: bool = False, traced: bool = False
+) -> dict[str, list[tuple[str, tuple[str, ...], tuple[int, ...], float]]]:
+    """Purpose -> what the ledger says of one run of a step: op, axes, ranks and bytes."""
+    import tensorflow as tf
+
     import unidist
 
-    x, y = _data()
+    x, y = _data(8)
     with _grid().scope():
-        model = _model()
+        model = _model("sgd", run_eagerly=eager)
+    if traced:
+        tf.summary.trace_on(graph=True)
+    model.fit(x, y, batch_size=8, verbose=0)
     with unidist.ledger() as book:
         model.fit(x, y, batch_size=8, verbose=0)
-    return sorted({event.purpose for event in book.events})
+        model.predict(x, batch_size=8, verbose=0)
+    tf.summary.trace_off()
+    told: dict[str, list[Any]] = {}
+    for event in book.events:
+        told.setdefault(event.purpose, []).append((event.op, event.axes, event.ranks, float(event.bytes)))
+    return told
 
 
 def combined(combiner: str, relay: bool) -> float:

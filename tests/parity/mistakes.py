@@ -33,6 +33,12 @@ def _model(units: int = 8) -> Any:
     return model
 
 
+def parts_of_sequences() -> Told:
+    import unidist
+
+    return told_by(lambda: unidist.ModelParallel(unidist.Mesh({"model": 4}), sequence_parallel=True))
+
+
 def _train(mesh: dict[str, int], rules: dict[str, Any], units: int = 8) -> None:
     import unidist
 

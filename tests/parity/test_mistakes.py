@@ -38,6 +38,13 @@ def test_a_mesh_larger_than_the_world(setting: str, worlds: Worlds) -> None:
         assert re.search(r"4 devices|devices=|4 processes|unidist run", message), message
 
 
+@pytest.mark.parametrize("setting", ["jax-4", "tensorflow-4"])
+def test_sequence_parallelism_without_torch(setting: str, worlds: Worlds) -> None:
+    for kind, message in worlds.get(setting).call("tests.parity.mistakes:parts_of_sequences"):
+        assert kind == "CapabilityError", message
+        assert re.search(r"sequence_parallel=True: .*KERAS_BACKEND=torch", message), message
+
+
 def test_torch_without_a_launcher_says_how_to_start() -> None:
     with Setting("torch-1", "torch", "torch").world() as world:
         kind, message = world.call("tests.parity.mistakes:mesh_larger_than_the_world")[0]

@@ -12,7 +12,7 @@ from tests.launch.runs import run
 from tests.parity import interplay
 from tests.parity.compare import assert_same_logs, assert_same_values
 from tests.parity.train import Spec
-from tests.parity.worlds import ALONE, DATA_4, GRID, MODEL_4, Alone, Worlds
+from tests.parity.worlds import ALONE, DATA_4, GRID, Alone, Worlds
 
 pytestmark = pytest.mark.processes
 
@@ -100,7 +100,7 @@ def test_unidist_run_trains_a_keras_script(alone: Alone, tmp_path: Path) -> None
     assert len(done.of_rank(1)) == 1
 
 
-AUTO_4, AUTO_GRID = Spec("auto", MODEL_4.axes), Spec("auto", GRID.axes)
+AUTO_4, AUTO_GRID = Spec("auto", (("model", 4),)), Spec("auto", GRID.axes)
 
 
 @pytest.mark.parametrize("case", ["mlp_ragged_adam", "conv_norm", "tagger"])
@@ -143,6 +143,24 @@ def test_an_op_that_dtensor_cannot_run_on_shards_is_named(worlds: Worlds) -> Non
     assert "replicated" in text, text
 
 
-@pytest.mark.parametrize("spec", [MODEL_4], ids=lambda spec: spec.name)
-def test_what_was_sent_is_said_to_be_predicted(spec: object, worlds: Worlds) -> None:
-    assert worlds.get("tensorflow-4").call("tests.parity.interplay:purposes")[0] == ["train step (predicted)"]
+@pytest.mark.parametrize("setting", ["tensorflow-4", "tensorflow-2x2"])
+def test_what_was_sent_is_read_from_the_compiled_program(setting: str, worlds: Worlds) -> None:
+    """16 -> 8 -> 10 features, 8 rows on a 2 x 2 mesh; the 8 are cut. On CPU DTensor gathers by all-reducing, and among
+    two an all-reduce sends as many bytes as it is given."""
+    for process, told in enumerate(worlds.get(setting).call("tests.parity.interplay:traffic")):
+        first = 2 * process
+        model, data = ("all_reduce", ("model",), (first, first + 1)), ("all_reduce", ("data",), (0, 2))
+        step = told.pop("train step (compiled)")
+        logits, kernel, bias, gathered = (model, 4.0 * 4 * 10), (data, 4.0 * 16 * 4), (data, 4.0 * 4), (model, 4.0 * 8)
+        found = [(tuple(rest), size) for *rest, size in step]
+        for wanted in (logits, kernel, bias, gathered, (data, 4.0 * 10), (data, 4.0 * 4 * 10)):
+            assert wanted in found, found
+        predicted = [(tuple(rest), size) for *rest, size in told.pop("predict step (compiled)")]
+        assert predicted == [logits, (data, 4.0 * 8 * 10)]
+        assert set(told) <= {"random state"}
+
+
+@pytest.mark.parametrize("how", ["eager", "traced"])
+def test_what_cannot_be_read_is_predicted_and_says_so(how: str, worlds: Worlds) -> None:
+    told = worlds.get("tensorflow-4").call("tests.parity.interplay:traffic", **{how: True})[0]
+    assert set(told) == {"train step (predicted)"}

@@ -38,9 +38,16 @@ def file(tmp_path: Path) -> str:
 
 
 def test_plan_shows_layouts_reasons_and_traffic(file, capsys) -> None:
-    assert cli.main(["plan", f"{file}:mlp", "--mesh", "data=2,model=4", "--batch", "10"]) == 0
+    assert cli.main(["plan", f"{file}:mlp", "--mesh", "data=2,model=4", "--batch", "10", "--zero", "1"]) == 0
     text = capsys.readouterr().out
-    for part in ("mlp on data=2, model=4", "column: first of a pair with down", "all_reduce", "slots of Adam"):
+    for part in (
+        "zero=1",
+        "reduce_scatter",
+        "mlp on data=2, model=4",
+        "column: first of a pair with down",
+        "all_reduce",
+        "slots of Adam",
+    ):
         assert part in text
 
 

@@ -212,6 +212,30 @@ def test_traffic_is_that_of_the_rules() -> None:
     assert (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device) == (held, held, 2 * held)
 
 
+def test_states_spread_over_the_data_axis_are_counted_so() -> None:
+    import keras
+
+    model, mesh = dense_then(keras.layers.Activation("relu")), unidist.Mesh({"data": 2, "model": 4})
+    held = (8 * 16 // 4 + 16 // 4 + 16 * 8 // 4 + 8) * 4
+
+    def of_data(zero: int) -> tuple[unidist.Plan, list[tuple[str, int]]]:
+        plan = unidist.plan(model, mesh, zero=zero)
+        return plan, [(e.op, int(e.bytes)) for e in plan.predicted.events if e.axes == ("data",)]
+
+    plan, sent = of_data(1)
+    held_of = (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device)
+    assert held_of == (held, held // 2, held)
+    assert sent == [("all_gather", held // 2), ("reduce_scatter", held // 2)]
+    plan, sent = of_data(3)
+    held_of = (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device)
+    assert held_of == (held // 2, held // 2, held)
+    # Fetched forward and again backward.
+    assert sent == [("all_gather", held), ("reduce_scatter", held // 2)]
+    assert "each device, zero=3" in plan.show()
+    # The rules are the model axes' alone: the stage is the strategy's.
+    assert dict(plan.layout_map) == dict(of_data(0)[0].layout_map)
+
+
 def test_rules_that_do_not_fit_are_told_together() -> None:
     model = zoo.backbone("bert")
     rules = unidist.LayoutMap(

@@ -105,7 +105,7 @@ class DataParallel(UnidistDistribution):
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, _uneven(), _joint()))
+        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, takes_uneven(), _joint()))
 
 
 class ModelParallel(UnidistDistribution):
@@ -147,7 +147,7 @@ class ModelParallel(UnidistDistribution):
     ) -> None:
         if sequence_parallel:
             check_sequence_parallel()
-        more = (auto_shard_dataset, zero, _uneven(), _joint(), sequence_parallel)
+        more = (auto_shard_dataset, zero, takes_uneven(), _joint(), sequence_parallel)
         if isinstance(layout_map, str):
             self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, more)
             return
@@ -262,7 +262,7 @@ def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
     return Mesh({axis: len(session.list_devices())}) if mesh is None else as_mesh(mesh)
 
 
-def _uneven() -> bool:
+def takes_uneven() -> bool:
     """Whether variables may lie in uneven shards: the partitioned engines' arrays must divide."""
     return bool(keras.config.backend() == "torch")
 
@@ -284,7 +284,7 @@ def check_sequence_parallel() -> None:
 
 def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
     """The map's layouts; what only an uneven map allows is refused where Keras's arrays must divide."""
-    if _uneven() or not rules.uneven:
+    if takes_uneven() or not rules.uneven:
         return rules.layout_for
 
     def even(path: str, shape: tuple[int, ...]) -> Layout:

@@ -36,10 +36,12 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         distributed_backend: "torch" ("pytorch", "nccl", "gloo"), "jax", "tensorflow" ("tf"), "horovod", "sim"
             ("fallback") or a registered name. "auto": the backend in use, else the launcher's, else the devices that
             Keras on JAX or TensorFlow has, else the simulator.
+        sequence_parallel: see ModelParallel.
 
     Raises:
         MeshError: the devices do not fit. LayoutError: the model is not built.
         BackendNotAvailableError, BackendMismatchError: the backend is not there, or not for this Keras backend.
+        CapabilityError: sequence_parallel, with Keras on another backend than torch.
     """
 
     def __init__(
@@ -48,13 +50,15 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         world_size: int | None = None,
         device_ids: Sequence[int | str] | None = None,
         distributed_backend: str = "auto",
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         if world_size is not None and world_size < 1:
             raise MeshError(f"world_size must be at least 1, found {world_size}")
         adapter = _backend(distributed_backend, world_size, device_ids)
         mesh = _mesh(adapter, world_size, device_ids)
         super().__init__(name=f"tensor_parallel_{model.name}")
-        self.model = parallelize(model, ModelParallel(mesh, model_axis=MODEL_AXIS))
+        self.model = parallelize(model, ModelParallel(mesh, model_axis=MODEL_AXIS, sequence_parallel=sequence_parallel))
         self.mesh = mesh
         self.built = True
 

@@ -13,6 +13,7 @@ class VariableFact:
     """A variable of the model.
 
     Attributes:
+        is_weight: it is trained, or was before it was frozen.
         layer: the path of the layer that owns it.
         whole_dims: dims that pack several things, as the gates of an LSTM: a cut would not fall between them.
     """
@@ -22,6 +23,7 @@ class VariableFact:
     dtype: str
     itemsize: int
     trainable: bool = True
+    is_weight: bool = True
     layer: str = ""
     whole_dims: frozenset[int] = frozenset()
 
@@ -40,6 +42,9 @@ class Affine:
     def at(self, length: int) -> int:
         return round(self.constant + self.slope * length)
 
+    def times(self, factor: float) -> Affine:
+        return Affine(self.constant * factor, self.slope * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -50,6 +55,9 @@ class Calls:
         taken, given: elements of its inputs and outputs for one row of a batch, all calls together.
         inputs: a number for each call's input: layers with a number in common take the same tensor.
         itemsize: bytes of an element of its outputs.
+        length: of the sequence (dim 1) in its outputs, where they have a dim between rows and features; else 0.
+        behind_sums, behind_tables: of the sequence in its inputs, where a change of one place of what pairs (or tables)
+            give arrives in that place alone; else 0.
     """
 
     count: int = 0
@@ -57,6 +65,9 @@ class Calls:
     given: Affine = Affine()
     inputs: tuple[int, ...] = ()
     itemsize: int = 4
+    length: Affine = Affine()
+    behind_sums: Affine = Affine()
+    behind_tables: Affine = Affine()
 
 
 @dataclass(frozen=True, slots=True)

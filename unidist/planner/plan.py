@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import LayoutError
@@ -24,6 +24,7 @@ class PlanRow:
     Attributes:
         layouts: where it rests, where a layer needs it, and where its gradient is reduced to.
         bytes_per_device: of the value; of the device that holds most.
+        gradient_bytes_per_device: of its gradient, once it is reduced.
         slot_bytes_per_device: of the optimizer's slots.
         reason: why it lies so.
     """
@@ -35,6 +36,7 @@ class PlanRow:
     layouts: VariableLayouts
     bytes: int
     bytes_per_device: int
+    gradient_bytes_per_device: int
     slot_bytes_per_device: int
     reason: str
 
@@ -58,6 +60,7 @@ class Plan:
         pairs: (column paths..., row path) of the layers between which activations stay cut.
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
+        zero: the stage of ZeRO.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Plan:
     batch: int
     sequence: int
     optimizer: str
+    zero: int = 0
 
     @property
     def bytes_per_device(self) -> int:
@@ -82,7 +86,7 @@ class Plan:
 
     @property
     def gradient_bytes_per_device(self) -> int:
-        return sum(row.bytes_per_device for row in self.rows if row.trainable)
+        return sum(row.gradient_bytes_per_device for row in self.rows)
 
     @property
     def sharded_fraction(self) -> float:
@@ -114,7 +118,8 @@ class Plan:
             [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in self.rows],
             frozenset({3}),
         )
-        add("each device", ("what", "bytes"), self._totals(), frozenset({1}))
+        zero = f", zero={self.zero}" if self.zero else ""
+        add(f"each device{zero}", ("what", "bytes"), self._totals(), frozenset({1}))
         add(
             f"one training step of {self.batch} rows, sequence length {self.sequence}",
             ("collective", "axes", "count", "bytes per device"),
@@ -142,16 +147,18 @@ class Plan:
 
 
 def make_plan(
-    facts: Facts, mesh: Mesh, data_axes: Axes, axes: Axes, rules: LayoutMap | None, *, batch: int, sequence: int
+    facts: Facts, strategy: Strategy, axes: Axes, rules: LayoutMap | None, *, batch: int, sequence: int
 ) -> Plan:
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
     Args:
+        strategy: the mesh, the data axes, and how states and activations lie. Its rule is not asked.
         axes: the axes that may cut variables, where they are chosen.
 
     Raises:
         LayoutError: everything about the rules that does not fit the model, together.
     """
+    mesh, data_axes = strategy.mesh, strategy.data_axes
     if rules is None:
         choices = Chooser(facts, mesh, axes).choose()
         rules = LayoutMap(
@@ -160,10 +167,11 @@ def make_plan(
     else:
         choices = _ruled(facts, rules)
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
-    strategy = Strategy(mesh, data_axes)
     rows = []
     for k, (variable, choice) in enumerate(zip(facts.variables, choices, strict=True)):
-        three = strategy.with_rule(choice.layout).variable(variable.path, variable.shape)
+        # What is no weight (moving statistics, seeds) is spread over no data axes.
+        spreading = strategy if variable.is_weight else replace(strategy, zero=0)
+        three = spreading.with_rule(choice.layout).variable(variable.path, variable.shape)
         slots = facts.slots[k] if facts.slots else 0
         rows.append(
             PlanRow(
@@ -174,11 +182,12 @@ def make_plan(
                 layouts=three,
                 bytes=variable.bytes,
                 bytes_per_device=local_bytes(variable, three.storage, mesh),
+                gradient_bytes_per_device=local_bytes(variable, three.state, mesh) if variable.trainable else 0,
                 slot_bytes_per_device=local_bytes(variable, three.state, mesh, slots),
                 reason=choice.reason,
             )
         )
-    step = Step(mesh, data_axes, batch, sequence)
+    step = Step(mesh, data_axes, batch, sequence, strategy.sequence_parallel)
     return Plan(
         name=facts.name,
         mesh=mesh,
@@ -187,11 +196,12 @@ def make_plan(
         pairs=tuple(
             tuple(facts.layers[k].path for k in (*columns, row)) for row, columns in pairs(facts, layouts).items()
         ),
-        predicted=predict(facts, layouts, step),
+        predicted=predict(facts, layouts, step, [row.layouts for row in rows]),
         layout_map=rules,
         batch=batch,
         sequence=sequence,
         optimizer=facts.optimizer,
+        zero=strategy.zero,
     )
 
 

@@ -3,7 +3,12 @@
 Rules: a pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column
 alone gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut
 by its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. Gradients are summed over
-the data axes.
+the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values are gathered: once behind the
+optimizer, or, where they are stored in parts too, for each layer's call forward and again backward.
+
+Under sequence parallelism a row's sum and a table's look-up are scattered forward and gathered backward, and columns
+gather what they take, if it comes from there, and scatter its gradient. What layers between them send that mix places
+of the sequence, or add to it what is whole, and the sum of small gradients, is not predicted.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Affine, Facts, LayerFact, local_bytes, meeting
+from unidist.planner.facts import Affine, Calls, Facts, LayerFact, local_bytes, meeting
+from unidist.strategies import VariableLayouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +84,14 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence."""
+    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence; with
+    `in_parts`, one under sequence parallelism."""
 
     mesh: Mesh
     data_axes: Axes
     batch: int
     sequence: int
+    in_parts: bool = False
 
     @property
     def rows(self) -> int:
@@ -100,38 +108,67 @@ class Step:
         for k in range(count):
             yield self.event(op, axes, full * (k + 1) // count - full * k // count, purpose)
 
+    def summed(self, axes: Axes, elements: Affine, itemsize: int, count: int, why: str, cut: bool) -> Iterator[Event]:
+        """Sums of activations: all_reduces, or where they are `cut` along the sequence, both halves of each."""
+        for op in ("reduce_scatter", "all_gather") if cut else ("all_reduce",):
+            yield from self.moved(op, axes, elements, itemsize, count, why)
 
-def predict(facts: Facts, layouts: list[Layout], step: Step) -> Ledger:
-    """The collectives of one training step of the first device, in no order; none over axes of one place."""
+    def cuts(self, length: Affine, axes: Axes) -> bool:
+        """Whether a sequence of that length (0: there is none) is cut over the axes."""
+        return self.in_parts and length.at(self.sequence) >= self.mesh.axis_size(axes)
+
+
+def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Ledger:
+    """The collectives of one training step of the first device, in no order; none over axes of one place.
+
+    Args:
+        layouts: as layers see the variables. lies: where these rest and where their gradients are reduced to.
+    """
     ledger = Ledger()
     shared: set[tuple[int, Axes]] = set()
     known: set[int] = set()
-    for layer, role in zip(facts.layers, roles(facts, layouts), strict=True):
+    found = roles(facts, layouts)
+    tables_cut = any(role.name in ("vocabulary", "features") for role in found)
+    for layer, role in zip(facts.layers, found, strict=True):
         known |= {k for k in (layer.kernel, layer.bias, layer.reverse) if k is not None}
-        for event in _of_layer(facts, layouts, layer, role, step, shared):
+        for event in _of_layer(facts, layouts, layer, role, step, shared, tables_cut):
             ledger.add(event)
     for index, layout in enumerate(layouts):
         if index not in known and layout.sharded_axes:
             for event in _gathering(facts, layouts, index, 1, step):
                 ledger.add(event)
-    for event in _gradients(facts, layouts, step):
+    for event in _gradients(facts, layouts, step, lies):
         ledger.add(event)
     ledger.events = [event for event in ledger.events if len(event.ranks) > 1]
     return ledger
 
 
 def _of_layer(
-    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step, shared: set[tuple[int, Axes]]
+    facts: Facts,
+    layouts: list[Layout],
+    layer: LayerFact,
+    role: Role,
+    step: Step,
+    shared: set[tuple[int, Axes]],
+    tables_cut: bool,
 ) -> Iterator[Event]:
     calls, axes, why = layer.calls, role.axes, layer.path
+    given_cut = bool(axes) and step.cuts(calls.length, axes)
     if role.name == "gathered":
         yield from _gathering(facts, layouts, layer.kernel, calls.count, step)
     elif role.name in ("vocabulary", "features"):
-        op = "all_reduce" if role.name == "vocabulary" else "all_gather"
-        yield from step.moved(op, axes, calls.given, calls.itemsize, calls.count, why)
-        yield from _scores(facts, layouts, layer, role, step)
+        if role.name == "vocabulary":
+            yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
+        elif given_cut:
+            # Features for places, forward and back; a device sends of its part only.
+            part = calls.given.times(1 / step.mesh.axis_size(axes))
+            yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+            yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+        else:
+            yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
+        yield from _scores(facts, layouts, layer, role, step, tables_cut)
     elif role.name == "row":
-        yield from step.moved("all_reduce", axes, calls.given, calls.itemsize, calls.count, why)
+        yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
         if not role.paired:
             yield from step.moved("all_gather", axes, calls.taken, calls.itemsize, calls.count, why)
     elif role.name == "column":
@@ -143,19 +180,27 @@ def _of_layer(
         fresh = [number for number in calls.inputs if (number, axes) not in shared]
         shared.update((number, axes) for number in fresh)
         if fresh:
-            part = len(fresh) / calls.count
-            taken = Affine(calls.taken.constant * part, calls.taken.slope * part)
-            yield from step.moved("all_reduce", axes, taken, calls.itemsize, len(fresh), why)
+            taken = calls.taken.times(len(fresh) / calls.count)
+            cut = step.cuts(_behind(calls, tables_cut), axes)
+            yield from step.summed(axes, taken, calls.itemsize, len(fresh), why, cut)
     elif role.meets:
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, calls.count, why)
 
 
-def _scores(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step) -> Iterator[Event]:
+def _behind(calls: Calls, tables_cut: bool) -> Affine:
+    """The length of the sequence in what a layer takes, if it takes it in parts; else 0."""
+    return calls.behind_sums if calls.behind_sums != Affine() or not tables_cut else calls.behind_tables
+
+
+def _scores(
+    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step, tables_cut: bool
+) -> Iterator[Event]:
     """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
     calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
     if role.name == "vocabulary" and calls.count:
         yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, calls.count, layer.path)
-        yield from step.moved("all_reduce", role.axes, calls.taken, calls.itemsize, calls.count, layer.path)
+        cut = step.cuts(_behind(calls, tables_cut), role.axes)
+        yield from step.summed(role.axes, calls.taken, calls.itemsize, calls.count, layer.path, cut)
     else:
         yield from _gathering(facts, layouts, index, calls.count, step)
 
@@ -169,12 +214,23 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
             yield step.event("reduce_scatter", axes, variable.bytes, variable.path)
 
 
-def _gradients(facts: Facts, layouts: list[Layout], step: Step) -> Iterator[Event]:
-    """One sum for each set of data axes that leave variables whole; engines may cut it into buckets."""
-    sizes: dict[Axes, int] = {}
-    for variable, layout in zip(facts.variables, layouts, strict=True):
+def _gradients(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Iterator[Event]:
+    """One sum for each set of data axes that leave variables whole, and of what is spread over them one gathering for
+    each pass; engines may cut them into buckets and units."""
+    sizes: dict[tuple[str, Axes, str], int] = {}
+    for variable, layout, three in zip(facts.variables, layouts, lies, strict=True):
         axes = tuple(axis for axis in step.data_axes if layout.state(axis) == "I")
-        if variable.trainable and axes:
-            sizes[axes] = sizes.get(axes, 0) + local_bytes(variable, layout, step.mesh)
-    for axes, size in sizes.items():
-        yield step.event("all_reduce", axes, size, "gradients")
+        spread = tuple(axis for axis in axes if three.state.state(axis) == "S")
+        size, rest = local_bytes(variable, layout, step.mesh), tuple(axis for axis in axes if axis not in spread)
+        in_parts = any(three.storage.state(axis) == "S" for axis in spread)
+        # What is not trained is updated by no optimizer, so joined behind none.
+        passes = 2 if in_parts else int(variable.trainable)
+        wanted = [("all_gather", spread, "parameters", size * passes)] if spread and passes else []
+        if variable.trainable and spread:
+            wanted.append(("reduce_scatter", spread, "gradients", size))
+        if variable.trainable and rest:
+            wanted.append(("all_reduce", rest, "gradients", local_bytes(variable, three.state, step.mesh)))
+        for op, over, purpose, moved in wanted:
+            sizes[op, over, purpose] = sizes.get((op, over, purpose), 0) + moved
+    for (op, axes, purpose), size in sizes.items():
+        yield step.event(op, axes, size, purpose)

@@ -43,7 +43,8 @@ def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("bert", 2), ("llama gqa", 2), ("gpt2", 2), *((name, 4) for name in GROUPED[:-1])]
+    ("name", "ranks"),
+    [("bert", 2), ("llama gqa", 2), ("gpt2", 2), ("t5", 2), ("bart", 2), *((name, 4) for name in GROUPED[:-1])],
 )
 def test_a_step_sends_what_the_plan_predicts(name: str, ranks: int) -> None:
     mesh = unidist.Mesh({"model": ranks})
@@ -67,6 +68,11 @@ def test_data_and_model_axes_and_zero(zero: int) -> None:
     found = zoo.train(zoo.BACKBONES["bert"], strategy, steps=5)
     zoo.assert_equal(found, alone("bert"))
     assert len(zoo.pairs_of(found.model)) == 4
+    plan = unidist.plan(found.model, strategy.strategy.mesh, zero=zero)
+    rows, count = unidist.describe(found.model).rows, len(found.model.variables)
+    assert plan.bytes_per_device == sum(row.bytes_per_device for row in rows[:count])
+    # The optimizer counts its steps and its rate beside.
+    assert plan.slot_bytes_per_device == sum(row.bytes_per_device for row in rows[count:] if row.shape)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama mqa", "gpt-neox"])

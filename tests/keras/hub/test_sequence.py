@@ -108,6 +108,25 @@ def test_norms_see_a_part_of_the_sequence(name: str, kernel: str, count: int, ra
     assert model._unidist_engine.world.run(forward) == (-(-zoo.LENGTH // ranks),) * count
 
 
+@pytest.mark.parametrize("name", ["bert", "llama gqa", "gpt2"])
+def test_layers_with_cut_kernels_send_what_the_plan_predicts(name: str) -> None:
+    mesh = unidist.Mesh({"model": 2})
+    with unidist.ledger() as traffic:
+        found = zoo.train(zoo.BACKBONES[name], strategy({"model": 2}), steps=3)
+    plan = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, sequence_parallel=True)
+
+    def of_layers(ledger: unidist.Ledger) -> list[tuple[str, str, float]]:
+        named = {row.path.rpartition("/")[0] for row in plan.rows if row.is_sharded}
+        return sorted((e.purpose, e.op, float(e.bytes)) for e in ledger.events if e.purpose in named)
+
+    predicted = of_layers(plan.predicted)
+    assert of_layers(traffic) == sorted(predicted * 3)
+    assert len([op for _, op, _ in predicted if op == "reduce_scatter"]) >= 8
+    plain = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH)
+    assert not plain.predicted.count("reduce_scatter")
+    assert plan.layout_map.to_json() == plain.layout_map.to_json()
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_data_and_model_axes_and_zero(zero: int) -> None:
     found = zoo.train(zoo.BACKBONES["bert"], strategy({"data": 2, "model": 2}, zero=zero), steps=5)

@@ -79,7 +79,7 @@ def after_install() -> dict[str, Any]:
 
 
 def missing() -> str:
-    from unidist.keras.partitioned.interception import around
+    from unidist.keras.interception import around
 
     try:
         around(trainer.JAXTrainer, "_no_such_method", lambda original: original)

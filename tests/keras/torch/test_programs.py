@@ -26,6 +26,7 @@ CASES = [
     ("perceptron", "model", "aot_eager", programs.ROWS, 4),  # a full and a ragged batch, to train and not to
     ("perceptron", "data", "aot_eager", programs.ROWS, 4),
     ("encoder", "model", "aot_eager", programs.BATCH, 1),
+    ("encoder", "sequence", "aot_eager", programs.BATCH, 1),
 ]
 
 

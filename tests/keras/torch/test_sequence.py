@@ -251,3 +251,49 @@ def test_gradients_of_a_function_of_parts(together: bool) -> None:
 
     world.run(on_rank)
     assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_in_one_line() -> None:
+    def made(parallel: bool) -> tuple[Any, list[float]]:
+        keras.utils.set_random_seed(5)
+        model = build("nothing")()
+        if parallel:
+            model = unidist.TensorParallelKeras(model, 4, distributed_backend="sim", sequence_parallel=True)
+        model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse")
+        x, y = np.ones((8, LENGTH, WIDTH), "float32"), np.ones((8, 3), "float32")
+        return model, model.fit(x, y, epochs=3, verbose=0).history["loss"]
+
+    _, wanted = made(False)
+    with unidist.ledger() as traffic:
+        model, losses = made(True)
+    np.testing.assert_allclose(losses, wanted, atol=1e-5, rtol=1e-5)
+    assert traffic.count("reduce_scatter") > 0
+    assert model.get_parallelism_info()["sharded_fraction"] > 0.5
+
+
+def test_places_of_images_are_parts_too() -> None:
+    """Dim 1 of (batch, height, width, features) is cut as a sequence is."""
+
+    def images() -> keras.Model:
+        x = given = keras.Input((6, 5, 4))
+        x = x + layers.Dense(4, name="down0")(layers.Dense(32, "gelu", name="up0")(x))
+        x = layers.LayerNormalization()(x)
+        x = layers.Conv2D(8, 3, padding="same")(x)
+        return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(8, 6, 5, 4)).astype("float32"), rng.normal(size=(8, 3)).astype("float32")
+
+    def losses(chosen: Any) -> list[float]:
+        keras.utils.set_random_seed(5)
+        model = images()
+        if chosen is not None:
+            unidist.parallelize(model, chosen)
+        model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse")
+        found: list[float] = model.fit(x, y, epochs=3, verbose=0, shuffle=False).history["loss"]
+        return found
+
+    with unidist.ledger() as traffic:
+        found = losses(strategy({"model": 4}))
+    np.testing.assert_allclose(found, losses(None), atol=1e-5, rtol=1e-5)
+    assert [e.op for e in traffic.events if e.purpose.endswith("down0")].count("reduce_scatter") == 3

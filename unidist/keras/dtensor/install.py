@@ -15,8 +15,9 @@ from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
+from unidist.keras import saving as keras_saving
 from unidist.keras.dtensor import pinning, placing, saving, slicing, trainer, values, worlds
-from unidist.keras.partitioned.interception import around
+from unidist.keras.interception import around
 
 _state = SimpleNamespace(installed=False)
 
@@ -48,7 +49,7 @@ def install() -> None:
     around(BaseOptimizer, "apply", trainer.applying)
     pinning.install()
     around(array_ops, "strided_slice", slicing.slicing)
-    saving.install()
+    keras_saving.install(saving.crew, saving.gathered)
     _state.installed = True
 
 

@@ -1,4 +1,4 @@
-"""What a step communicates, predicted from the layouts: DTensor keeps the programs that it makes to itself."""
+"""What a step communicates, predicted from the layouts, where it is no program that could be read (compiled.py)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops
 
 from unidist.keras.dtensor import slicing
-from unidist.keras.partitioned.interception import around
+from unidist.keras.interception import around
 
 
 def install() -> None:

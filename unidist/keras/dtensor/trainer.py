@@ -20,7 +20,7 @@ from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making
-from unidist.keras.dtensor import ledger, placing, slicing, values, worlds
+from unidist.keras.dtensor import compiled, ledger, placing, slicing, values, worlds
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.writing import by_one
 
@@ -99,7 +99,7 @@ class _Step:
         self._mesh = worlds.native_mesh(distribution.mesh)
         self._kind = kind
         self._step = step
-        self._programs: dict[Any, Callable[[Any], Any]] = {}
+        self._programs: dict[Any, _Program] = {}
 
     def run(self, iterator: Any) -> Any:
         """As many batches as steps_per_execution says; the results of the last."""
@@ -120,7 +120,6 @@ class _Step:
 
     def _on_batch(self, batch: Any) -> Any:
         packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), batch)
-        ledger.record(self._model, self._distribution, self._kind, packed)
         try:
             with (
                 worlds.telling(self._kind.replace("_", " ")),
@@ -128,21 +127,51 @@ class _Step:
                 _unrolled(self._model),
                 events.for_purpose(self._kind),
             ):
-                outputs = self._program(packed)(packed)
+                outputs = self._run(packed)
         except (tf.errors.OpError, ValueError, TypeError) as error:
             if (told := _without_rule(error, self._model)) is not None:
                 raise told from error
             raise
         return tree.map_structure(values.on_host, outputs)
 
-    def _program(self, batch: Any) -> Callable[[Any], Any]:
-        """A tf.function for each shape of batch: TensorFlow warns of one that is traced often."""
+    def _run(self, batch: Any) -> Any:
+        """By a program for each shape of batch: TensorFlow warns of a tf.function that is traced often."""
         if self._model.run_eagerly:
-            return self._step
+            ledger.record(self._model, self._distribution, self._kind, batch)
+            return self._step(batch)
         key = str(tree.map_structure(lambda leaf: None if leaf is None else (tuple(leaf.shape), leaf.dtype), batch))
         if key not in self._programs:
-            self._programs[key] = tf.function(functools.partial(self._step), autograph=False)
-        return self._programs[key]
+            self._programs[key] = _Program(self._step, self._distribution, self._kind)
+        program = self._programs[key]
+        outputs = program.run(batch)
+        if program.traffic.events is None:
+            ledger.record(self._model, self._distribution, self._kind, batch)
+        elif events.listening():
+            for event in program.traffic.events:
+                events.emit(event)
+        return outputs
+
+
+class _Program:
+    """A step for one shape of batch, and what it communicates. Its results are whole on every device."""
+
+    def __init__(self, step: Callable[[Any], Any], distribution: UnidistDistribution, kind: str) -> None:
+        mesh = worlds.native_mesh(distribution.mesh)
+
+        def whole(batch: Any) -> Any:
+            return tree.map_structure(lambda x: slicing.whole(x, mesh), step(batch))
+
+        self._function = tf.function(whole, autograph=False)
+        self._has_run = False
+        self.traffic = compiled.Traffic(distribution.mesh, f"{kind.replace('_', ' ')} (compiled)")
+
+    def run(self, batch: Any) -> Any:
+        if self._has_run:
+            return self._function(batch)
+        with self.traffic.watching() as results:
+            results.append(self._function(batch))
+        self._has_run = True
+        return results[0]
 
 
 def pack(value: Any, distribution: UnidistDistribution) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tensorflow.experimental import dtensor
 
-from unidist import session
+from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.backends.tensorflow import lost
@@ -86,7 +86,8 @@ def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if not several():
         return
-    seeds.restore(bytes_of_first(seeds.state(), from_first))
+    with events.for_purpose("random state"):
+        seeds.restore(bytes_of_first(seeds.state(), from_first))
 
 
 def crew() -> Crew | None:

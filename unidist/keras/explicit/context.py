@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ class Rows:
         return self.local / self.total if self.total else 0.0
 
 
+_numbers = itertools.count()
+
+
 @dataclass
 class Frame:
     """A rank at work.
@@ -53,7 +57,7 @@ class Frame:
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
-        fanned: (tensor, how, result) of the last fan-out, which the next layer may share (rules.py).
+        number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
     """
@@ -72,7 +76,7 @@ class Frame:
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-    fanned: tuple[torch.Tensor, Any, torch.Tensor] | None = None
+    number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
     seed_place: int = 0
 

@@ -164,7 +164,6 @@ class Program:
             raise RuntimeError("a program is traced outside of a step")
         count = len(self.places)
         frame.inputs = {id(place): t for place, t in zip(self.places, tensors[:count], strict=True)}
-        before, frame.fanned = frame.fanned, None
         added = [len(layer._losses) for layer in self.layers]
         args, kwargs = self.given.filled(tensors[count:])
         try:
@@ -172,7 +171,7 @@ class Program:
                 out = self.function(*args, **kwargs)
             losses = [(layer, loss) for layer, n in zip(self.layers, added, strict=True) for loss in layer._losses[n:]]
         finally:
-            frame.inputs, frame.fanned = None, before
+            frame.inputs = None
             for layer, n in zip(self.layers, added, strict=True):
                 del layer._losses[n:]
         self.out, self.sent = Shape(out), sent

@@ -25,6 +25,8 @@ from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.variables import DistributedVariable
 
+# What a tensor was fanned out to.
+_FANNED = "_unidist_fanned"
 # Activations that treat each element alone: they may run on a shard of the features.
 ELEMENTWISE = frozenset(
     [
@@ -206,16 +208,17 @@ _FINDERS: dict[type, Callable[[Any], Rule | None]] = {
 
 def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """I -> F over `axes`: nothing forward, all_reduce backward; of a part of a sequence S -> F: all_gather and
-    reduce_scatter. Layers that take one tensor in turn (query, key and value; gate and up) share it, and so the one
-    all_reduce of their gradients."""
-    key = (axes, torch.is_grad_enabled(), frame.trial)
-    if frame.fanned is not None and frame.fanned[0] is x and frame.fanned[1] == key:
-        return frame.fanned[2]
+    reduce_scatter. Layers that take one tensor (query, key and value; gate and up; what an encoder gives to each block
+    of a decoder) share it, and so the one all_reduce of their gradients: it is noted on the tensor and goes with it."""
     if isinstance(x, sequence.SequencePart) and x.axes == axes:
-        y = x.fanned_out()
-    else:
-        y = move(frame, sequence.whole(x), tuple(x.shape), Layout(), Layout(fanout=axes))
-    frame.fanned = (x, key, y)
+        return x.fanned_out()
+    key = (frame.number, axes, torch.is_grad_enabled(), frame.trial)
+    noted = getattr(x, _FANNED, None)
+    if noted is not None and noted[0] == key:
+        return noted[1]  # type: ignore[no-any-return]
+    y = move(frame, sequence.whole(x), tuple(x.shape), Layout(), Layout(fanout=axes))
+    if y is not x:
+        setattr(x, _FANNED, (key, y))
     return y
 
 

@@ -16,9 +16,10 @@ from keras.src.trainers import data_adapters
 
 from unidist.backends import registry
 from unidist.keras import making
+from unidist.keras import saving as keras_saving
+from unidist.keras.interception import around
 from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
-from unidist.keras.partitioned.interception import around
 
 __all__ = ["align_seeds", "install", "prepare_devices"]
 
@@ -39,7 +40,7 @@ def install() -> None:
         return
     _install_variables()
     _install_trainer()
-    saving.install()
+    keras_saving.install(saving.crew, saving.gathered)
     _state.installed = True
 
 

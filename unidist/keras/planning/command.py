@@ -13,6 +13,7 @@ from typing import Any
 from unidist.algebra import Mesh
 from unidist.algebra.mesh import parse_mesh
 from unidist.errors import LayoutError, UnidistError
+from unidist.strategies.zero import STAGES
 
 # Where no Keras backend is chosen: the first of these that is installed.
 _KERAS_BACKENDS = ("torch", "jax", "tensorflow")
@@ -32,8 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         _layout_map(options.layout_map),
         data_axis=_axes(options.data_axis),
         model_axis=_axes(options.model_axis),
+        zero=options.zero,
         batch=options.batch,
         sequence=options.sequence,
+        sequence_parallel=options.sequence_parallel,
     )
     print(made.layout_map.to_json() if options.json else made.show(options.width))
     return 0
@@ -50,8 +53,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layout-map", metavar="FILE.json", help="rules that --json wrote, instead of found ones")
     parser.add_argument("--data-axis", metavar="AXES", help="the axes that cut the batch, as data or replica,data")
     parser.add_argument("--model-axis", metavar="AXES", help="the axes that cut variables")
+    parser.add_argument("--zero", type=int, default=0, choices=STAGES, help="stage of ZeRO (default: 0)")
     parser.add_argument("--batch", type=int, help="rows of a global batch (default: 8 for each data shard)")
     parser.add_argument("--sequence", type=int, default=128, help="length of open dims (default: 128)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="predict a step with sequence parallelism")
     parser.add_argument("--width", type=int, default=160, help="columns of the tables (default: 160)")
     parser.add_argument("--json", action="store_true", help="print the layout map alone, to edit and to give back")
     return parser.parse_args(list(arguments))

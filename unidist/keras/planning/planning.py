@@ -8,8 +8,9 @@ from unidist.algebra import Axes, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
 from unidist.keras.planning.reading import read
-from unidist.keras.strategy import as_layout_map
+from unidist.keras.strategy import as_layout_map, takes_uneven
 from unidist.planner.plan import Plan, make_plan
+from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes
 
 
@@ -20,9 +21,11 @@ def plan(
     *,
     data_axis: str | Axes | None = None,
     model_axis: str | Axes | None = None,
+    zero: int = 0,
     inputs: Any = None,
     batch: int | None = None,
     sequence: int = 128,
+    sequence_parallel: bool = False,
 ) -> Plan:
     """The layouts of a model on a mesh, with reasons, bytes and the traffic of a step. Nothing is placed or sent, and
     no device is needed: the model may have been built without values, inside keras.StatelessScope(
@@ -34,10 +37,11 @@ def plan(
         layout_map: "auto": the layouts are found by running the model on two small rows, with random numbers for the
             outputs of its Dense, EinsumDense, Embedding and convolution layers, and watching where a change of one
             slice of them arrives. Else a LayoutMap of unidist or of Keras, or a mapping of rules.
-        data_axis, model_axis: see ModelParallel.
+        data_axis, model_axis, zero: see ModelParallel.
         inputs: how the model is called, where it does not say itself: arrays or KerasTensors.
         batch: rows of a global batch, for the traffic; None: 8 for each place of the data axes.
         sequence: length of open dims, for the traffic.
+        sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True). Layouts are the same.
 
     Raises:
         LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
@@ -50,7 +54,8 @@ def plan(
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     facts = read(model, grid.axis_size(axes) if axes else 1, inputs)
     rows = batch if batch is not None else 8 * _places(grid, data)
-    return make_plan(facts, grid, data, axes, rules, batch=rows, sequence=sequence)
+    strategy = Strategy(grid, data, zero=zero, uneven=takes_uneven(), sequence_parallel=sequence_parallel)
+    return make_plan(facts, strategy, axes, rules, batch=rows, sequence=sequence)
 
 
 def _is_auto(layout_map: Any) -> bool:

@@ -13,7 +13,7 @@ from unidist.errors import LayoutError, UnidistError
 from unidist.keras.planning import samples
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.reaching import Reacher
-from unidist.keras.planning.running import Runner, Trace
+from unidist.keras.planning.running import Runner, Trace, _numpy, middle
 from unidist.planner.facts import Affine, Calls, Facts, LayerFact, VariableFact
 
 # Lengths of sequences to run a model on: the first two that it takes.
@@ -45,6 +45,7 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     with runner.installed():
         runs = _run(runner, model, inputs)
         reaches = Reacher(runner, model, parts).all() if parts > 1 else []
+        behind = _behind(runner, model, inputs, runs, reaches)
         slots, optimizer = _slots(model, variables)
     place = {id(v): k for k, v in enumerate(variables)}
     order = sorted(range(len(candidates)), key=lambda k: _first_call(runs.near, k))
@@ -52,7 +53,7 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     return Facts(
         name=model.name,
         variables=tuple(_variables(model, variables, layers)),
-        layers=tuple(_layer(candidates[k], k, place, runner, runs) for k in order),
+        layers=tuple(_layer(candidates[k], k, place, runner, runs, behind) for k in order),
         reaches=tuple(sorted((_renumber(r, renumbered) for r in reaches), key=lambda r: (r.source, r.dim))),
         parts=parts,
         slots=slots,
@@ -67,6 +68,11 @@ class _Runs:
     near: Trace
     far: Trace
     lengths: tuple[int, int]
+
+    def line(self, near: int, far: int) -> Affine:
+        """What is so large in the one run, and so large in the other."""
+        slope = (far - near) / (self.lengths[1] - self.lengths[0])
+        return Affine(near - slope * self.lengths[0], slope)
 
 
 def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
@@ -93,6 +99,26 @@ def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
     ) from problems[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """Runs with one place of a sequence changed, in what pairs give and in what tables give."""
+
+    sums: Trace
+    tables: Trace
+
+
+def _behind(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[Any]) -> _Behind:
+    kwargs = {"training": False} if model._call_has_training_arg else {}
+    given = samples.sample(model, inputs, runs.lengths[0])
+    sums = frozenset(reach.target[0] for reach in reaches if reach.target is not None)
+    tables = frozenset(k for k, found in enumerate(runner.candidates) if found.kind == "table")
+
+    def run(sources: frozenset[int]) -> Trace:
+        return runner.run(model, (given,), kwargs, places_of=sources) if sources and reaches else runs.near
+
+    return _Behind(run(sums), run(tables))
+
+
 def _first_call(trace: Trace, index: int) -> tuple[int, int]:
     order = list(trace.taken)
     return (order.index(index), index) if index in trace.taken else (len(order), index)
@@ -113,6 +139,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
     for layer in layers:
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
             owner.setdefault(id(variable), layer)
+    weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
     out = []
     for variable in variables:
         layer = owner.get(id(variable))
@@ -125,6 +152,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
                 dtype=variable.dtype,
                 itemsize=itemsize(variable.dtype),
                 trainable=bool(variable.trainable),
+                is_weight=id(variable) in weights,
                 layer="" if layer is None else layer.path or layer.name,
                 whole_dims=frozenset({len(shape) - 1}) if gates else frozenset(),
             )
@@ -132,7 +160,9 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
     return out
 
 
-def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: _Runs) -> LayerFact:
+def _layer(
+    found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: _Runs, behind: _Behind
+) -> LayerFact:
     def of(variable: Any) -> int | None:
         return None if variable is None else place[id(variable)]
 
@@ -144,13 +174,13 @@ def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, 
         reverse=of(found.reverse),
         outputs={dim: found.biases.get(dim) for dim in found.outputs},
         inputs=tuple(found.inputs),
-        calls=_calls(found, index, runs, reverse=False),
-        scores=_calls(found, index, runs, reverse=True),
+        calls=_calls(found, index, runs, behind, reverse=False),
+        scores=_calls(found, index, runs, behind, reverse=True),
         read_elsewhere=index in runner.read_elsewhere,
     )
 
 
-def _calls(found: Candidate, index: int, runs: _Runs, *, reverse: bool) -> Calls:
+def _calls(found: Candidate, index: int, runs: _Runs, behind: _Behind, *, reverse: bool) -> Calls:
     def counted(of: Trace) -> tuple[int, int]:
         """Elements taken and given for one row."""
         taken = given = 0
@@ -165,11 +195,45 @@ def _calls(found: Candidate, index: int, runs: _Runs, *, reverse: bool) -> Calls
         for x, (_, scores) in zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
         if scores is reverse
     )
-    near, far = counted(trace), counted(runs.far)
-    short, long = runs.lengths
-    slopes = [(b - a) / (long - short) for a, b in zip(near, far, strict=True)]
-    lines = [Affine(a - slope * short, slope) for a, slope in zip(near, slopes, strict=True)]
-    return Calls(len(inputs), lines[0], lines[1], inputs, itemsize(found.layer.compute_dtype))
+    lines = [runs.line(a, b) for a, b in zip(counted(trace), counted(runs.far), strict=True)]
+    near, far = (_lengths(of, index, reverse) for of in (trace, runs.far))
+    taken = runs.line(near[0], far[0])
+    return Calls(
+        len(inputs),
+        lines[0],
+        lines[1],
+        inputs,
+        itemsize(found.layer.compute_dtype),
+        length=runs.line(near[1], far[1]),
+        behind_sums=taken if _keeps_places(behind.sums, trace, index, reverse) else Affine(),
+        behind_tables=taken if _keeps_places(behind.tables, trace, index, reverse) else Affine(),
+    )
+
+
+def _lengths(trace: Trace, index: int, reverse: bool) -> tuple[int, int]:
+    """Lengths of the sequence in what the calls take and give: the shortest, 0 where one has none."""
+    calls = zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
+    shapes = [(tuple(x.shape), shape) for x, (shape, scores) in calls if scores is reverse]
+
+    def shortest(found: list[tuple[int, ...]]) -> int:
+        return min((shape[1] if len(shape) > 2 else 0 for shape in found), default=0)
+
+    return shortest([taken for taken, _ in shapes]), shortest([given for _, given in shapes])
+
+
+def _keeps_places(changed: Trace, clean: Trace, index: int, reverse: bool) -> bool:
+    """Whether every call takes what changed in the changed place and nowhere else."""
+    found = []
+    calls = zip(clean.taken.get(index, []), changed.taken.get(index, []), clean.given.get(index, []), strict=False)
+    for before, after, (_, scores) in calls:
+        if scores is not reverse:
+            continue
+        if len(before.shape) < 3 or before.shape != after.shape:
+            return False
+        where: Any = _numpy(before) != _numpy(after)
+        along = np.moveaxis(where, 1, 0).reshape(where.shape[1], -1).any(axis=1)
+        found.append(bool(along[middle(where.shape)]) and int(along.sum()) == 1)
+    return bool(found) and all(found)
 
 
 def itemsize(dtype: str) -> int:

@@ -90,6 +90,7 @@ class Runner:
         self._trace = Trace()
         self._change: Change | None = None
         self._capturing = False
+        self._places_of: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Runner]:
@@ -106,9 +107,18 @@ class Runner:
                 stack.enter_context(_call_of(layer, functools.partial(self._through, layer, layer.call)))
             yield self
 
-    def run(self, layer: Any, args: Any, kwargs: Any, change: Change | None = None, capture: bool = False) -> Trace:
-        """Calls a layer; with `change`, with one slice of one candidate's output changed."""
-        self._trace, self._change, self._capturing = Trace(), change, capture
+    def run(
+        self,
+        layer: Any,
+        args: Any,
+        kwargs: Any,
+        change: Change | None = None,
+        capture: bool = False,
+        places_of: frozenset[int] = frozenset(),
+    ) -> Trace:
+        """Calls a layer; with `change`, with one slice of one candidate's output changed; with `places_of`, with one
+        place of the sequence changed in the outputs of these candidates."""
+        self._trace, self._change, self._capturing, self._places_of = Trace(), change, capture, places_of
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
         self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if backend.is_tensor(t)]
@@ -132,6 +142,9 @@ class Runner:
         value = self._random[key]
         if self._change is not None and self._change.candidate == index and not reverse:
             value = _changed(value, found.outputs[self._change.dim], self._change)
+        if index in self._places_of and not reverse and len(shape) > 2:
+            value = value.copy()
+            value[:, middle(shape)] += 1.0
         y = keras.ops.convert_to_tensor(value, found.layer.compute_dtype)
         activation = getattr(found.layer, "activation", None)
         y = y if activation is None else activation(y)
@@ -148,6 +161,11 @@ class Runner:
         if isinstance(found.layer, keras.layers.EinsumDense):
             return einsum_shape(found.layer.equation, shape, tuple(found.kernel.shape))
         return tuple(found.layer.compute_output_shape(shape))
+
+
+def middle(shape: tuple[int, ...]) -> int:
+    """The place of a sequence that is changed: one with others on both sides, for what looks one way alone."""
+    return shape[1] // 2
 
 
 def _changed(value: Any, dim: int, change: Change) -> Any:
