@@ -67,7 +67,7 @@ def test_every_stage_on_dtensor(spec: Spec, zero: int, alone: Alone, worlds: Wor
         is_weight = row.path in found.weights
         if len(row.shape) > 1:
             assert is_spread == (zero == 3 or not is_weight), row
-    # Gradients are reduced as before, and values gathered besides: on CPU by all-reduces of parts with zeros around them.
+    # Values are gathered besides: on CPU by all-reduces of parts with zeros around them.
     assert found.traffic["all_reduce"][1] > plain.traffic["all_reduce"][1] > 0
 
 
