@@ -20,7 +20,7 @@ from unidist.keras.interception import around
 
 
 def install() -> None:
-    """Wraps the ops behind tf.concat and tf.pad, and so keras.ops.concatenate and the gradients of splits and slices."""
+    """Wraps the ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices."""
     around(gen_array_ops, "concat_v2", _concatenating)
     around(gen_array_ops, "pad", _padding)
     around(gen_array_ops, "pad_v2", _padding)
