@@ -14,7 +14,7 @@ from keras.src.distribution.distribution_lib import Distribution
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh
-from unidist.errors import CapabilityError, LayoutError
+from unidist.errors import CapabilityError, LayoutError, MeshError
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
@@ -302,8 +302,14 @@ def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
 
 
 def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises CapabilityError where Keras on TensorFlow cannot do it: over Horovod, where every process holds all, with
-    rules."""
+    """Raises where Keras on TensorFlow cannot do it: MeshError over DTensor on a mesh that leaves processes out, which
+    all of them see alike; CapabilityError over Horovod, where every process holds all, with rules."""
+    backend: Any = session.backend()
+    if backend.name == "tensorflow" and (outside := backend.without_rank(strategy.mesh)):
+        raise MeshError(
+            f"{strategy.mesh} has no rank of process {outside[0]}: with Keras on TensorFlow every process of the world "
+            "takes part in training; name devices of each, or start fewer processes"
+        )
     if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
         return
     if layout_map is not None or strategy.data_shards != strategy.mesh.size:

@@ -70,6 +70,16 @@ def test_a_token_costs_two_all_reduces_a_block_and_the_cache_is_cut() -> None:
     assert {shape[-2] for shape in caches} == {1}
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16"])
+def test_pairs_of_low_precision_generate(policy: str) -> None:
+    keras.config.set_dtype_policy(policy)
+    try:
+        _, model = tasks.generate("llama mqa", zoo.strategy("llama mqa", 4))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert model.call_with_cache.level(0) == (10, True)
+
+
 class ReadsCache(zoo.M.GPT2CausalLM):  # type: ignore[misc]
     """Looks at all heads' keys, which no rank has alone."""
 

@@ -84,7 +84,7 @@ class CachedCalls:
         single, level.heads = _is_single(given), cache.shape[HEADS_DIM]
         wanted = self._called(_Level(_GATHERED), given, cache, frame)
         while single not in level.proven and level.rules:
-            if self._holds(level, given, cache, frame, wanted):
+            if self._holds(level, given, cache, frame):
                 level.proven[single] = True
             else:
                 levels.pop(0)
@@ -101,20 +101,20 @@ class CachedCalls:
         finally:
             frame.trial = before
 
-    def _holds(
-        self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame, wanted: Any
-    ) -> bool:
+    def _holds(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> bool:
         """Whether the call gives with these pairs what it gives without: outputs, and what it leaves in the cache."""
-        try:
-            found = tree.flatten(self._called(level, given, cache, frame))
-            parts = tree.flatten(wanted)
-            parts[-1] = _own(level, parts[-1], frame)
-            same = is_close(found, parts)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if isinstance(error, UnidistError):
-                raise
-            # Shards do not fit where the call wants the whole. All ranks see it alike.
-            same = False
+        cache = cache.float() if cache.dtype in (torch.bfloat16, torch.float16) else cache
+        with frame.widened():
+            wanted = tree.flatten(self._called(_Level(_GATHERED), given, cache, frame))
+            try:
+                found = tree.flatten(self._called(level, given, cache, frame))
+                wanted[-1] = _own(level, wanted[-1], frame)
+                same = is_close(found, wanted)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if isinstance(error, UnidistError):
+                    raise
+                # Shards do not fit where the call wants the whole. All ranks see it alike.
+                same = False
         return all_agree(frame, [same])[0]
 
 

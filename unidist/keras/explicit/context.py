@@ -56,6 +56,7 @@ class Frame:
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
+        wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
@@ -75,6 +76,7 @@ class Frame:
     exact_loss: bool = False
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
+    wide: bool = False
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
@@ -108,6 +110,15 @@ class Frame:
             yield
         finally:
             self.local, self.updating_whole = before
+
+    @contextlib.contextmanager
+    def widened(self) -> Iterator[None]:
+        """Layers of low precision compute in float32."""
+        before, self.wide = self.wide, True
+        try:
+            yield
+        finally:
+            self.wide = before
 
     @contextlib.contextmanager
     def seeds_at(self, place: int) -> Iterator[None]:

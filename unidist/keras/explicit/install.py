@@ -13,6 +13,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.callbacks.callback import Callback
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.distribution import distribution_lib as keras_distribution_lib
+from keras.src.dtype_policies.dtype_policy import DTypePolicy
 
 from unidist import session
 from unidist.keras.explicit import (
@@ -35,6 +36,7 @@ from unidist.keras.explicit.world import rank_world
 from unidist.keras.writing import by_one
 
 _installed = False
+_LOW_PRECISION = ("bfloat16", "float16")
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MAKERS = (
     ("make_train_function", "train_function", "train"),
@@ -61,6 +63,18 @@ def install() -> None:
     generation.install()
     _patch_trainer()
     _patch_layer()
+    _patch_policy()
+
+
+def _patch_policy() -> None:
+    """Where a frame says so, layers of low precision compute in float32."""
+    original = DTypePolicy.compute_dtype.fget
+
+    def compute_dtype(self: Any) -> Any:
+        found, frame = original(self), context.frame()
+        return "float32" if frame is not None and frame.wide and found in _LOW_PRECISION else found
+
+    DTypePolicy.compute_dtype = property(compute_dtype, doc=DTypePolicy.compute_dtype.__doc__)
 
 
 def align_seeds() -> None:

@@ -5,7 +5,8 @@ Three checks on a few rows of the first batch, all ranks together:
    slice, and nothing else: no other column or row layer, no output of the model. (A change, not a NaN: fused attention
    kernels swallow NaNs in queries and keys.)
 2. Closure: a row layer is a candidate only if every column layer that reaches it reaches it so.
-3. Equality: the model with the pair and the model without it give the same outputs and the same gradients.
+3. Equality: the model with the pair and the model without it give the same outputs and the same gradients. Layers of
+   low precision compute in float32 for this, or rounding would be as large as what is looked for.
 What fails any check is gathered.
 """
 
@@ -77,7 +78,7 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
     rows = [r for r in rules if r.kind == "row" and _can_be_paired(r)]
     if not columns or not rows:
         return []
-    with events.for_purpose("proof of pairs"):
+    with events.for_purpose("proof of pairs"), frame.widened():
         frame.trial = frozenset()
         try:
             clean = _clean_run(model, frame, x)
@@ -280,10 +281,14 @@ def is_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return False
     return all(
-        float((a - b).abs().max()) <= ABSOLUTE + RELATIVE * float(b.abs().max())
+        float((a - b).abs().max()) <= ABSOLUTE + _relative(b) * float(b.abs().max())
         for a, b in zip(found, wanted, strict=True)
         if b.numel()
     )
+
+
+def _relative(t: torch.Tensor) -> float:
+    return max(RELATIVE, 2 * torch.finfo(t.dtype).eps) if t.is_floating_point() else RELATIVE
 
 
 def all_agree(frame: Frame, flags: list[bool]) -> list[bool]:
