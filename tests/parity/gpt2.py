@@ -1,4 +1,4 @@
-"""A small GPT-2 backbone of keras_hub, trained for twenty steps of Adam."""
+"""A small backbone of keras_hub, GPT-2 if no other is named, trained for twenty steps of Adam."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.parity.models import Case
-from tests.parity.train import Spec, Variable, Weights, fitted, variables_of, weights_of
+from tests.parity.train import Spec, Variable, Weights, fitted, variables_of, weights_from_numpy, weights_of
 
 ROWS, LENGTH, VOCABULARY = 8, 6, 64
 
@@ -25,19 +25,21 @@ class Trained:
     traffic: dict[str, tuple[int, float]]
 
 
-def backbone() -> Any:
+def backbone(name: str = "gpt2") -> Any:
     from tests.keras.hub import zoo
 
-    return zoo.with_head(zoo.BACKBONES["gpt2"]())
+    return zoo.with_head(zoo.BACKBONES[name]())
 
 
-def sentences() -> dict[str, Any]:
+def sentences(name: str = "gpt2") -> dict[str, Any]:
     rng = np.random.default_rng(5)
     lengths = rng.integers(2, LENGTH + 1, (ROWS, 1))
     x = {
         "token_ids": rng.integers(1, VOCABULARY, (ROWS, LENGTH)).astype("int32"),
         "padding_mask": (np.arange(LENGTH) < lengths).astype("int32"),
     }
+    if name == "bert":
+        x["segment_ids"] = rng.integers(0, 2, (ROWS, LENGTH)).astype("int32")
     return {"x": x, "y": rng.normal(size=(ROWS, 3)).astype("float32")}
 
 
@@ -45,8 +47,14 @@ def sentences() -> dict[str, Any]:
 CASE = Case("gpt2", backbone, sentences, "adam", {}, batch=5, epochs=10)
 
 
-def train(spec: Spec | None) -> Trained:
-    """As `train.train` does, with keras_hub's rules where the strategy has any."""
+def train_where_it_divides(spec: Spec | None, name: str = "gpt2") -> Trained:
+    """With weights that are the same on each Keras backend, and batches that four devices cut evenly: DTensor cuts no
+    others."""
+    return train(spec, name, numpy_weights=True, batch=4)
+
+
+def train(spec: Spec | None, name: str = "gpt2", *, numpy_weights: bool = False, batch: int = CASE.batch) -> Trained:
+    """As `train.train` does, with the zoo's rules where the strategy has any."""
     import keras
 
     import unidist
@@ -58,12 +66,17 @@ def train(spec: Spec | None) -> Trained:
             from tests.keras.hub import zoo
 
             mesh = unidist.Mesh(dict(spec.axes))
-            rules = unidist.LayoutMap(mesh, zoo.rules("gpt2") if spec.kind == "model" else {}, strict=False)
-            stack.enter_context(unidist.ModelParallel(mesh, rules, data_axis="data", zero=spec.zero).scope())
-        model = CASE.build()
+            rules: Any = "auto"
+            if spec.kind != "auto":
+                rules = unidist.LayoutMap(mesh, zoo.rules(name) if spec.kind == "model" else {}, strict=False)
+            axis = "data" if "data" in mesh.axis_names else None
+            stack.enter_context(unidist.ModelParallel(mesh, rules, data_axis=axis, zero=spec.zero).scope())
+        model = backbone(name)
         # A key's bias has no gradient but rounding noise, of about 1e-9: it must stay far below epsilon, or Adam makes
         # whole steps of it, on one device too.
         model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-4), loss="mse")
+        if numpy_weights:
+            model.set_weights(weights_from_numpy(model))
         first = weights_of(model, spec)
-        logs, traffic = fitted(model, CASE, CASE.data())
+        logs, traffic = fitted(model, CASE, sentences(name), batch_size=batch)
     return Trained(first, weights_of(model, spec), [row["loss"] for row in logs], variables_of(model, spec), traffic)

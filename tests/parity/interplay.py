@@ -13,6 +13,8 @@ BEHAVIOURS = (
     "single_batches",
     "parallelized_when_trained",
     "keras_distribution",
+    "joined_before_a_row_layer",
+    "cut_along_another_dim",
     "slices_of_rows",
     "layers_that_slice",
     "a_loss_of_all_pairs",
@@ -221,14 +223,73 @@ def without_a_rule() -> tuple[str, str]:
     return "nothing", ""
 
 
-def found_automatically() -> tuple[str, str]:
+def joined_before_a_row_layer() -> None:
+    """A concatenation before a kernel that is cut along its dim: DTensor would let each device join its own pieces."""
+    import keras
+
     import unidist
 
-    try:
-        unidist.ModelParallel(unidist.Mesh({"model": 4}))
-    except unidist.UnidistError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(10, 6, 16)).astype("float32"), rng.normal(size=(10, 3)).astype("float32")
+
+    def trained(strategy: Any) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((6, 16))
+        both = [keras.layers.Dense(16, "tanh")(inputs[:, 0]), keras.layers.GlobalAveragePooling1D()(inputs)]
+        model = keras.Model(inputs, keras.layers.Dense(3, name="head")(keras.layers.Concatenate()(both)))
+        model.compile("sgd", "mse")
+        if strategy is not None:
+            unidist.parallelize(model, strategy)
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return {"loss": history}, model
+
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    wanted, alone = trained(None)
+    found, spread = trained(unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"head/kernel": ("model",)})))
+    _same(found, wanted)
+    _same([v for _, v in sorted(_weights(spread).items())], dict(enumerate(np.asarray(v) for v in _sorted(alone))))
+
+
+def _sorted(model: Any) -> list[Any]:
+    return sorted(model.weights, key=lambda variable: variable.path)
+
+
+def cut_along_another_dim() -> None:
+    """Tensors of up to five dims that DTensor moves from a cut of one dim to one of another."""
+    import tensorflow as tf
+    from tensorflow.experimental import dtensor
+
+    import unidist
+    from unidist.algebra import Layout
+    from unidist.keras.dtensor import slicing, values, worlds
+
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    native = worlds.native_mesh(mesh)
+    whole = np.arange(4 * 6 * 2 * 8 * 4, dtype="float32").reshape(4, 6, 2, 8, 4)
+    for ndim in (3, 4, 5):
+        value = whole.reshape(*whole.shape[: ndim - 1], -1)
+        layouts = [worlds.native_layout(Layout(*[None] * dim, "model"), value.shape, mesh) for dim in range(value.ndim)]
+        for before in layouts:
+            for after in layouts:
+                with slicing.on(native):
+                    move = tf.function(lambda x, to=after: dtensor.relayout(x, to), autograph=False)
+                    moved = move(values.put(value, before))
+                np.testing.assert_array_equal(values.whole(moved), value)
+
+
+def in_one_line() -> dict[str, Any]:
+    """TensorParallelKeras without a rule, against one device."""
+    import unidist
+
+    x, y = _data()
+    alone, one = _model(), _model()
+    parallel = unidist.TensorParallelKeras(one, world_size=2, distributed_backend="tensorflow")
+    wanted = alone.fit(x, y, batch_size=8, verbose=0).history["loss"]
+    found = parallel.fit(x, y, batch_size=8, verbose=0).history["loss"]
+    _same({"loss": found}, {"loss": wanted})
+    for a, b in zip(_weights(one).values(), alone.weights, strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), atol=1e-5)
+    return dict(parallel.get_parallelism_info())
 
 
 def own_data() -> tuple[str, str]:

@@ -83,6 +83,20 @@ def mesh_larger_than_the_world() -> Told:
     return told_by(lambda: unidist.DataParallel(unidist.Mesh({"data": 64})))
 
 
+def mesh_without_a_process() -> Told:
+    import unidist
+
+    return told_by(lambda: unidist.DataParallel(unidist.Mesh({"data": 2}, [0, 1])))
+
+
+def array_without_a_process() -> Told:
+    """On a mesh of the first process alone."""
+    import unidist
+
+    mesh = unidist.Mesh({"data": 2}, [0, 1])
+    return told_by(lambda: unidist.distribute(np.ones(4, "float32"), mesh, unidist.Layout("data")))
+
+
 def another_backend(name: str) -> Told:
     import keras
 

@@ -45,6 +45,16 @@ def test_sequence_parallelism_without_torch(setting: str, worlds: Worlds) -> Non
         assert re.search(r"sequence_parallel=True: .*KERAS_BACKEND=torch", message), message
 
 
+def test_a_mesh_that_leaves_a_process_out_on_tensorflow(worlds: Worlds) -> None:
+    """There TensorFlow itself would crash. All processes are told alike, so that none waits."""
+    world = worlds.get("tensorflow-2x2")
+    for kind, message in world.call("tests.parity.mistakes:mesh_without_a_process"):
+        assert (kind, "no rank of process 1" in message) == ("MeshError", True), message
+    first, second = world.call("tests.parity.mistakes:array_without_a_process")
+    assert first[0] == "nothing"
+    assert (second[0], "this process holds no rank" in second[1]) == ("MeshError", True), second
+
+
 def test_torch_without_a_launcher_says_how_to_start() -> None:
     with Setting("torch-1", "torch", "torch").world() as world:
         kind, message = world.call("tests.parity.mistakes:mesh_larger_than_the_world")[0]

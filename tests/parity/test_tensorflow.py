@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.launch.runs import run
@@ -98,10 +100,40 @@ def test_unidist_run_trains_a_keras_script(alone: Alone, tmp_path: Path) -> None
     assert len(done.of_rank(1)) == 1
 
 
-def test_layouts_found_automatically_are_refused(worlds: Worlds) -> None:
-    kind, text = worlds.get("tensorflow-4").call("tests.parity.interplay:found_automatically")[0]
-    assert kind == "CapabilityError"
-    assert "layout_map='auto'" in text
+AUTO_4, AUTO_GRID = Spec("auto", (("model", 4),)), Spec("auto", GRID.axes)
+
+
+@pytest.mark.parametrize("case", ["mlp_ragged_adam", "conv_norm", "tagger"])
+def test_a_model_without_a_rule_trains_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.train("torch", case, numpy_weights=True)
+    result = worlds.train("tensorflow-4", case, AUTO_GRID, numpy_weights=True)[0]
+    assert_same_logs(result.logs, wanted.logs)
+    assert_same_values(result.weights, wanted.weights)
+    assert any("model" in row.layout for row in result.variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("bert", AUTO_GRID), ("gpt2", AUTO_4), ("llama gqa", replace(AUTO_GRID, zero=3)), ("bert", replace(GRID, zero=1))],
+    ids=lambda p: getattr(p, "name", p),
+)
+def test_a_transformer_trains_as_one_device(name: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
+    """Layouts found, or the zoo's rules; against torch, since Keras on TensorFlow alone gives Adam each word's
+    occurrences one by one."""
+    wanted = alone.world("torch").call("tests.parity.gpt2:train_where_it_divides", None, name)[0]
+    found = worlds.get("tensorflow-4").call("tests.parity.gpt2:train_where_it_divides", spec, name)[0]
+    assert len(found.losses) == 20
+    np.testing.assert_allclose(found.losses, wanted.losses, atol=1e-5, rtol=1e-5)
+    assert_same_values(found.weights, wanted.weights)
+    cut = sum(row.is_sharded for row in found.variables if row.path in found.weights)
+    assert cut >= 0.5 * len(found.weights)
+
+
+def test_one_line_shards_a_model(worlds: Worlds) -> None:
+    told = worlds.get("tensorflow-4").call("tests.parity.interplay:in_one_line")[0]
+    assert told["backend"] == "tensorflow"
+    assert told["world_size"] == 2
+    assert told["sharded_fraction"] > 0.9
 
 
 def test_an_op_that_dtensor_cannot_run_on_shards_is_named(worlds: Worlds) -> None:

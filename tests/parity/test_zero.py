@@ -47,6 +47,30 @@ def test_every_stage_trains_as_one_device(
             assert not any("data" in row.layout for row in trained)
 
 
+@pytest.mark.parametrize(
+    ("spec", "zero"), [(DATA_4, 1), (DATA_4, 2), (DATA_4, 3), (GRID, 1), (GRID, 3)], ids=lambda p: getattr(p, "name", p)
+)
+def test_every_stage_on_dtensor(spec: Spec, zero: int, alone: Alone, worlds: Worlds) -> None:
+    case = "mlp_ragged_adam"
+    wanted = alone.train("tensorflow", case)
+    assert len(wanted.logs) >= 5
+    plain, found = (worlds.train("tensorflow-4", case, replace(spec, zero=stage))[0] for stage in (0, zero))
+    assert_same_values(found.start, wanted.start, 0.0)
+    assert_same_logs(found.logs, wanted.logs)
+    assert_same_values(found.weights, wanted.weights)
+    assert_same_values(found.predict, wanted.predict)
+    before = {row.path: row.bytes_per_device for row in plain.variables}
+    shards = spec.size("data")
+    for row, path in zip(found.variables, before, strict=True):
+        is_spread = "data" in row.layout
+        assert row.bytes_per_device * (shards if is_spread else 1) == before[path]
+        is_weight = row.path in found.weights
+        if len(row.shape) > 1:
+            assert is_spread == (zero == 3 or not is_weight), row
+    # Values are gathered besides: on CPU by all-reduces of parts with zeros around them.
+    assert found.traffic["all_reduce"][1] > plain.traffic["all_reduce"][1] > 0
+
+
 def test_a_stopped_run_goes_on_under_another_mesh_and_stage(alone: Alone, worlds: Worlds, tmp_path_factory) -> None:
     """Saved by two processes at stage 3, gone on with by four at stage 1, by the simulator, and by one device."""
     case, folder = "mlp_ragged_adam", str(tmp_path_factory.mktemp("zero"))

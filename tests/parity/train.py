@@ -21,7 +21,7 @@ class Spec:
     """A strategy that another process can make.
 
     Attributes:
-        kind: "data" for DataParallel, "model" for ModelParallel with the case's rules.
+        kind: "data" for DataParallel, "model" for ModelParallel with the case's rules, "auto" for one with none.
         axes: the mesh.
         devices: the ranks at its places; None: in order.
         zero: the stage of ZeRO.
@@ -88,6 +88,8 @@ def strategy_of(spec: Spec, case: Case) -> Any:
     mesh = unidist.Mesh(dict(spec.axes), spec.devices)
     if spec.kind == "data":
         return unidist.DataParallel(mesh, zero=spec.zero)
+    if spec.kind == "auto":
+        return unidist.ModelParallel(mesh, zero=spec.zero)
     return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, case.rules), zero=spec.zero)
 
 

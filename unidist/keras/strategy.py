@@ -14,7 +14,7 @@ from keras.src.distribution.distribution_lib import Distribution
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh
-from unidist.errors import CapabilityError, LayoutError
+from unidist.errors import CapabilityError, LayoutError, MeshError
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
@@ -105,7 +105,7 @@ class DataParallel(UnidistDistribution):
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, takes_uneven()))
+        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, takes_uneven(), _joint()))
 
 
 class ModelParallel(UnidistDistribution):
@@ -147,7 +147,7 @@ class ModelParallel(UnidistDistribution):
     ) -> None:
         if sequence_parallel:
             check_sequence_parallel()
-        more = (auto_shard_dataset, zero, takes_uneven(), sequence_parallel)
+        more = (auto_shard_dataset, zero, takes_uneven(), _joint(), sequence_parallel)
         if isinstance(layout_map, str):
             self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, more)
             return
@@ -159,13 +159,11 @@ class ModelParallel(UnidistDistribution):
         strategy = Strategy(grid, data, _layouts_of(rules), *more)
         super().__init__(strategy, rules)
 
-    def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: tuple[bool, int, bool, bool]) -> None:
+    def _find(
+        self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: tuple[bool, int, bool, bool, bool]
+    ) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
-        if keras.config.backend() == "tensorflow":
-            raise CapabilityError(
-                "layout_map='auto': layouts are not found for Keras on TensorFlow in this version: give a LayoutMap"
-            )
         data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
         self.found = FoundLayouts(mesh, self.model_axes)
         strategy = Strategy(mesh, data, self.found.layout_for, *more)
@@ -269,6 +267,11 @@ def takes_uneven() -> bool:
     return bool(keras.config.backend() == "torch")
 
 
+def _joint() -> bool:
+    """Whether one dim may be cut by several axes: DTensor cuts it by one."""
+    return bool(keras.config.backend() != "tensorflow")
+
+
 def check_sequence_parallel() -> None:
     """Raises CapabilityError where Keras's backend has no sequence parallelism."""
     name = keras.config.backend()
@@ -299,8 +302,14 @@ def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
 
 
 def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises CapabilityError where Keras on TensorFlow cannot do it: over Horovod, where every process holds all, with
-    rules."""
+    """Raises where Keras on TensorFlow cannot do it: MeshError over DTensor on a mesh that leaves processes out, which
+    all of them see alike; CapabilityError over Horovod, where every process holds all, with rules."""
+    backend: Any = session.backend()
+    if backend.name == "tensorflow" and (outside := backend.without_rank(strategy.mesh)):
+        raise MeshError(
+            f"{strategy.mesh} has no rank of process {outside[0]}: with Keras on TensorFlow every process of the world "
+            "takes part in training; name devices of each, or start fewer processes"
+        )
     if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
         return
     if layout_map is not None or strategy.data_shards != strategy.mesh.size:
@@ -310,15 +319,10 @@ def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
         )
 
 
-# The stages of ZeRO that each Keras backend's engine serves.
-_STAGES_SERVED: dict[str, tuple[int, ...]] = {"torch": STAGES, "jax": STAGES, "tensorflow": (0,)}
-
-
 def _check_zero(zero: int) -> None:
-    name = keras.config.backend()
-    served = _STAGES_SERVED.get(name, (0,))
-    if zero in STAGES and zero not in served:
+    """Raises CapabilityError over Horovod on TensorFlow, where every process holds all."""
+    if zero in STAGES[1:] and session.backend().name == "horovod" and keras.config.backend() == "tensorflow":
         raise CapabilityError(
-            f"zero={zero}: sharded gradients and optimizer states (ZeRO) are not in this version with Keras on "
-            f"{name!r}; use one of zero={served}"
+            f"zero={zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use zero=0, or "
+            "set KERAS_BACKEND=torch before Keras is imported"
         )

@@ -41,6 +41,7 @@ class Strategy:
         zero: 0: every data shard keeps everything; 1 or 2: gradients are reduced to, and slots live in, shards over
             the data axes; 3: the values rest there too. Only `variable` looks at it: all else follows the layouts.
         uneven: whether a variable may be cut into shards of different sizes.
+        joint: whether one dim of a variable may be cut by several axes.
         sequence_parallel: what lies between layers with cut kernels is cut too, along the sequence (dim 1).
 
     Raises:
@@ -53,6 +54,7 @@ class Strategy:
     auto_shard_dataset: bool = True
     zero: int = 0
     uneven: bool = True
+    joint: bool = True
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Strategy:
         compute = ruled.with_axis(self.data_axes, "F") if self.data_axes else ruled
         if not self.zero:
             return VariableLayouts(storage=ruled, compute=compute, state=ruled)
-        state = spread(ruled, shape, self.data_axes, self.mesh, uneven=self.uneven)
+        state = spread(ruled, shape, self.data_axes, self.mesh, uneven=self.uneven, joint=self.joint)
         return VariableLayouts(storage=state if self.zero == 3 else ruled, compute=compute, state=state)
 
     def with_rule(self, layout: Layout) -> Strategy:

@@ -10,7 +10,9 @@ from unidist.algebra import Axes, Layout, Mesh
 STAGES = (0, 1, 2, 3)
 
 
-def spread(layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh, *, uneven: bool) -> Layout:
+def spread(
+    layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh, *, uneven: bool, joint: bool = True
+) -> Layout:
     """`layout` with the data axes that it leaves whole on one dim as well, behind the axes that cut it already.
 
     The first dim that divides evenly is cut, since a cut of dim 0 is one contiguous piece. Where none divides the
@@ -21,7 +23,12 @@ def spread(layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh, *, un
         shape: its global shape.
         axes: the data axes.
         uneven: whether shards may differ in size (torch.chunk's rule).
+        joint: whether one dim may be cut by several axes. If not, each axis cuts a dim that is whole until then.
     """
+    if not joint:
+        for axis in axes:
+            layout = _alone(layout, shape, axis, mesh)
+        return layout
     free = tuple(axis for axis in axes if layout.state(axis) == "I" and mesh.axis_size(axis) > 1)
     if not free or not shape:
         return layout
@@ -33,3 +40,13 @@ def spread(layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh, *, un
             return layout
         dim = max(range(len(shape)), key=lambda d: shape[d] // already[d])
     return layout.with_axis(free, "S", dim=dim)
+
+
+def _alone(layout: Layout, shape: tuple[int, ...], axis: str, mesh: Mesh) -> Layout:
+    """`layout` with `axis` on the first whole dim that it divides, if there is one."""
+    parts = mesh.axis_size((axis,))
+    if parts == 1 or layout.state(axis) != "I":
+        return layout
+    whole = (d for d, size in enumerate(shape) if size and size % parts == 0 and not layout.dim_axes(d))
+    dim = next(whole, None)
+    return layout if dim is None else layout.with_axis((axis,), "S", dim=dim)

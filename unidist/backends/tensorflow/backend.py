@@ -96,6 +96,11 @@ class TensorflowBackend:
     def local_ranks(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(len(self.devices)) if self._is_here(rank))
 
+    def without_rank(self, mesh: Mesh) -> tuple[int, ...]:
+        """The processes of the world that hold no rank of a mesh."""
+        inside = {task_of(self.devices[rank]) for rank in mesh.devices}
+        return tuple(index for index in range(self.world.count) if index not in inside)
+
     def _is_here(self, rank: int) -> bool:
         return task_of(self.devices[rank]) == self.world.index
 
@@ -195,6 +200,11 @@ class TensorflowBackend:
 
     def _pack(self, parts: Parts, sharding: Sharding) -> Any:
         ranks = self._ranks_here(sharding.mesh.devices)
+        if not ranks:
+            raise MeshError(
+                f"this process holds no rank of {sharding.mesh}, and DTensor has no array without a part here: make it "
+                "on the others only, or on a mesh with a rank of every process"
+            )
         return arrays.pack(parts, sharding, self.mesh(sharding.mesh), ranks)
 
     def _unpack(self, x: Any, sharding: Sharding) -> Parts:

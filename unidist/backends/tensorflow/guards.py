@@ -8,6 +8,8 @@ import warnings
 from tensorflow.python.eager import context
 
 COMBINER = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
+# Of more than three dims it misorders what it moves; without it, what is cut anew is gathered first.
+ALL_TO_ALL = "DTENSOR_USE_ALL_TO_ALL_RELAYOUT"
 REPLICATED = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
 # Ops without a rule of their own in DTensor: their inputs are gathered, and every device computes the whole.
 WITHOUT_A_RULE = (
@@ -31,15 +33,16 @@ WITHOUT_A_RULE = (
 
 
 def prepare() -> None:
-    """Switches DTensor's combiner of all-reduces off, and gathering on for ops that it has no rule for.
+    """Switches DTensor's combiner of all-reduces and its all_to_all off, and gathering on for ops without a rule.
 
-    With the combiner some data-parallel steps apply the optimizer's slots of the step before, without an error.
+    With the combiner some data-parallel steps apply the optimizer's slots of the step before; with its all_to_all
+    (TensorFlow 2.21) a tensor of four dims that is cut along another one is another tensor. Neither is an error.
 
     Warns:
         UserWarning: TensorFlow has run already with the combiner on, so that DTensor may have read its setting.
     """
     late = context.context()._initialized and os.environ.get(COMBINER) != "0"
-    os.environ[COMBINER] = "0"
+    os.environ[COMBINER] = os.environ[ALL_TO_ALL] = "0"
     for op in WITHOUT_A_RULE:
         os.environ.setdefault(REPLICATED + op, "1")
     if late:

@@ -16,7 +16,7 @@ from tensorflow.python.ops import array_ops
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
 from unidist.keras import saving as keras_saving
-from unidist.keras.dtensor import placing, saving, slicing, trainer, values, worlds
+from unidist.keras.dtensor import pinning, placing, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -47,6 +47,7 @@ def install() -> None:
     around(keras_core, "scatter", values.scattering)
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
     around(BaseOptimizer, "apply", trainer.applying)
+    pinning.install()
     around(array_ops, "strided_slice", slicing.slicing)
     keras_saving.install(saving.crew, saving.gathered)
     _state.installed = True

@@ -13,15 +13,17 @@ from unidist.algebra import Axes, Layout, Mesh, ring_bytes
 from unidist.backends.protocol import itemsize
 from unidist.keras.dtensor import placing, worlds
 from unidist.keras.strategy import UnidistDistribution
+from unidist.strategies import VariableLayouts
 
 
 def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any) -> None:
     """Tells the ledger of what one run of a step needs at least, with the word "predicted".
 
-    In a training step every gradient is reduced over the data axes, where the rows of the batch lie over them. A kernel
-    that is gathered when read is gathered once. A weight whose contracted dim is sharded reduces the layer's result,
-    and one whose other dim is sharded the gradient of its input: of these the rows of one device are counted, as wide
-    as the unsharded dim.
+    In a training step every gradient is reduced over the data axes, where the rows of the batch lie over them. A
+    variable that rests in smaller parts than layers read it in is gathered for that, once, and one that is updated in
+    smaller parts than it rests in after that. A weight whose contracted dim is sharded reduces the layer's result, and
+    one whose other dim is sharded the gradient of its input: of these the rows of one device are counted, as wide as
+    the unsharded dim.
     """
     if not events.listening():
         return
@@ -32,20 +34,29 @@ def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any)
     trained = kind == "train_step"
     trainable = {id(variable) for variable in model.trainable_variables}
     for variable in model.weights:
-        layout: Layout = getattr(variable, placing.LAYOUT)
+        found: VariableLayouts = getattr(variable, placing.LAYOUTS)
         shape, size = tuple(variable.shape), itemsize(str(variable.dtype))
-        held = prod(shape) * size // (mesh.axis_size(_axes(layout)) if _axes(layout) else 1)
-        if trained and cut and id(variable) in trainable:
-            _emit("all_reduce", strategy.data_axes, mesh, held, purpose)
-        if not _axes(layout):
-            continue
-        if variable._value.whole_when_read:
-            _emit("all_gather", _axes(layout), mesh, prod(shape) * size, purpose)
-        elif len(shape) > 1:
-            contracted = bool(layout.dim_axes(0))
+        full, read = prod(shape) * size, Layout(*found.compute.dims)
+        _emit_gather(found.storage, read, mesh, full, purpose)
+        if trained and id(variable) in trainable:
+            if cut:
+                _emit("all_reduce", strategy.data_axes, mesh, full // _parts(read, mesh), purpose)
+            _emit_gather(found.state, found.storage, mesh, full, purpose)
+        if _axes(read) and len(shape) > 1:
+            contracted = bool(read.dim_axes(0))
             if contracted or trained:
                 share = rows // strategy.data_shards if cut else rows
-                _emit("all_reduce", _axes(layout), mesh, share * shape[1 if contracted else 0] * size, purpose)
+                _emit("all_reduce", _axes(read), mesh, share * shape[1 if contracted else 0] * size, purpose)
+
+
+def _emit_gather(before: Layout, after: Layout, mesh: Mesh, full: int, purpose: str) -> None:
+    gone = tuple(axis for axis in _axes(before) if axis not in _axes(after))
+    if gone:
+        _emit("all_gather", gone, mesh, full // _parts(after, mesh), purpose)
+
+
+def _parts(layout: Layout, mesh: Mesh) -> int:
+    return mesh.axis_size(_axes(layout)) if _axes(layout) else 1
 
 
 def _axes(layout: Layout) -> Axes:

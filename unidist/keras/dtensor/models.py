@@ -37,8 +37,10 @@ def rows(model: Any) -> Iterator[Row]:
     _place(model)
     optimizer = getattr(model, "optimizer", None)
     slots = optimizer.variables if optimizer is not None else []
-    for variable in [*model.variables, *slots]:
-        yield _row(variable)
+    for variable in model.variables:
+        yield _row(variable, "weights")
+    for variable in slots:
+        yield _row(variable, "slots")
 
 
 def _place(model: Any) -> None:
@@ -49,7 +51,7 @@ def _place(model: Any) -> None:
         placing.place_model(model, distribution)
 
 
-def _row(variable: Any) -> Row:
+def _row(variable: Any, kind: str) -> Row:
     shape, dtype = tuple(variable.shape), str(variable.dtype)
     spread = isinstance(variable._value, values.SpreadVariable)
     held = [tuple(part.shape) for part in dtensor.unpack(variable._value.read_value())] if spread else [shape]
@@ -63,7 +65,8 @@ def _row(variable: Any) -> Row:
         path=variable.path,
         shape=shape,
         dtype=dtype,
-        layout=getattr(variable, placing.LAYOUT) if spread else None,
+        layout=getattr(variable, placing.LAYOUTS).storage if spread else None,
         local_shape=held[0],
         bytes_per_device=max(sizes),
+        kind=kind,
     )

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from keras.src.layers.convolutional.base_conv import BaseConv
-from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
-from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
-from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
-from keras.src.layers.rnn.rnn import RNN
+from keras.src import backend
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.making import all_variables, made_under
+from unidist.keras.planning.candidates import candidate
+from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution, adopt, current
+from unidist.strategies import VariableLayouts
 
 _REFERENCE = "_unidist_reference"
-LAYOUT = "_unidist_layout"
+LAYOUTS = "_unidist_layouts"
 _PLACED = "_unidist_distribution"
-_WHOLE = (RNN, BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
+# In place of the distribution, where a plan moves a variable.
+_MOVING = object()
 
 _checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
 
@@ -60,6 +61,10 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
+    if settle(model, distribution):
+        for variable in all_variables(model):
+            if getattr(variable, _PLACED, None) is distribution:
+                setattr(variable, _PLACED, _MOVING)
     strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
     made_under[model] = distribution
     if not strangers:
@@ -67,47 +72,61 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     ruled = {id(variable) for variable in model.weights}
     gathered = _read_whole(model)
     for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
-        layout = _layout_of(variable, distribution, id(variable) in ruled)
-        _place_variable(variable, layout, distribution, id(variable) in gathered)
+        found = _layouts_of(variable, distribution, id(variable) in ruled)
+        if id(variable) in gathered:
+            found = replace(found, compute=Layout())
+        _place_variable(variable, found, distribution)
     _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
 
 
 def _read_whole(model: Any) -> set[int]:
-    """Variables that DTensor can use only gathered: kernels of convolutions, and of cells, which split their gates."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, _WHOLE)]
-    return {id(variable) for layer in layers for variable in layer.variables}
+    """Variables that are gathered when they are read: all but the kernels, tables and biases of products and lookups,
+    whose ops DTensor runs on shards. (Others it refuses, as a slice of a table of positions that cuts it anew.)"""
+    on_shards = {id(variable) for layer in model._flatten_layers() for variable in _used_as_shards(layer)}
+    return {id(variable) for variable in model.variables} - on_shards
 
 
-def _layout_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> Layout:
-    """A slot lies as the variable that it belongs to; what else is no weight is replicated."""
+def _used_as_shards(layer: Any) -> list[Any]:
+    found = candidate(layer)
+    return found.variables if found is not None and found.kind in ("product", "table") else []
+
+
+def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:
+    """A slot rests where the gradient of its variable is reduced to; what else is no weight is replicated."""
     shape = tuple(variable.shape)
     reference = getattr(variable, _REFERENCE, lambda: None)()
     if reference is not None:
-        same = tuple(reference.shape) == shape and hasattr(reference, LAYOUT)
-        found: Layout = getattr(reference, LAYOUT) if same else Layout()
-        return found
-    if not ruled:
-        return Layout()
+        same = tuple(reference.shape) == shape and hasattr(reference, LAYOUTS)
+        return _all_at(getattr(reference, LAYOUTS).state if same else Layout())
+    if not ruled or str(variable.dtype) == backend.random_seed_dtype():
+        return _all_at(Layout())
     if distribution.layout_map is not None:
         distribution.layout_map.match(variable.path)
-    return distribution.strategy.variable(variable.path, shape).storage
+    return distribution.strategy.variable(variable.path, shape)
 
 
-def _place_variable(variable: Any, layout: Layout, distribution: UnidistDistribution, gathered: bool) -> None:
+def _all_at(layout: Layout) -> VariableLayouts:
+    return VariableLayouts(storage=layout, compute=layout, state=layout)
+
+
+def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution) -> None:
     setattr(variable, _PLACED, distribution)
-    setattr(variable, LAYOUT, layout)
+    setattr(variable, LAYOUTS, found)
     value = variable._value
     if value is None:
         return
-    native = worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
+    storage, compute, state = (
+        worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
+        for layout in (found.storage, Layout(*found.compute.dims), found.state)
+    )
     host = values.whole(value)
     if worlds.several() and not isinstance(value, dtensor.DVariable):
         # Made on its own in each process: the seeds may have differed.
         host = worlds.from_first(host)
-    with dtensor.default_mesh(native.mesh):
-        spread = values.SpreadVariable(values.put(host, native), trainable=variable.trainable, name=variable.name)
-    spread.whole_when_read = gathered and bool(layout.dims)
+    with dtensor.default_mesh(storage.mesh):
+        spread = values.SpreadVariable(values.put(host, storage), trainable=variable.trainable, name=variable.name)
+    spread.compute, spread.state = compute, state
     variable._value = spread
 
 

@@ -37,6 +37,11 @@ def on(mesh: dtensor.Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
+def mesh_here() -> dtensor.Mesh | None:
+    """The mesh on which this thread computes."""
+    return _mesh.get()
+
+
 def whole(x: Any, mesh: dtensor.Mesh) -> Any:
     """A tensor of the computation, with its mask, gathered onto every device; its gradient is cut again."""
     if not isinstance(x, tf.Tensor) or x.shape.rank in (None, 0):

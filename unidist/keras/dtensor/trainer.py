@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras import tree
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.layers.rnn.rnn import RNN
 from tensorflow.experimental import dtensor
 
@@ -237,7 +238,7 @@ def calling(original: Any) -> Any:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 (Keras's name)
         distribution = placing.placed_under(self)
-        if distribution is None or not tf.executing_eagerly() or not _is_host(args, kwargs):
+        if distribution is None or not tf.executing_eagerly() or in_stateless_scope() or not _is_host(args, kwargs):
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
@@ -269,7 +270,7 @@ def applying(original: Any) -> Any:
             return original(self, grads, trainable_variables)
         laid = [_laid(grad, variable) for grad, variable in zip(grads, own, strict=True)]
         mesh = next(v._value.layout.mesh for v in own if isinstance(v._value, values.SpreadVariable))
-        with dtensor.default_mesh(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
+        with values.updating(), dtensor.default_mesh(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
             return original(self, laid, own if trainable_variables is not None else None)
 
     return apply
@@ -282,4 +283,4 @@ def _laid(gradient: Any, variable: Any) -> Any:
     value = getattr(variable, "_value", None)
     if not RELAY or gradient is None or not isinstance(value, values.SpreadVariable):
         return gradient
-    return dtensor.relayout(tf.convert_to_tensor(gradient), value.layout)
+    return values.reduced(gradient, value.compute or value.layout, value.state or value.layout)

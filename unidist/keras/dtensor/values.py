@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -69,11 +72,13 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
     """A DVariable that takes and gives whole values on the host.
 
     Attributes:
-        whole_when_read: gathered for each use, for ops that DTensor cannot run on shards (convolutions).
+        compute: how it lies where layers read it; None: as it rests.
+        state: how its gradient and its slots lie, and it itself while the optimizer updates it; None: as it rests.
         held: the whole value, while a model is being saved by a process that must not ask the others.
     """
 
-    whole_when_read = False
+    compute: dtensor.Layout | None = None
+    state: dtensor.Layout | None = None
     held: Array | None = None
 
     def numpy(self) -> Array:
@@ -83,9 +88,13 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return np.asarray(self.numpy(), dtype=dtype)
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() and not is_spread(value):
-            value = put(np.asarray(value), self.layout)
-        return super().assign(value, *args, **kwargs)
+        return super().assign(self._as_stored(value), *args, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_add(self._as_stored(delta), *args, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_sub(self._as_stored(delta), *args, **kwargs)
 
     def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """DTensor has no scatter into variables: the gradient is made dense."""
@@ -95,15 +104,61 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return self.assign_add(tf.convert_to_tensor(sparse_delta))
 
     def value(self) -> Any:
-        found = super().value()
-        if self.whole_when_read:
-            return dtensor.relayout(found, replicated(self.layout.mesh, len(found.shape)))
-        return found
+        found, wanted = super().value(), self._wanted()
+        return found if wanted is None else _read_as(found, wanted, self.layout)
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-        if self.whole_when_read:
-            return self.value()
-        return super()._dense_var_to_tensor(dtype, name, as_ref)
+        return super()._dense_var_to_tensor(dtype, name, as_ref) if self._wanted() is None else self.value()
+
+    def _wanted(self) -> dtensor.Layout | None:
+        """The layout in which it is read here; None: as it rests."""
+        wanted = self.state if _reading.for_update else self.compute
+        return None if wanted is None or wanted == self.layout else wanted
+
+    def _as_stored(self, value: Any) -> Any:
+        """What was computed in another layout is brought to that in which the variable rests."""
+        if tf.executing_eagerly() and not is_spread(value):
+            return put(np.asarray(value), self.layout)
+        if self.state is None or self.state == self.layout:
+            return value
+        return dtensor.relayout(tf.convert_to_tensor(value), self.layout)
+
+
+def _read_as(value: Any, wanted: dtensor.Layout, stored: dtensor.Layout) -> Any:
+    """The value in another layout, whose gradient is whole in that layout first."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def read(found: Any) -> tuple[Any, Any]:
+        return dtensor.relayout(found, wanted), lambda gradient: reduced(gradient, wanted, stored)
+
+    return read(value)
+
+
+def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> Any:
+    """A gradient in the layout of its variable's state, by way of that in which layers read the variable.
+
+    In one step DTensor (TensorFlow 2.21) lets the data axes on the gradient's dims spread to the products before it,
+    whose rows lie over these axes, and cannot partition them then.
+    """
+    whole = dtensor.relayout(tf.convert_to_tensor(gradient), computed)
+    return whole if computed == state else dtensor.relayout(whole, state)
+
+
+class _Reading(threading.local):
+    for_update = False
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def updating() -> Iterator[None]:
+    """Inside, an optimizer runs: variables are read in the layouts of their states."""
+    before, _reading.for_update = _reading.for_update, True
+    try:
+        yield
+    finally:
+        _reading.for_update = before
 
 
 def scattering(original: Any) -> Any:

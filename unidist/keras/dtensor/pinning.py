@@ -1,0 +1,63 @@
+"""Results that DTensor must not lay as it likes: what is joined of parts or padded is whole along that dim.
+
+DTensor (TensorFlow 2.21) lets the layout that a consumer wants of such a result spread to it. Where that cuts the dim
+of the parts, each device joins its own pieces, which is another order: wrong numbers, without an error. So it is with
+the zeros that the gradient of a slice is padded with.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.dtensor.python.layout import MATCH
+from tensorflow.experimental import dtensor
+from tensorflow.python.ops import gen_array_ops
+
+from unidist.keras.dtensor import slicing
+from unidist.keras.interception import around
+
+
+def install() -> None:
+    """Wraps the ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices."""
+    around(gen_array_ops, "concat_v2", _concatenating)
+    around(gen_array_ops, "pad", _padding)
+    around(gen_array_ops, "pad_v2", _padding)
+
+
+def _concatenating(original: Any) -> Any:
+    @functools.wraps(original)
+    def concat_v2(values: Any, axis: Any, name: Any = None) -> Any:
+        found = original(values, axis, name)
+        return _pinned(found, tf.get_static_value(axis) not in (None, 0, -(found.shape.rank or 0)))
+
+    return concat_v2
+
+
+def _padding(original: Any) -> Any:
+    @functools.wraps(original)
+    def pad(input: Any, paddings: Any, *args: Any, **kwargs: Any) -> Any:
+        known = tf.get_static_value(paddings)
+        keeps_rows = known is not None and len(known) > 0 and not any(known[0])
+        found = original(_pinned(tf.convert_to_tensor(input), keeps_rows), paddings, *args, **kwargs)
+        return _pinned(found, keeps_rows)
+
+    return pad
+
+
+def _pinned(x: Any, keeps_rows: bool) -> Any:
+    """A tensor of a program, and its gradient, whole along all dims, but for the first where its rows stay as they
+    are."""
+    mesh = slicing.mesh_here()
+    # Shapes and paddings are joined too: DTensor must go on seeing constants in them.
+    if mesh is None or tf.executing_eagerly() or not x.shape.rank or x.dtype.is_integer:
+        return x
+    first = MATCH if keeps_rows else dtensor.UNSHARDED
+    layout = dtensor.Layout([first] + [dtensor.UNSHARDED] * (x.shape.rank - 1), mesh)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def pin(value: Any) -> tuple[Any, Any]:
+        return dtensor.relayout(value, layout), lambda gradient: dtensor.relayout(gradient, layout)
+
+    return pin(x)
