@@ -236,6 +236,14 @@ def test_states_spread_over_the_data_axis_are_counted_so() -> None:
     assert dict(plan.layout_map) == dict(of_data(0)[0].layout_map)
 
 
+def test_a_plan_leaves_no_variable_waiting_for_values() -> None:
+    import keras
+    from keras.src.backend.common import global_state
+
+    unidist.plan(dense_then(keras.layers.Activation("relu")), MESH)
+    assert not global_state.get_global_attribute("uninitialized_variables", [])
+
+
 def test_rules_that_do_not_fit_are_told_together() -> None:
     model = zoo.backbone("bert")
     rules = unidist.LayoutMap(

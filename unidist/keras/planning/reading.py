@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend.common import global_state
 
 from unidist.errors import LayoutError, UnidistError
 from unidist.keras.planning import samples
@@ -256,8 +257,12 @@ def _slots(model: Any, variables: list[Any]) -> tuple[tuple[int, ...], str]:
         return slot
 
     object.__setattr__(inner, "add_variable_from_reference", add)
+    # Keras notes variables without values, to give them some at the next occasion: these shall never have any.
+    waiting = global_state.get_global_attribute("uninitialized_variables", [], set_to_default=True)
+    count = len(waiting)
     with keras.StatelessScope(initialize_variables=False):
         # A twin of the optimizer without values: only its slots' shapes are wanted.
         twin.build(trainable)
+    del waiting[count:]
     name = type(inner).__name__ if optimizer is not None else "Adam (no optimizer is compiled)"
     return tuple(made.get(id(v), 0) for v in variables), name
