@@ -297,3 +297,11 @@ def test_places_of_images_are_parts_too() -> None:
         found = losses(strategy({"model": 4}))
     np.testing.assert_allclose(found, losses(None), atol=1e-5, rtol=1e-5)
     assert [e.op for e in traffic.events if e.purpose.endswith("down0")].count("reduce_scatter") == 3
+
+
+def test_what_is_computed_again_is_refused() -> None:
+    with keras.RematScope(mode="full"):
+        model = build("nothing")()
+    with pytest.raises(unidist.CapabilityError, match=r"keras.RematScope\(mode='full'\).*outside of the scope"):
+        unidist.parallelize(model, strategy({"model": 4}))
+    assert not unidist.describe(model).sharded

@@ -35,9 +35,15 @@ def current_engine() -> Engine | None:
 
 
 class Engine:
-    """One model under one distribution."""
+    """One model under one distribution.
+
+    Raises:
+        CapabilityError: the model computes in a way that the strategy does not go with.
+    """
 
     def __init__(self, model: Any, distribution: UnidistDistribution) -> None:
+        if distribution.strategy.sequence_parallel:
+            sequence.check(model)
         self.model = model
         self.distribution = distribution
         self.world = placing.world_of(distribution)
@@ -165,10 +171,14 @@ class Engine:
             frame.rows = mine
             traffic = self._traffic()
             frame.shared = traffic.shared(frame)
-            with traffic.step(frame, kind):
-                self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
-                out = function([own])
-                return self._joined(out, mine) if kind == "predict" else out
+            try:
+                with traffic.step(frame, kind):
+                    self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
+                    out = function([own])
+                    return self._joined(out, mine) if kind == "predict" else out
+            finally:
+                # What it holds leads back to the frame, and would live until Python looks for cycles.
+                frame.shared = None
 
         return self.world.run(on_rank)
 

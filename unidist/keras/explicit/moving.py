@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from unidist.algebra import Axes, Layout, Sharding
@@ -14,6 +16,7 @@ def move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst
     return frame.world.backend.redistribute(x, sharding, sharding.with_layout(dst))
 
 
+@functools.cache
 def cut_dim(ndim: int, dim: int, axes: Axes) -> Layout:
     """The layout with `axes` on one dim."""
     dim %= ndim

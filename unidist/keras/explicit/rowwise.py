@@ -21,10 +21,14 @@ _EACH = (
     *("logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite", "nan_to_num", "lerp", "addcmul"),
     *("addcdiv", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus"),
     *("softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink", "hardtanh", "hardsigmoid", "hardswish"),
-    *("threshold", "to", "type", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
-    *("zeros_like", "ones_like", "full_like", "empty_like", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__"),
-    *("__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
+    *("threshold", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
     *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+)
+# Each element alone, of one tensor: another one would say what kind is wanted, and is not broadcast with.
+_ALONE = (
+    *("to", "type", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
+    *("zeros_like", "ones_like", "full_like", "empty_like"),
 )
 # Along the dims that they are told.
 _ALONG = (
@@ -59,6 +63,10 @@ def _each(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return kwargs.get("out") is None and not kwargs.get("inplace")
 
 
+def _alone(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())) == 1
+
+
 def _along(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Told to go along dims behind the sequence alone."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
@@ -85,6 +93,7 @@ def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 TABLE: dict[Any, Condition] = {
     **dict.fromkeys(_named(_EACH), _each),
+    **dict.fromkeys(_named(_ALONE), _alone),
     **dict.fromkeys(_named(_ALONG), _along),
     **dict.fromkeys(_named(_NORMALIZING), _normalizing),
     torch.where: _where,

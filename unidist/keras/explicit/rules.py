@@ -231,8 +231,11 @@ def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
 def _shard(frame: Frame, variable: Any, dim: int, axes: Axes) -> torch.Tensor:
     """A variable cut along a dim over `axes` and whole elsewhere, whatever its storage is."""
     place = variable._place
-    fanned = tuple(a for a in place.layout.sharded_axes if a in frame.world.data_axes)
-    target = place.sharding.with_layout(Layout(*[None] * dim, axes, fanout=fanned))
+    held, wanted = place.layout, cut_dim(len(place.sharding.shape), dim, axes)
+    if held == wanted:
+        return variable._maybe_autocast(place.local(frame))  # type: ignore[no-any-return]
+    fanned = tuple(a for a in held.sharded_axes if a in frame.world.data_axes)
+    target = place.sharding.with_layout(Layout(*wanted.dims, fanout=fanned))
     return variable._maybe_autocast(  # type: ignore[no-any-return]
         frame.world.backend.redistribute(place.local(frame), place.sharding, target)
     )

@@ -25,9 +25,11 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.errors import CapabilityError
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
+from unidist.keras.explicit.world import RankWorld
 
 # The dim that is cut: of (batch, sequence, features), and of whatever else has a dim behind the batch.
 DIM = 1
@@ -139,6 +141,18 @@ def cut(frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout, axes
 def whole(x: Any) -> Any:
     """What a SequencePart is a part of; anything else as it is."""
     return x.whole() if isinstance(x, SequencePart) else x
+
+
+def check(model: Any) -> None:
+    """Raises CapabilityError where layers are computed again in backward, which torch does not do with parts."""
+    for layer in model._flatten_layers():
+        mode = getattr(layer, "_remat_mode", None)
+        if mode is not None and mode.mode is not None:
+            raise CapabilityError(
+                f"sequence_parallel=True: layer {layer.name!r} was made inside keras.RematScope(mode={mode.mode!r}), "
+                "and parts of sequences cannot be computed again in backward in this version. Make the model outside "
+                "of the scope, or leave sequence_parallel out"
+            )
 
 
 def give_whole(model: Any) -> None:
@@ -268,7 +282,7 @@ class SharedWeights:
             return None
         if axes not in self._fanned:
             self._fanned[axes] = _FanOut.apply(  # type: ignore[no-untyped-call]
-                self._frame, axes, *self._leaves
+                self._frame.world, axes, *self._leaves
             )
         return self._fanned[axes][place].to(x.dtype)
 
@@ -285,8 +299,9 @@ class _FanOut(torch.autograd.Function):
     """I -> F of many tensors: their gradients are summed over the axes by one all_reduce for each dtype."""
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame, axes: Axes, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.frame, ctx.axes = frame, axes
+    def forward(ctx: Any, world: RankWorld, axes: Axes, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Not the frame: it holds what comes out here.
+        ctx.world, ctx.axes = world, axes
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
@@ -297,10 +312,9 @@ class _FanOut(torch.autograd.Function):
         for dtype in dict.fromkeys(grad.dtype for _, grad in given):
             alike = [(k, grad) for k, grad in given if grad.dtype == dtype]
             flat = torch.cat([grad.reshape(-1) for _, grad in alike])
-            mesh = ctx.frame.world.mesh
-            partial = Sharding(mesh, Layout(partial=ctx.axes), tuple(flat.shape))
+            partial = Sharding(ctx.world.mesh, Layout(partial=ctx.axes), tuple(flat.shape))
             with events.for_purpose(f"weights on {_WHY}"):
-                flat = ctx.frame.world.backend.redistribute(flat, partial, partial.with_layout(Layout()))
+                flat = ctx.world.backend.redistribute(flat, partial, partial.with_layout(Layout()))
             sums = flat.split([grad.numel() for _, grad in alike])
             for (k, grad), total in zip(alike, sums, strict=True):
                 out[k] = total.view(grad.shape)
