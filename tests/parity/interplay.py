@@ -14,6 +14,7 @@ BEHAVIOURS = (
     "parallelized_when_trained",
     "keras_distribution",
     "joined_before_a_row_layer",
+    "sliced_behind_a_column_layer",
     "cut_along_another_dim",
     "slices_of_rows",
     "layers_that_slice",
@@ -227,6 +228,30 @@ def joined_before_a_row_layer() -> None:
     """A concatenation before a kernel that is cut along its dim: DTensor would let each device join its own pieces."""
     import keras
 
+    def net(x: Any) -> Any:
+        both = [keras.layers.Dense(16, "tanh")(x[:, 0]), keras.layers.GlobalAveragePooling1D()(x)]
+        return keras.layers.Dense(3, name="head")(keras.layers.Concatenate()(both))
+
+    _compare_net(net, {"head/kernel": ("model",)})
+
+
+def sliced_behind_a_column_layer() -> None:
+    """The gradient of a slice of what is cut along its dim is padded with zeros."""
+    import keras
+    import tensorflow as tf
+
+    def net(x: Any) -> Any:
+        wide = keras.layers.Dense(16, "tanh", name="wide")(x)
+        part = keras.layers.Lambda(lambda t: tf.slice(t, [0, 1, 4], [-1, 4, 8]))(wide)
+        return keras.layers.Dense(3, name="head")(keras.layers.GlobalAveragePooling1D()(part))
+
+    _compare_net(net, {"wide/kernel": (None, "model")})
+
+
+def _compare_net(net: Any, rules: Any) -> None:
+    """Trained on one device and by rules on the grid."""
+    import keras
+
     import unidist
 
     rng = np.random.default_rng(0)
@@ -235,23 +260,20 @@ def joined_before_a_row_layer() -> None:
     def trained(strategy: Any) -> tuple[Any, Any]:
         keras.utils.set_random_seed(3)
         inputs = keras.Input((6, 16))
-        both = [keras.layers.Dense(16, "tanh")(inputs[:, 0]), keras.layers.GlobalAveragePooling1D()(inputs)]
-        model = keras.Model(inputs, keras.layers.Dense(3, name="head")(keras.layers.Concatenate()(both)))
+        model = keras.Model(inputs, net(inputs))
         model.compile("sgd", "mse")
         if strategy is not None:
             unidist.parallelize(model, strategy)
         history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
-        return {"loss": history}, model
+        return history, model
 
     mesh = unidist.Mesh({"data": 2, "model": 2})
     wanted, alone = trained(None)
-    found, spread = trained(unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"head/kernel": ("model",)})))
-    _same(found, wanted)
-    _same([v for _, v in sorted(_weights(spread).items())], dict(enumerate(np.asarray(v) for v in _sorted(alone))))
-
-
-def _sorted(model: Any) -> list[Any]:
-    return sorted(model.weights, key=lambda variable: variable.path)
+    found, spread = trained(unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules)))
+    assert unidist.describe(spread).sharded
+    _same({"loss": found}, {"loss": wanted})
+    for a, b in zip(_weights(spread).values(), alone.weights, strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), atol=1e-5)
 
 
 def cut_along_another_dim() -> None:

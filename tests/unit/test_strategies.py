@@ -59,3 +59,13 @@ def test_unknown_stages_and_axes_are_refused() -> None:
         Strategy(GRID, ("data",), zero=4)
     with pytest.raises(MeshError):
         Strategy(GRID, ("rows",))
+
+
+def test_where_a_dim_takes_one_axis_the_data_axis_cuts_another() -> None:
+    def states(layout: Layout, shape: tuple[int, ...]) -> Layout:
+        return Strategy(GRID, ("data",), lambda path, shape: layout, zero=1, joint=False).variable("v", shape).state
+
+    assert states(Layout("model"), (8, 6)) == Layout("model", "data")
+    assert states(Layout(None, "model"), (8, 6)) == Layout("data", "model")
+    assert states(Layout("model"), (8, 3)) == Layout("model")
+    assert states(Layout("model"), (8,)) == Layout("model")
