@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ from tensorflow.experimental import dtensor
 
 from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
+from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
@@ -41,6 +43,9 @@ def is_first() -> bool:
 
 def telling(what: str) -> AbstractContextManager[None]:
     """Raises ProcessLostError where another process of the world has ended in what is done here."""
+    if not registry.has_current():
+        # A model on one device: choosing a backend now would ask a running TensorFlow for more devices.
+        return contextlib.nullcontext()
     return lost.told(backend().world, what)
 
 
