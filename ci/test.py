@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -43,6 +44,8 @@ KEPT_DAYS = 30
 
 
 def main(arguments: list[str]) -> int:
+    # A shell's background jobs ignore Ctrl-C, and so would the tests' programs, which tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     python = environment()
     if arguments == ["--python"]:
         print(python)
