@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 120.0
+LIMIT = 200.0
 
 
 @dataclass(frozen=True)

@@ -133,4 +133,4 @@ def test_data_that_raises_on_one_process_ends_the_run(tmp_path: Path) -> None:
     done = run(["-n", "2", "--backend", "jax", "--devices-per-process", "2", str(script)], tmp_path)
     assert done.code != 0
     assert "the disk of process 1 is gone" in done.out + done.err
-    assert done.seconds < 60
+    assert done.seconds < 90
