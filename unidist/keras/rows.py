@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from unidist.algebra import Layout
 
@@ -33,3 +35,13 @@ class Row:
     @property
     def is_sharded(self) -> bool:
         return self.layout is not None and bool(self.layout.dims)
+
+
+def rows_of(model: Any, row: Callable[[Any, str], Row]) -> Iterator[Row]:
+    """row(variable, kind) of each variable of the model, then of its optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    slots = optimizer.variables if optimizer is not None else []
+    for variable in model.variables:
+        yield row(variable, "weights")
+    for variable in slots:
+        yield row(variable, "slots")

@@ -9,7 +9,7 @@ from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array, itemsize
 from unidist.keras.dtensor import placing, values, worlds
-from unidist.keras.rows import Row
+from unidist.keras.rows import Row, rows_of
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -35,12 +35,7 @@ def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
 def rows(model: Any) -> Iterator[Row]:
     """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold."""
     _place(model)
-    optimizer = getattr(model, "optimizer", None)
-    slots = optimizer.variables if optimizer is not None else []
-    for variable in model.variables:
-        yield _row(variable, "weights")
-    for variable in slots:
-        yield _row(variable, "slots")
+    yield from rows_of(model, _row)
 
 
 def _place(model: Any) -> None:

@@ -340,9 +340,7 @@ def _distinct_seeds(layer: Any, row: rules.Rule) -> None:
         frame = context.frame()
         if frame is None or frame.rows is None or not row.is_paired(frame):
             return original(*args, **kwargs)
-        group = frame.world.mesh.group((*frame.world.data_axes, *row.axes), frame.rank)
-        shards = frame.world.mesh.axis_size(frame.world.data_axes) if frame.world.data_axes else 1
-        with frame.seeds_at(shards + group.index):
+        with frame.seeds_at(frame.world.seed_place(frame.rank, row.axes)):
             return original(*args, **kwargs)
 
     object.__setattr__(layer, "call", call)

@@ -326,7 +326,5 @@ def dropped_out(x: SequencePart, drop: Callable[[torch.Tensor], torch.Tensor]) -
     part, frame = x.part, x.frame
     if part is None:
         return None
-    data, mesh = frame.world.data_axes, frame.world.mesh
-    shards = mesh.axis_size(data) if data else 1
-    with frame.seeds_at(shards + mesh.group((*data, *x.axes), frame.rank).index):
+    with frame.seeds_at(frame.world.seed_place(frame.rank, x.axes)):
         return SequencePart.of(frame, drop(part), tuple(x.shape), x.axes)

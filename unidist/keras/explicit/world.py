@@ -43,6 +43,11 @@ class RankWorld:
         """The place of a rank among the data shards."""
         return self.mesh.group(self.data_axes, rank).index if self.data_axes else 0
 
+    def seed_place(self, rank: int, axes: Axes) -> int:
+        """A rank's place for random numbers on activations that `axes` cut as well: none of a data shard's own."""
+        shards = self.mesh.axis_size(self.data_axes) if self.data_axes else 1
+        return shards + self.mesh.group((*self.data_axes, *axes), rank).index
+
     def frame_for(self, rank: int) -> Frame:
         return Frame(rank, self, seed_place=self.data_place(rank))
 

@@ -40,7 +40,7 @@ def install() -> None:
         return
     _install_variables()
     _install_trainer()
-    keras_saving.install(saving.crew, saving.gathered)
+    keras_saving.install(lambda model: processes.crew(), saving.gathered)
     _state.installed = True
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from unidist.backends.protocol import Array
 from unidist.keras.partitioned import layouts, placing, processes
-from unidist.keras.rows import Row
+from unidist.keras.rows import Row, rows_of
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -38,12 +38,7 @@ def rows(model: Any) -> Iterator[Row]:
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
         placing.check_rules(model, distribution)
-    optimizer = getattr(model, "optimizer", None)
-    slots = optimizer.variables if optimizer is not None else []
-    for variable in model.variables:
-        yield _row(variable, "weights")
-    for variable in slots:
-        yield _row(variable, "slots")
+    yield from rows_of(model, _row)
 
 
 def _row(variable: Any, kind: str) -> Row:

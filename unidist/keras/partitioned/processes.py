@@ -15,6 +15,7 @@ from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
 from unidist.keras.first import bytes_of_first
+from unidist.keras.writing import Crew
 
 
 def several() -> bool:
@@ -33,6 +34,11 @@ def from_first(value: Any) -> Any:
         return value
     data = pickle.dumps(value) if is_first() else b""
     return pickle.loads(bytes_of_first(data, lambda own: np.asarray(multihost_utils.broadcast_one_to_all(own))))
+
+
+def crew() -> Crew | None:
+    """The processes of the world, if there are several."""
+    return Crew(is_first(), from_first) if several() else None
 
 
 def of_all(number: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The processes that hold a model together, and their values for the one that saves it."""
+"""A model's whole values for the process that saves it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from typing import Any
 
 from unidist.keras import making
 from unidist.keras.partitioned import placing, processes
-from unidist.keras.writing import Crew
-
-
-def crew(model: Any = None) -> Crew | None:
-    """The processes of the world, if there are several."""
-    return Crew(processes.is_first(), processes.from_first) if processes.several() else None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import jax
 
 from unidist import events
 from unidist.keras import making
-from unidist.keras.partitioned import data, ledger, placing, processes, saving, seeds
+from unidist.keras.partitioned import data, ledger, placing, processes, seeds
 from unidist.keras.strategy import adopt
 from unidist.keras.writing import by_one
 
@@ -42,7 +42,7 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         if "verbose" in signature.parameters and not processes.is_first():
             bound.arguments["verbose"] = 0
-        with by_one(bound.arguments.get("callbacks"), saving.crew()), making.active(distribution):
+        with by_one(bound.arguments.get("callbacks"), processes.crew()), making.active(distribution):
             return original(*bound.args, **bound.kwargs)
 
     return entrance
