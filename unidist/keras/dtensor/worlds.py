@@ -87,16 +87,20 @@ def from_first(value: Any) -> Array:
     return here.gather(here.broadcast(held, sharding, ("rank",), 0), sharding)
 
 
+def _bytes_of_first(data: bytes) -> bytes:
+    return bytes_of_first(data, from_first, is_first=is_first(), ranks=backend().local_ranks())
+
+
 def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if not several():
         return
     with events.for_purpose("random state"):
-        seeds.restore(bytes_of_first(seeds.state(), from_first))
+        seeds.restore(_bytes_of_first(seeds.state()))
 
 
 def crew() -> Crew | None:
     """The processes of the world, if there are several."""
     if not several():
         return None
-    return Crew(is_first(), lambda text: bytes_of_first(text.encode(), from_first).decode())
+    return Crew(is_first(), lambda text: _bytes_of_first(text.encode()).decode())
