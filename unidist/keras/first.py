@@ -11,8 +11,10 @@ from unidist.backends.protocol import Array
 from unidist.errors import DesyncError
 
 
-def bytes_of_first(data: bytes, broadcast: Callable[[Array], Array], *, is_first: bool, ranks: tuple[int, ...]) -> bytes:
-    """The first process's bytes on every process. Two broadcasts: of 12 bytes (mark, length, checksum), then of these.
+def bytes_of_first(
+    data: bytes, broadcast: Callable[[Array], Array], *, is_first: bool, ranks: tuple[int, ...]
+) -> bytes:
+    """The first process's bytes on every process. Two broadcasts: of their mark, length and checksum, then of them.
 
     Args:
         data: of the first process; what others give is not looked at.
