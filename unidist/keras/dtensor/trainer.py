@@ -45,10 +45,7 @@ def entering(original: Any) -> Any:
         if original.__name__ == "fit":
             worlds.align_seeds()
         bound = signature.bind(self, *args, **kwargs)
-        if "verbose" in signature.parameters and not worlds.is_first():
-            bound.arguments["verbose"] = 0
-        one_writer = by_one(bound.arguments.get("callbacks"), worlds.crew())
-        with one_writer, making.active(None), worlds.telling(original.__name__):
+        with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__):
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 

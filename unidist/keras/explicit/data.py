@@ -208,7 +208,8 @@ def share_random_state(world: RankWorld) -> None:
 
 
 def crew(world: RankWorld) -> Crew | None:
-    """The processes that train a model together, if there are several."""
+    """The processes that train a model together, if there are several. One that a mesh leaves alone writes by itself:
+    the others need not come."""
     if world.is_virtual or world.mesh.size == 1:
         return None
 

@@ -58,10 +58,6 @@ class Engine:
         # What was traced before knows nothing of us.
         model.train_function = model.test_function = model.predict_function = None
 
-    @property
-    def writes(self) -> bool:
-        return bool(session.backend().process_index() == 0)
-
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """Keras's trainer is at work on this engine's model."""
