@@ -113,6 +113,35 @@ def test_a_model_without_a_rule_trains_as_one_device(case: str, alone: Alone, wo
 
 
 @pytest.mark.parametrize(
+    ("case", "spec"),
+    [
+        ("mlp_ragged_adam", replace(DATA_4, zero=1)),
+        ("mlp_ragged_adam", replace(GRID, zero=3)),
+        ("mlp_ragged_adam", AUTO_GRID),
+        ("conv_norm", replace(AUTO_GRID, zero=3)),
+    ],
+    ids=lambda p: getattr(p, "name", p),
+)
+def test_sharded_states_and_found_layouts_in_two_processes(case: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.train("tensorflow", case)
+    first, second = worlds.train("tensorflow-2x2", case, spec)
+    for found in (first, second):
+        assert_same_values(found.start, wanted.start, 0.0)
+        assert_same_logs(found.logs, wanted.logs)
+        assert_same_values(found.weights, wanted.weights)
+        assert_same_logs([found.evaluate], [wanted.evaluate])
+        assert_same_values(found.predict, wanted.predict)
+        assert found.traffic["all_reduce"][1] > 0
+    assert first.variables == second.variables
+    weights = [row for row in first.variables if row.path in first.weights and len(row.shape) > 1]
+    slots = [row for row in first.variables if row.path not in first.weights and len(row.shape) > 1]
+    assert any("model" in row.layout for row in weights) == (spec.kind != "data")
+    assert all("data" in row.layout for row in slots) == (spec.zero > 0)
+    assert all("data" in row.layout for row in weights) == (spec.zero == 3)
+    assert_same_values(second.weights, first.weights, 0.0)
+
+
+@pytest.mark.parametrize(
     ("name", "spec"),
     [("bert", AUTO_GRID), ("gpt2", AUTO_4), ("llama gqa", replace(AUTO_GRID, zero=3)), ("bert", replace(GRID, zero=1))],
     ids=lambda p: getattr(p, "name", p),
