@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,10 +50,43 @@ def test_behaviour(setting: str, behaviour: str, worlds: Worlds) -> None:
     worlds.get(setting).call(f"tests.parity.interplay:{behaviour}")
 
 
-def test_data_of_each_process_of_its_own_is_refused(worlds: Worlds) -> None:
-    for kind, text in worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data"):
-        assert kind == "CapabilityError"
-        assert "auto_shard_dataset=False" in text
+@pytest.mark.parametrize(
+    ("kind", "parts", "uneven"),
+    [
+        ("data", [(0, 12), (12, 17)], True),
+        ("grid", [(0, 6), (6, 12)], False),
+        ("model", [(0, 6), (0, 6)], False),
+    ],
+    ids=("data", "grid", "model"),
+)
+def test_each_process_is_given_its_own_rows(
+    kind: str, parts: list[tuple[int, int]], uneven: bool, worlds: Worlds
+) -> None:
+    """Parts of different lengths and of one; and where the devices of both processes hold the same rows."""
+    for told in worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data", kind, parts):
+        assert told["batch sizes"] > 0
+        # Rows are sent only where places get different numbers of them.
+        assert ("uneven batches" in told) == uneven
+        assert any("train step" in purpose for purpose in told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "text"),
+    [
+        ("raises", "the disk of process 1 is gone", r"data of processes \[1\] of 2 raised an error"),
+        ("nothing", None, r"data of processes \[1\] of 2 holds no batch"),
+        ("differs", None, r"processes \[0, 1\] hold the same part .* \[4, 3\] rows: give them the same data"),
+    ],
+    ids=("raises", "nothing", "differs"),
+)
+def test_own_rows_that_fail_are_told_to_all(kind: str, own: str | None, text: str, worlds: Worlds) -> None:
+    first, second = worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data_apart", kind)
+    assert first[0] == "DesyncError"
+    assert re.search(text, first[1])
+    if own is None:
+        assert second == first
+    else:
+        assert own in second[1]
 
 
 def test_processes_seeded_apart_go_on_with_the_first_ones_state(worlds: Worlds) -> None:
