@@ -287,12 +287,13 @@ def called_back(kind: str | None, zero: int, folder: str) -> Result:
         keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=10.0, patience=1),
         stopper,
     ]
-    again = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
+    again = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=2, callbacks=callbacks)
     return {
         "history": again.history,
         "epochs": again.epoch,
         "stopped": stopper.stopped_epoch,
         "log": logger.filename,
+        "shown": stopper.params["verbose"],
         **told(model),
     }
 

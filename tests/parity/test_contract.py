@@ -132,8 +132,9 @@ def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, exp
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    for found in worlds.get(setting).call(RUN("called_back"), "dp", 3, str(tmp_path / "two")):
-        same(found, alone)
+    for process, found in enumerate(worlds.get(setting).call(RUN("called_back"), "dp", 3, str(tmp_path / "two"))):
+        assert found["shown"] == (0 if process else 2)
+        same({**found, "shown": 2}, alone)
         assert found["epochs"] == alone["epochs"] == [1, 2]
         assert found["stopped"] == alone["stopped"] > 0
         assert found["log"] == str(tmp_path / "two" / "log.csv")

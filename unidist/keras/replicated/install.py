@@ -61,9 +61,7 @@ def _in_session(original: Any) -> Any:
         if found is None or engine.current() is not None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        if "verbose" in signature.parameters and not found.writes:
-            bound.arguments["verbose"] = 0
-        with by_one(bound.arguments.get("callbacks"), engine.crew()), found.session():
+        with by_one(bound, engine.crew()), found.session():
             return original(*bound.args, **bound.kwargs)
 
     return entrance
