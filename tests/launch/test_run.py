@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 from tests.launch import programs
 from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wait_until
+from unidist.launch import Request
+from unidist.launch import run as launch_run
 from unidist.launch.request import free_port
+from unidist.launch.run import TOO_LONG
 
 pytestmark = pytest.mark.processes
 BACKENDS = ("torch", "jax", "horovod")
@@ -171,6 +175,16 @@ def test_output_comes_while_the_program_runs(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert finish(process, 30).code == 143
     assert all_ended(tmp_path, 3)
+
+
+def test_a_limit_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = Request(backend="jax", command=(program(tmp_path, programs.HANGS),), processes=2)
+    out, err = io.StringIO(), io.StringIO()
+    assert launch_run(request, out=out, err=err, limit=6.0) == TOO_LONG
+    assert err.getvalue().splitlines()[-1] == "unidist: not done after 6 s: all processes were ended"
+    assert out.getvalue().count("ready") == 2
+    assert all_ended(tmp_path, 6)
 
 
 def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, cast
 
 from unidist.algebra import mesh as mesh_module
@@ -154,7 +155,7 @@ def backends() -> dict[str, BackendInfo]:
         infos[name] = BackendInfo(
             name=name,
             installed=True,
-            version=_version(entry.distribution),
+            version=version_of(entry.distribution),
             view=capabilities.view,
             capabilities=capabilities,
             hint=entry.hint,
@@ -162,13 +163,18 @@ def backends() -> dict[str, BackendInfo]:
     return infos
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     """The version of a distribution, or of the one that installs a module of that name."""
-    homes = [distribution, *importlib.metadata.packages_distributions().get(distribution, ())]
+    homes = chain((distribution,), _installing(distribution))
     for home in filter(None, homes):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(home)
     return None
+
+
+def _installing(module: str) -> Iterator[str]:
+    # A generator: reading what every distribution installs takes long, and is seldom needed.
+    yield from importlib.metadata.packages_distributions().get(module, ())
 
 
 def default_name() -> tuple[str, str]:

@@ -20,7 +20,8 @@ from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making
-from unidist.keras.dtensor import compiled, ledger, placing, slicing, values, worlds
+from unidist.keras.dtensor import compiled, ledger, parts, placing, slicing, values, worlds
+from unidist.keras.lockstep import Part
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.writing import by_one
 
@@ -37,18 +38,11 @@ def entering(original: Any) -> Any:
         distribution = placing.distribution_of(self)
         if distribution is None:
             return original(self, *args, **kwargs)
-        if worlds.several() and not distribution.strategy.auto_shard_dataset:
-            raise CapabilityError(
-                "auto_shard_dataset=False: Keras on TensorFlow takes the same data on every process in this version; "
-                "leave it True and give every process all of it"
-            )
         if original.__name__ == "fit":
             worlds.align_seeds()
         bound = signature.bind(self, *args, **kwargs)
-        if "verbose" in signature.parameters and not worlds.is_first():
-            bound.arguments["verbose"] = 0
-        one_writer = by_one(bound.arguments.get("callbacks"), worlds.crew())
-        with one_writer, making.active(None), worlds.telling(original.__name__):
+        here = parts.reading(distribution)
+        with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__), here:
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 
@@ -119,7 +113,8 @@ class _Step:
         return tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs) if len(outputs) > 1 else outputs[0]
 
     def _on_batch(self, batch: Any) -> Any:
-        packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), batch)
+        given = parts.counted(batch) if parts.are_given(self._distribution) else batch
+        packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), given)
         try:
             with (
                 worlds.telling(self._kind.replace("_", " ")),
@@ -181,6 +176,8 @@ def pack(value: Any, distribution: UnidistDistribution) -> Any:
         return None
     if values.is_spread(value):
         return value
+    if isinstance(value, Part):
+        return parts.pack(value, distribution)
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         raise CapabilityError(f"DTensor takes no {type(value).__name__}: make it dense before it is fed to the model")
     host = np.asarray(value)

@@ -1,0 +1,71 @@
+"""A world of real processes, started by the launcher, that tries each of its links and tells what it found."""
+
+from __future__ import annotations
+
+import io
+
+from unidist import launch
+from unidist.doctor import judging, matrix
+from unidist.doctor.check import Check
+from unidist.doctor.links import Task, pairs
+from unidist.doctor.matrix import Link
+from unidist.doctor.reports import Reports, read
+from unidist.launch import LaunchError, Request
+
+# What the processes run; the arguments follow.
+WORKER = ("-m", "unidist.doctor.worker")
+_WORDS = 15
+_JOINING = 60.0
+_START = 30.0
+
+
+def request(
+    backend: str,
+    processes: int,
+    *,
+    nodes: int = 1,
+    node_rank: int = 0,
+    address: str | None = None,
+    devices_per_process: int | None = None,
+    timeout: float = 60.0,
+) -> Request:
+    """The launch of a world that tries its links. Raises LaunchError: values that do not fit each other."""
+    if timeout <= 0:
+        raise LaunchError(f"timeout must be more than 0 seconds, got {timeout:g}")
+    task = Task(backend=backend, processes=processes, timeout=timeout, joining=max(timeout, _JOINING))
+    return Request(
+        backend=backend,
+        command=(*WORKER, task.write()),
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        address=address,
+        devices_per_process=devices_per_process,
+    )
+
+
+def run(asked: Request) -> Reports:
+    """Starts the world and waits for its end. Every step of its processes has a limit, and so has this.
+
+    Raises:
+        BackendNotAvailableError, CapabilityError, LaunchError: it cannot be started (launch.run).
+    """
+    out, err = io.StringIO(), io.StringIO()
+    code = launch.run(asked, out=out, err=err, limit=_limit(asked))
+    words = err.getvalue().splitlines()[-_WORDS:]
+    return Reports(request=asked, told=read(out.getvalue()), code=code, words=words)
+
+
+def judge(reports: Reports) -> tuple[list[Check], tuple[Link, ...]]:
+    """The checks of a world that has ended, and its links."""
+    links = matrix.links(reports)
+    checks = [judging.processes(reports), *judging.same_versions(reports), judging.joining(reports)]
+    checks += [judging.clocks(reports), *matrix.check(reports, links), *judging.whole_world(reports)]
+    return [*checks, *judging.ending(reports, checks)], links
+
+
+def _limit(asked: Request) -> float:
+    """Seconds for everything. That every link should be as slow as may be is not waited for."""
+    task = Task.read(asked.command[-1])
+    ranks = asked.world_size * (asked.devices_per_process or 1)
+    return _START + task.importing + task.joining + 3 * task.timeout + 5 * len(pairs(ranks))
