@@ -67,7 +67,9 @@ def _constants(program: Any) -> list[Any]:
 
 
 def _is_allowed(more: Any, fewer: Any) -> bool:
-    if more.primitive is not fewer.primitive or len(more.invars) != len(fewer.invars):
+    if more.primitive is not fewer.primitive:
+        return False
+    if len(more.invars) != len(fewer.invars) or len(more.outvars) != len(fewer.outvars):
         return False
     if not _same_literals(more.invars, fewer.invars):
         return False
@@ -195,6 +197,15 @@ def _stays(step: Step) -> bool:
     return len(given | set(step.out_rows)) == 1
 
 
+def _stack(step: Step) -> bool:
+    dim, axis = step.rows[0], step.params["axis"]
+    return dim is not None and set(step.rows) == {dim} and step.out_rows[0] == dim + (axis <= dim)
+
+
+def _unstack(step: Step) -> bool:
+    return _behind(step, (step.params["axis"],))
+
+
 def _reverse(step: Step) -> bool:
     return step.rows[0] not in step.params["dimensions"] and _stays(step) and _unchanged(step)
 
@@ -306,6 +317,8 @@ RULES: dict[str, Callable[[Step], bool]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     **dict.fromkeys(("sort", "concatenate"), _along("dimension")),
     "split": _along("axis"),
+    "stack": _stack,
+    "unstack": _unstack,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _squeeze,
