@@ -16,18 +16,19 @@ from unidist.doctor.examination import Examination
 from unidist.doctor.links import LARGE, MOST_PAIRS, Task, difference, pairs, pattern
 from unidist.doctor.reports import Report, Reports, read
 from unidist.doctor.watch import MARK
-from unidist.launch.run import TOO_LONG
+from unidist.launch.run import GIVEN_UP
 
 VERSIONS = {"python": "3.11.7", "keras": "3.15.1", "torch": "2.13.0"}
 OPS = ("all_gather", "all_reduce")
 
 
-def facts(process: int, host: str = "a", **changed: str) -> Report:
+def facts(process: int, host: str = "a", count: int = 0, **changed: str) -> Report:
     return {
         "what": "facts",
         "process": process,
         "host": host,
         "pid": 100 + process,
+        "count": count,
         "versions": {**VERSIONS, **changed},
     }
 
@@ -61,7 +62,7 @@ def begun(process: int, step: str) -> Report:
 
 
 def start(count: int) -> list[Report]:
-    return [*(facts(k) for k in range(count)), *(joined(k, count) for k in range(count))]
+    return [*(facts(k, count=count) for k in range(count)), *(joined(k, count) for k in range(count))]
 
 
 def tried(pairs_: Iterable[tuple[int, int]]) -> list[Report]:
@@ -107,7 +108,7 @@ def test_a_world_in_order() -> None:
 
 
 def test_a_process_that_says_nothing_is_named() -> None:
-    checks = judged([facts(0), begun(0, "join"), late(0, "join")], 2, code=3)
+    checks = judged([facts(0, count=2), begun(0, "join"), late(0, "join")], 2, code=3)
     assert one(checks, "processes").status == "failed"
     assert "process 1 said nothing" in one(checks, "processes").found
     told = one(checks, "world")
@@ -120,14 +121,32 @@ def test_a_process_that_says_nothing_is_named() -> None:
 
 
 def test_nodes_that_do_not_meet() -> None:
-    checks = judged([], 4, nodes=2, code=TOO_LONG)
+    checks = judged([], 4, nodes=2, code=GIVEN_UP)
     assert one(checks, "processes").status == "failed"
     assert "the 2 nodes have not met at node0:29500" in one(checks, "processes").found
     assert one(checks, "world").status == "not checked"
 
 
+def test_nodes_that_were_started_with_other_numbers() -> None:
+    """This node asks for 2 of 4 processes, another one started only one, and torch makes a world of three of them."""
+    told = [{**r, "process": r["process"]} for r in whole(3)] + [begun(k, "leave") for k in (1, 2)]
+    checks = judged(told, 4, nodes=2, node_rank=1)
+    assert [name for name, found in checks.items() if found[0].status != "ok"] == ["processes"]
+    assert one(checks, "processes").found == "the world has 3 processes"
+    assert "2 processes start on this node, of 4" in one(checks, "processes").asked
+    assert "alike on every node" in one(checks, "processes").advice
+
+
+def test_the_same_words_of_many_processes_are_told_once() -> None:
+    told = [{"what": "error", "step": "join", "kind": "E", "message": f"process {k} of 3: lost"} for k in range(3)]
+    errors = [{**error, "process": k} for k, error in enumerate(told)]
+    check = one(judged([*(facts(k, count=3) for k in range(3)), *errors], 3, code=1), "world")
+    assert check.found.count("lost") == 1
+    assert check.found.endswith("process 2 (a, pid 102): the same as process 0")
+
+
 def test_a_process_with_another_version_is_named() -> None:
-    told = [facts(2, "b", keras="3.16.0") if r == facts(2) else r for r in whole(3)]
+    told = [facts(2, "b", 3, keras="3.16.0") if r == facts(2, count=3) else r for r in whole(3)]
     check = one(judged(told, 3), "same versions")
     assert check.status == "failed"
     assert check.found == "keras: process 2 (b, pid 102) has 3.16.0; the others have 3.15.1"
@@ -232,7 +251,13 @@ def test_a_process_that_is_killed_without_a_word() -> None:
 
 def test_a_node_tells_of_the_links_that_it_sees() -> None:
     """Node 1 of two, whose processes never learnt what node 0 found: links among the others are not its to tell."""
-    told = [facts(2), facts(3), joined(2, 4), joined(3, 4), *[link(2, (0, 2)), link(2, (2, 3)), link(3, (2, 3))]]
+    told = [
+        facts(2, count=4),
+        facts(3, count=4),
+        joined(2, 4),
+        joined(3, 4),
+        *[link(2, (0, 2)), link(2, (2, 3)), link(3, (2, 3))],
+    ]
     told += [link(2, (1, 2)), link(3, (0, 3)), link(3, (1, 3))]
     seen = reports(told, 4, nodes=2, node_rank=1)
     found = {each.pair: (each.status, each.found) for each in matrix.links(seen)}
@@ -345,7 +370,7 @@ def test_a_world_that_ends_badly_is_not_in_order(code: int) -> None:
 
 def test_what_failed_is_told_first_among_what_is_said_of_a_step() -> None:
     error = {"what": "error", "process": 1, "step": "join", "kind": "OSError", "message": "no such host"}
-    seen = reports([facts(0), facts(1), late(0, "join"), error], 2)
+    seen = reports([facts(0, count=2), facts(1, count=2), late(0, "join"), error], 2)
     assert judging.told(seen, ("import", "join"), [0, 1]).startswith(
         "process 1 (a, pid 101): OSError: no such host; process 0"
     )

@@ -18,6 +18,9 @@ _ADVICE = (
     "on these two hosts look at the interface that is taken (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), at the firewall "
     "between them and, with cards, at NCCL_DEBUG=INFO; try the two alone"
 )
+_ON_ONE_HOST = (
+    "both are on one host: look at what else runs there (`top`), and at cores and threads above; run this once more"
+)
 _WRONG = "a receiver's or a sender's memory, card or driver changes values: run these two hosts alone, then each alone"
 
 
@@ -107,7 +110,8 @@ def check(reports: Reports, found: Sequence[Link]) -> list[Check]:
     for link in found:
         if link.status in ("failed", "warning"):
             wrong = any(report["wrong"] for report in reports.link(link.pair).values())
-            advice = f"{blame}{_WRONG if wrong else _ADVICE}"
+            slow = _ON_ONE_HOST if link.status == "warning" and len(_hosts(reports, link)) == 1 else _ADVICE
+            advice = f"{blame}{_WRONG if wrong else slow}"
             checks.append(
                 Check(name=link.name, asked=_ASKED, status=link.status, found=_where(reports, link), advice=advice)
             )
@@ -115,8 +119,7 @@ def check(reports: Reports, found: Sequence[Link]) -> list[Check]:
     if waiting:
         said = f"{len(waiting)} of {len(found)} links, the first {waiting[0].name}: {waiting[0].found}"
         checks.append(Check(name="links", asked=_ASKED, status="not checked", found=said, advice=LATER))
-    good = [link for link in found if link.status == "ok"]
-    if good:
+    if good := [link for link in found if link.status in ("ok", "warning")]:
         said = f"{len(good)} of {len(found)} are right" + ("" if _is_whole(reports, found) else ", those of the ring")
         checks.append(Check(name="links", asked=_ASKED, status="ok", found=said))
     return checks
@@ -127,9 +130,13 @@ def _is_whole(reports: Reports, found: Sequence[Link]) -> bool:
 
 
 def _where(reports: Reports, link: Link) -> str:
+    hosts = _hosts(reports, link)
+    return f"{link.found} (host{'s' if len(hosts) > 1 else ''} {' and '.join(hosts)})" if hosts else link.found
+
+
+def _hosts(reports: Reports, link: Link) -> list[str]:
     ends = [reports.process_of.get(rank) for rank in link.pair]
-    hosts = [reports.facts[process]["host"] for process in ends if process in reports.facts]
-    return f"{link.found} (hosts {' and '.join(dict.fromkeys(hosts))})" if hosts else link.found
+    return list(dict.fromkeys(reports.facts[process]["host"] for process in ends if process in reports.facts))
 
 
 def _culprit(reports: Reports, failed: Sequence[Link]) -> str:

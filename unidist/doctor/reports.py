@@ -47,8 +47,15 @@ class Reports:
                 yield report
 
     @cached_property
+    def count(self) -> int:
+        """The processes of the world, as they know it: nodes may have been started with different numbers."""
+        return max((facts["count"] for facts in self.facts.values()), default=self.request.world_size)
+
+    @cached_property
     def own(self) -> tuple[int, ...]:
         """The processes of this node."""
+        if self.count != self.request.world_size:
+            return tuple(sorted({report["process"] for report in self.of("begun")}))  # of others none is known
         return tuple(self.request.rank(k) for k in range(self.request.processes))
 
     @cached_property
