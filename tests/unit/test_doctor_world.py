@@ -75,11 +75,11 @@ def whole(count: int) -> list[Report]:
 
 
 def reports(
-    told: Sequence[Report], count: int, code: int = 0, words: Sequence[str] = (), nodes: int = 1, node_rank: int = 0
+    told: Sequence[Report], count: int, *, nodes: int = 1, node_rank: int = 0, code: int = 0, **how: Any
 ) -> Reports:
     address = "node0:29500" if nodes > 1 else None
     request = world.request("torch", count // nodes, nodes=nodes, node_rank=node_rank, address=address)
-    return Reports(request=request, told=told, code=code, words=words)
+    return Reports(request=request, told=told, code=code, **how)
 
 
 def judged(told: Sequence[Report], count: int, **how: Any) -> dict[str, list[Check]]:
@@ -243,10 +243,18 @@ def test_a_wrong_sum_names_who_sees_it() -> None:
 
 def test_a_process_that_is_killed_without_a_word() -> None:
     told = [*start(2), begun(0, "link 0-1")]
-    checks = judged(told, 2, code=137, words=["unidist: rank 1 of 2 failed first, with signal SIGKILL"])
+    checks = judged(told, 2, code=137, launcher="rank 1 of 2 failed first, with signal SIGKILL")
     assert one(checks, "end").status == "failed"
-    assert "exit code 137" in one(checks, "end").found
+    assert "rank 1 of 2 failed first, with signal SIGKILL" in one(checks, "end").found
     assert "last words" in one(checks, "end").advice
+    checks = judged([facts(0, count=2), facts(1, count=2)], 2, code=137, launcher="rank 1 of 2 failed first")
+    assert one(checks, "world").found.startswith("rank 1 of 2 failed first; process 0")
+
+
+def test_processes_of_other_nodes_that_nothing_is_known_of_are_named() -> None:
+    told = [facts(0, count=4), facts(1, count=4), late(0, "join"), late(1, "join")]
+    check = one(judged(told, 4, nodes=2, code=3), "world")
+    assert "of process 2, 3, on other nodes, nothing is known here" in check.found
 
 
 def test_a_node_tells_of_the_links_that_it_sees() -> None:

@@ -79,6 +79,8 @@ def joining(reports: Reports) -> Check:
     if not reports.facts:
         return Check(name="world", asked=asked, status="not checked", found="no process started", advice=LATER)
     found = told(reports, ("import", "join"), outside)
+    if unknown := [k for k in range(reports.count) if k not in reports.own and k not in reports.facts]:
+        found += f"; of process {_numbers(unknown)}, on other nodes, nothing is known here: are they started?"
     return Check(name="world", asked=asked, status="failed", found=found, advice=_MEET)
 
 
@@ -125,7 +127,7 @@ def ending(reports: Reports, others: list[Check]) -> Iterator[Check]:
     if reports.code == 0 or any(check.status == "failed" for check in others):
         return
     stops = "; ".join(f"{reports.place(stop.process)}: {stop.step}: {stop.text}" for stop in reports.stops)
-    found = stops or f"exit code {reports.code}"
+    found = stops or reports.launcher or f"exit code {reports.code}"
     yield Check(name="end", asked="all processes end well", status="failed", found=found, advice=_LOOK)
 
 
@@ -138,6 +140,8 @@ def told(reports: Reports, steps: tuple[str, ...], members: list[int]) -> str:
         # The same words with other numbers need no second reading.
         first = texts.setdefault(re.sub(r"\d+", "", stop.text), stop.process)
         said.append(_says(reports, stop, None if first == stop.process else first))
+    if not stops and reports.launcher:
+        said.append(reports.launcher)
     silent = [process for process in members if process not in {stop.process for stop in stops}]
     for process in silent:
         last = reports.last_step(process)

@@ -38,7 +38,7 @@ class Task:
     timeout: float
     importing: float = 180.0
     joining: float = 60.0
-    linger: float = 2.0
+    linger: float = 3.0
     small: int = 20
     large: int = 4
 

@@ -34,12 +34,14 @@ class Reports:
         told: everything that a process of this node told, and what it knew of the others.
         code: the launcher's exit code.
         words: the last lines of the standard error of the launcher and its processes.
+        launcher: what the launcher itself said of the end; "" where all ended well.
     """
 
     request: Request
     told: Sequence[Report]
     code: int
     words: Sequence[str] = ()
+    launcher: str = ""
 
     def of(self, what: str, **where: Any) -> Iterator[Report]:
         for report in self.told:

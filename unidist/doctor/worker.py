@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from unidist import array, session
+from unidist import array
 from unidist.algebra import Layout, Mesh
 from unidist.array import DistributedArray
 from unidist.backends import registry
 from unidist.backends.environment import detect
-from unidist.backends.protocol import Array, DistributionBackend
+from unidist.backends.protocol import Array, Cluster, DistributionBackend
 from unidist.doctor import versions
 from unidist.doctor.links import LARGE, SMALL, Pair, Task, difference, pairs, pattern
 from unidist.doctor.watch import Watch, say
@@ -41,8 +41,9 @@ def main(arguments: Sequence[str]) -> None:
     watch, begun = Watch(index, task.linger), time.monotonic()
     with watch.step("import", task.importing):
         registry.load(task.backend)
-    with watch.step("join", task.joining):
-        adapter = session.use(task.backend)
+    # The adapter's own words, which may name the process that is missing, come before the watch's.
+    with watch.step("join", task.joining + 2 * task.linger):
+        adapter = registry.use(task.backend, cluster=Cluster(timeout=task.joining))
         devices = adapter.list_devices()
         adapter.barrier()
         joined = {"clock": time.time(), "seconds": time.monotonic() - begun, "devices": devices}
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
     if index % task.processes == 0:
         say(what="all", process=index, reports=every)
     with watch.step("leave", task.timeout):
-        session.shutdown()
+        registry.shutdown()
 
 
 def _told(index: int, reports: Sequence[Report]) -> list[Report]:

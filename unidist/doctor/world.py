@@ -16,6 +16,7 @@ from unidist.launch import LaunchError, Request
 # What the processes run; the arguments follow.
 WORKER = ("-m", "unidist.doctor.worker")
 _WORDS = 15
+_LAUNCHER = "unidist: "
 _JOINING = 60.0
 _MARGIN = 15.0
 
@@ -54,8 +55,9 @@ def run(asked: Request) -> Reports:
     """
     out, err = _Heard(Task.read(asked.command[-1])), io.StringIO()
     code = launch.run(asked, out=out, err=err, give_up=out.silent_for_too_long)
-    words = err.getvalue().splitlines()[-_WORDS:]
-    return Reports(request=asked, told=read(out.getvalue()), code=code, words=words)
+    lines = err.getvalue().splitlines()
+    own = next((line for line in lines if line.startswith(_LAUNCHER)), "").removeprefix(_LAUNCHER)
+    return Reports(request=asked, told=read(out.getvalue()), code=code, words=lines[-_WORDS:], launcher=own)
 
 
 class _Heard(io.StringIO):
