@@ -54,7 +54,7 @@ def op(process: int, name: str, **changed: Any) -> Report:
 
 
 def late(process: int, step: str) -> Report:
-    return {"what": "late", "process": process, "step": step, "seconds": 60.0}
+    return {"what": "late", "process": process, "step": step, "seconds": 60.0, "where": "in wait (x.py:7)"}
 
 
 def begun(process: int, step: str) -> Report:
@@ -113,7 +113,7 @@ def test_a_process_that_says_nothing_is_named() -> None:
     assert "process 1 said nothing" in one(checks, "processes").found
     told = one(checks, "world")
     assert told.status == "failed"
-    assert "process 0 (a, pid 100): nothing came for 60 s" in told.found
+    assert "process 0 (a, pid 100): nothing came for 60 s in wait (x.py:7)" in told.found
     assert "process 1 said nothing of it: it did not begin" in told.found
     assert "firewalls" in told.advice
     for name in ("clocks", "links", "world all_gather", "world all_reduce", "same versions"):
@@ -206,9 +206,9 @@ def test_a_link_that_hangs_is_told_from_those_that_wait_for_it() -> None:
     checks = judged(told, 4, code=3)
     assert [name for name, found in checks.items() if found[0].status == "failed"] == ["link 0-1"]
     told_of = one(checks, "link 0-1")
-    assert "process 0 (a, pid 100): nothing came for 60 s" in told_of.found
+    assert "process 0 (a, pid 100): nothing came for 60 s in wait (x.py:7)" in told_of.found
     assert "process 1 (a, pid 101) said nothing of it: it last began 'link 0-1'" in told_of.found
-    assert "GLOO_SOCKET_IFNAME" in told_of.advice
+    assert "py-spy dump" in told_of.advice
     assert one(checks, "links").status == "not checked"
     assert "5 of 6 links, the first link 0-2: its ranks waited for link 0-1" in one(checks, "links").found
     for op_ in OPS:
@@ -222,6 +222,28 @@ def test_a_collective_of_the_world_that_hangs() -> None:
     assert [name for name, found in checks.items() if found[0].status == "failed"] == ["world all_gather"]
     assert "process 1 (a, pid 101) said nothing of it" in one(checks, "world all_gather").found
     assert one(checks, "world all_reduce").status == "not checked"
+
+
+def test_a_link_between_two_hosts_that_hangs() -> None:
+    told = [facts(0, "a", 2), facts(1, "b", 2), joined(0, 2), joined(1, 2), late(0, "link 0-1"), late(1, "link 0-1")]
+    check = one(judged(told, 2, code=3), "link 0-1")
+    assert "(hosts a and b)" in check.found
+    assert "GLOO_SOCKET_IFNAME" in check.advice
+
+
+def test_where_all_take_part_in_a_link_those_that_went_on_are_named() -> None:
+    told = [*start(3), *tried([(0, 1)]), begun(1, "link 1-2"), late(0, "link 0-2"), late(2, "link 0-2")]
+    request = world.request("horovod", 3)
+    checks, _ = world.judge(Reports(request=request, told=told, code=3))
+    (check,) = (check for check in checks if check.name == "link 0-2")
+    assert "process 1 (a, pid 101) said nothing of it: it last began 'link 1-2'" in check.found
+    assert "with Horovod all ranks take part in every link" in check.advice
+
+
+def test_what_a_process_says_after_it_was_late_comes_of_the_others() -> None:
+    error = {"what": "error", "process": 1, "step": "link 0-1", "kind": "RuntimeError", "message": "closed by peer"}
+    check = one(judged([*start(2), late(0, "link 0-1"), late(1, "link 0-1"), error], 2, code=3), "link 0-1")
+    assert "closed by peer" not in check.found
 
 
 def test_two_links_that_hang_apart_are_both_told() -> None:
