@@ -62,19 +62,36 @@ def regularized() -> Any:
     )
 
 
+def _mixed(y_pred: Any) -> Any:
+    centered = y_pred - ops.mean(y_pred, axis=0, keepdims=True)
+    covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float32")
+    return 0.1 * ops.sum(ops.square(covariance))
+
+
 class Covariance(keras.Sequential):
-    """A loss that mixes the rows: no sum of what parts of them lose."""
+    """A loss that mixes the rows: no sum of what parts of them lose. It adds what its layers lose by itself."""
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        centered = y_pred - ops.mean(y_pred, axis=0, keepdims=True)
-        covariance = ops.matmul(ops.transpose(centered), centered) / ops.cast(ops.shape(y_pred)[0], "float32")
-        return ops.mean(ops.square(y_pred - ops.one_hot(y, CLASSES))) + 0.1 * ops.sum(ops.square(covariance))
+        return ops.mean(ops.square(y_pred - ops.one_hot(y, CLASSES))) + _mixed(y_pred) + sum(self.losses)
+
+
+class CovarianceBesides(keras.Sequential):
+    """Besides what Keras computes."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred, sample_weight, training) + _mixed(y_pred)
 
 
 def covariance() -> Any:
-    return Covariance(plain().layers, name="plain")
+    return Covariance(regularized().layers, name="plain")
+
+
+def besides() -> Any:
+    return CovarianceBesides(regularized().layers, name="plain")
 
 
 def lora() -> Any:
@@ -88,7 +105,7 @@ def lora() -> Any:
 
 
 def _sgd(**options: Any) -> Any:
-    return optimizers.SGD(0.1, **options)
+    return optimizers.SGD(**{"learning_rate": 0.1, **options})
 
 
 def _adam(**options: Any) -> Any:
@@ -104,15 +121,25 @@ def _decayed() -> Any:
 
 # Scales up at every second step, and down where gradients overflow: 2**126 times a loss does.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "clipnorm": lambda: _sgd(clipnorm=0.1),
+    "clipnorm": lambda: _sgd(clipnorm=0.1, momentum=0.9),
     "global clipnorm": lambda: _adam(global_clipnorm=0.1),
-    "clipvalue": lambda: _sgd(clipvalue=0.01),
+    "clipvalue": lambda: _sgd(clipvalue=0.01, momentum=0.9),
     "ema": lambda: _sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
     "accumulation": lambda: _adam(gradient_accumulation_steps=2),
+    "ema at the end": lambda: _sgd(use_ema=True, ema_momentum=0.5),
+    "schedule": lambda: _sgd(learning_rate=optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), momentum=0.9),
     "decay": _decayed,
     "scaled": lambda: optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**8, dynamic_growth_steps=2),
     "overflow": lambda: optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**127),
+    "scaled accumulation": lambda: optimizers.LossScaleOptimizer(_adam(gradient_accumulation_steps=2), 2.0**8),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, epsilon=1e-3),
+    "lion": lambda: optimizers.Lion(0.001),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "nadam": lambda: optimizers.Nadam(0.01, epsilon=1e-3),
+    # Of whole variables:
     "adafactor": lambda: optimizers.Adafactor(0.01),
+    "lamb": lambda: optimizers.Lamb(0.01, epsilon=1e-3),
+    "muon": lambda: optimizers.Muon(0.01, epsilon=1e-3),
 }
 
 
@@ -182,7 +209,7 @@ def averaged_twice(kind: str | None, zero: int) -> int:
 def built(kind: str | None, zero: int, name: str) -> Result:
     """Losses added by layers, losses that mix rows, adapters of low rank on frozen, cut kernels."""
     fresh()
-    make = {"regularized": regularized, "covariance": covariance, "lora": lora}[name]
+    make = {"regularized": regularized, "covariance": covariance, "besides": besides, "lora": lora}[name]
     with scope(_strategy(kind, zero, FLAT_RULES.get(name, RULES))):
         model = _crossed(make(), _adam())
     x, y = rows()
@@ -260,12 +287,13 @@ def called_back(kind: str | None, zero: int, folder: str) -> Result:
         keras.callbacks.ReduceLROnPlateau(monitor="loss", min_delta=10.0, patience=1),
         stopper,
     ]
-    again = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
+    again = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=2, callbacks=callbacks)
     return {
         "history": again.history,
         "epochs": again.epoch,
         "stopped": stopper.stopped_epoch,
         "log": logger.filename,
+        "shown": stopper.params["verbose"],
         **told(model),
     }
 

@@ -314,16 +314,95 @@ def in_one_line() -> dict[str, Any]:
     return dict(parallel.get_parallelism_info())
 
 
-def own_data() -> tuple[str, str]:
+def own_data(kind: str, parts: list[tuple[int, int]]) -> dict[str, Any]:
+    """auto_shard_dataset=False: each process is given its rows (start, stop) of the data; against one device with what
+    they make together, batch by batch. What the ledger says of the joint training: purpose -> number of collectives."""
+    import unidist
+
+    x, y = _data(40)
+    alone, model = _model("sgd"), _model("sgd")
+    unidist.parallelize(model, _own(kind))
+    together = parts if kind != "model" else parts[:1]
+    batches = [np.concatenate(rows) for rows in _interleaved(together, 4)]
+    start, stop = parts[unidist.process_index()]
+    own = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    with unidist.ledger() as book:
+        history = model.fit(
+            x[start:stop], y[start:stop], epochs=2, validation_data=(x[start:stop], y[start:stop]), **own
+        )
+    wanted: dict[str, list[float]] = {}
+    for _ in range(2):
+        joined = ((x[rows], y[rows]) for rows in batches)
+        held = ((x[rows], y[rows]) for rows in batches)
+        steps = {"steps_per_epoch": len(batches), "validation_steps": len(batches)}
+        for key, found in alone.fit(joined, validation_data=held, shuffle=False, verbose=0, **steps).history.items():
+            wanted.setdefault(key, []).extend(found)
+    _same(history.history, wanted)
+    predicted = model.predict(x[start:stop], batch_size=4, verbose=0)
+    _same({"predict": predicted}, {"predict": np.concatenate([alone(x[rows]) for rows in batches])})
+    single = batches[0]
+    first = slice(start, min(start + 4, stop))
+    _same(
+        {"on batch": model.train_on_batch(x[first], y[first])}, {"on batch": alone.train_on_batch(x[single], y[single])}
+    )
+    _same(_weights(model), _weights(alone))
+    told: dict[str, int] = {}
+    for event in book.events:
+        told[event.purpose] = told.get(event.purpose, 0) + 1
+    return told
+
+
+def _own(kind: str) -> Any:
+    import unidist
+
+    if kind == "data":
+        return unidist.DataParallel(auto_shard_dataset=False)
+    axes = {"data": 2, "model": 2} if kind == "grid" else {"model": 4}
+    mesh = unidist.Mesh(axes)
+    rules = unidist.LayoutMap(mesh, {"up/kernel": (None, "model")})
+    return unidist.ModelParallel(mesh, rules, auto_shard_dataset=False)
+
+
+def _interleaved(parts: list[tuple[int, int]], size: int) -> Any:
+    """The rows that all parts together have in each batch."""
+    for k in range(max(-(-(stop - start) // size) for start, stop in parts)):
+        yield [
+            np.arange(start + k * size, max(start + k * size, min(start + (k + 1) * size, stop)))
+            for start, stop in parts
+        ]
+
+
+def own_data_apart(kind: str) -> tuple[str, str]:
+    """The second process's own data raises, holds nothing, or differs from that of the first, which it must not: what
+    a process is told."""
     import unidist
 
     x, y = _data()
+    second = unidist.process_index() == 1
+
+    class Source(keras_dataset()):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, k: int) -> Any:
+            if second and kind == "raises" and k == 2:
+                raise OSError("the disk of process 1 is gone")
+            rows = slice(4 * k, 4 * k + (3 if second and kind == "differs" else 4))
+            return x[rows], y[rows]
+
+    given = (x[:0], y[:0]) if second and kind == "nothing" else (Source(),)
     try:
-        with unidist.DataParallel(auto_shard_dataset=False).scope():
-            _model().fit(x, y, batch_size=8, verbose=0)
-    except unidist.UnidistError as error:
+        with _own("model" if kind == "differs" else "data").scope():
+            _model("sgd").fit(*given, verbose=0)
+    except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+def keras_dataset() -> Any:
+    import keras
+
+    return keras.utils.PyDataset
 
 
 def seeded_apart() -> dict[str, Any]:

@@ -28,17 +28,27 @@ WHERE = [
     ("torch-4", "2x2", 3),
     ("horovod-2", "dp", 3),
 ]
-OPTIMIZERS = {
-    "clipnorm": ("torch-4", "2x2", 3),
-    "global clipnorm": ("torch-4", "2x2", 1),
-    "clipvalue": ("horovod-2", "dp", 3),
-    "ema": ("torch-2", "dp", 3),
-    "accumulation": ("torch-2", "dp", 1),
-    "decay": ("sim-torch", "2x2", 3),
-    "scaled": ("horovod-2", "dp", 1),
-    "overflow": ("torch-2", "dp", 1),
-    "adafactor": ("torch-2", "dp", 3),
-}
+PLACES = [("sim-torch", "2x2"), ("torch-2", "dp"), ("torch-4", "2x2"), ("horovod-2", "dp")]
+PROMISES = [
+    "clipnorm",
+    "global clipnorm",
+    "clipvalue",
+    "schedule",
+    "ema",
+    "ema at the end",
+    "accumulation",
+    "scaled accumulation",
+    "decay",
+    "scaled",
+    "overflow",
+]
+# Which update their parts as ever, or are given whole variables.
+OTHERS = ["rmsprop", "lion", "adagrad", "nadam", "adafactor", "lamb", "muon"]
+# Each promise everywhere, at every stage somewhere.
+OPTIMIZERS = [
+    *((*place, 1 + (k + turn) % 3, name) for turn, place in enumerate(PLACES) for k, name in enumerate(PROMISES)),
+    *((*PLACES[k % 4], 1 + k % 3, name) for k, name in enumerate(OTHERS)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +71,9 @@ def everywhere(worlds: Worlds, expected: Any) -> Any:
     return check
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(everywhere: Any, name: str) -> None:
-    everywhere(OPTIMIZERS[name], "optimized", name)
+@pytest.mark.parametrize(("setting", "kind", "zero", "name"), OPTIMIZERS)
+def test_optimizers(everywhere: Any, setting: str, kind: str, zero: int, name: str) -> None:
+    everywhere((setting, kind, zero), "optimized", name)
 
 
 def test_an_overflow_skips_the_step(expected: Any) -> None:
@@ -72,9 +82,11 @@ def test_an_overflow_skips_the_step(expected: Any) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)
-@pytest.mark.parametrize("name", ["regularized", "covariance", "lora"])
+@pytest.mark.parametrize("name", ["regularized", "covariance", "besides", "lora"])
 def test_models_and_losses(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
-    everywhere(where, "built", name)
+    for found in everywhere(where, "built", name):
+        cut = {path.rpartition("/")[0] for path in found["sharded"]}
+        assert name != "lora" or where[2] < 3 or cut >= {"ids", "a", "b"}
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)
@@ -83,7 +95,7 @@ def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> Non
     everywhere(where, "measured", name)
 
 
-@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 1)], ids=str)
+@pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
 def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], policy: str, bits: int) -> None:
     """Sums in another order differ in the last of the bits that a number has, and Adam's steps are of 0.01."""
@@ -99,13 +111,13 @@ def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, in
         assert found["sharded"]
 
 
-@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-4", "2x2", 3)], ids=str)
+@pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize("program", ["toggled", "few"])
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
 
 
-@pytest.mark.parametrize("where", [("sim-torch", "2x2", 3), ("torch-2", "dp", 1)], ids=str)
+@pytest.mark.parametrize("where", WHERE, ids=str)
 def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
     setting, kind, zero = where
     once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
@@ -120,8 +132,9 @@ def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, exp
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    for found in worlds.get(setting).call(RUN("called_back"), "dp", 3, str(tmp_path / "two")):
-        same(found, alone)
+    for process, found in enumerate(worlds.get(setting).call(RUN("called_back"), "dp", 3, str(tmp_path / "two"))):
+        assert found["shown"] == (0 if process else 2)
+        same({**found, "shown": 2}, alone)
         assert found["epochs"] == alone["epochs"] == [1, 2]
         assert found["stopped"] == alone["stopped"] > 0
         assert found["log"] == str(tmp_path / "two" / "log.csv")
@@ -130,9 +143,10 @@ def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, exp
     assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
 
 
-def test_tensorboard_is_written_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["torch-2", "horovod-2"])
+def test_tensorboard_is_written_once(name: str, tmp_path: Path) -> None:
     """In processes of their own: TensorFlow writes the events."""
-    setting = dataclasses.replace(SETTINGS["torch-2"], environment=tuple(WITH_TENSORFLOW.items()))
+    setting = dataclasses.replace(SETTINGS[name], environment=tuple(WITH_TENSORFLOW.items()))
     with setting.world() as world:
         for found in world.call(RUN("boarded"), "dp", 3, str(tmp_path)):
             assert found == [str(tmp_path)]

@@ -98,8 +98,9 @@ def test_callbacks_write_once_and_decide_alike(
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     alone = expected("called_back", *ALONE, str(tmp_path / "one"))
-    for found in worlds.get(setting).call(RUN("called_back"), kind, 0, str(tmp_path / "two")):
-        same({**found, "log": ""}, {**alone, "log": ""})
+    for process, found in enumerate(worlds.get(setting).call(RUN("called_back"), kind, 0, str(tmp_path / "two"))):
+        assert found["shown"] == (0 if process else 2)
+        same({**found, "log": "", "shown": 2}, {**alone, "log": ""})
         assert found["stopped"] == alone["stopped"] > 0
         assert found["log"] == str(tmp_path / "two" / "log.csv")
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,10 +50,43 @@ def test_behaviour(setting: str, behaviour: str, worlds: Worlds) -> None:
     worlds.get(setting).call(f"tests.parity.interplay:{behaviour}")
 
 
-def test_data_of_each_process_of_its_own_is_refused(worlds: Worlds) -> None:
-    for kind, text in worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data"):
-        assert kind == "CapabilityError"
-        assert "auto_shard_dataset=False" in text
+@pytest.mark.parametrize(
+    ("kind", "parts", "uneven"),
+    [
+        ("data", [(0, 12), (12, 17)], True),
+        ("grid", [(0, 6), (6, 12)], False),
+        ("model", [(0, 6), (0, 6)], False),
+    ],
+    ids=("data", "grid", "model"),
+)
+def test_each_process_is_given_its_own_rows(
+    kind: str, parts: list[tuple[int, int]], uneven: bool, worlds: Worlds
+) -> None:
+    """Parts of different lengths and of one; and where the devices of both processes hold the same rows."""
+    for told in worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data", kind, parts):
+        assert told["batch sizes"] > 0
+        # Rows are sent only where places get different numbers of them.
+        assert ("uneven batches" in told) == uneven
+        assert any("train step" in purpose for purpose in told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "text"),
+    [
+        ("raises", "the disk of process 1 is gone", r"data of processes \[1\] of 2 raised an error"),
+        ("nothing", None, r"data of processes \[1\] of 2 holds no batch"),
+        ("differs", None, r"processes \[0, 1\] hold the same part .* \[4, 3\] rows: give them the same data"),
+    ],
+    ids=("raises", "nothing", "differs"),
+)
+def test_own_rows_that_fail_are_told_to_all(kind: str, own: str | None, text: str, worlds: Worlds) -> None:
+    first, second = worlds.get("tensorflow-2x2").call("tests.parity.interplay:own_data_apart", kind)
+    assert first[0] == "DesyncError"
+    assert re.search(text, first[1])
+    if own is None:
+        assert second == first
+    else:
+        assert own in second[1]
 
 
 def test_processes_seeded_apart_go_on_with_the_first_ones_state(worlds: Worlds) -> None:
@@ -110,6 +144,35 @@ def test_a_model_without_a_rule_trains_as_one_device(case: str, alone: Alone, wo
     assert_same_logs(result.logs, wanted.logs)
     assert_same_values(result.weights, wanted.weights)
     assert any("model" in row.layout for row in result.variables)
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    [
+        ("mlp_ragged_adam", replace(DATA_4, zero=1)),
+        ("mlp_ragged_adam", replace(GRID, zero=3)),
+        ("mlp_ragged_adam", AUTO_GRID),
+        ("conv_norm", replace(AUTO_GRID, zero=3)),
+    ],
+    ids=lambda p: getattr(p, "name", p),
+)
+def test_sharded_states_and_found_layouts_in_two_processes(case: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.train("tensorflow", case)
+    first, second = worlds.train("tensorflow-2x2", case, spec)
+    for found in (first, second):
+        assert_same_values(found.start, wanted.start, 0.0)
+        assert_same_logs(found.logs, wanted.logs)
+        assert_same_values(found.weights, wanted.weights)
+        assert_same_logs([found.evaluate], [wanted.evaluate])
+        assert_same_values(found.predict, wanted.predict)
+        assert found.traffic["all_reduce"][1] > 0
+    assert first.variables == second.variables
+    weights = [row for row in first.variables if row.path in first.weights and len(row.shape) > 1]
+    slots = [row for row in first.variables if row.path not in first.weights and len(row.shape) > 1]
+    assert any("model" in row.layout for row in weights) == (spec.kind != "data")
+    assert all("data" in row.layout for row in slots) == (spec.zero > 0)
+    assert all("data" in row.layout for row in weights) == (spec.zero == 3)
+    assert_same_values(second.weights, first.weights, 0.0)
 
 
 @pytest.mark.parametrize(

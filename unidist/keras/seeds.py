@@ -1,4 +1,4 @@
-"""Random state of a process: what Keras, NumPy, Python and TensorFlow under Keras draw next."""
+"""Random state of a process: what Keras, NumPy, Python, and TensorFlow or torch under Keras draw next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def state() -> bytes:
     """The state, for another process's `restore`. Draws nothing, so that a seeded process goes on as it would alone.
 
     Python's `random` gives Keras its implicit seeds, NumPy's global state shuffles, Keras's own global seed generator
-    serves random ops without a seed, and TensorFlow draws seeds for its stateful ops, which shuffle for Keras.
+    serves random ops without a seed, TensorFlow draws seeds for its stateful ops, which shuffle for Keras, and torch
+    shuffles in its DataLoader.
     """
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     found: dict[str, Any] = {
@@ -28,6 +29,8 @@ def state() -> bytes:
     }
     if keras.config.backend() == "tensorflow":
         found["tensorflow"] = _state_of_tensorflow()
+    if keras.config.backend() == "torch":
+        found["torch"] = _torch().get_rng_state().numpy()
     return pickle.dumps(found)
 
 
@@ -42,9 +45,17 @@ def restore(data: bytes) -> None:
         global_seed_generator().state.assign(found["generator"])
     if "tensorflow" in found:
         _restore_tensorflow(*found["tensorflow"])
+    if "torch" in found:
+        _torch().set_rng_state(_torch().from_numpy(found["torch"]))
     # Last, since making a seed generator draws from Python's state.
     random.setstate(found["python"])
     np.random.set_state(found["numpy"])
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
 
 
 def _state_of_tensorflow() -> tuple[int, Any]:

@@ -1,8 +1,9 @@
-"""Callbacks that write files: in several processes they write once, by process 0."""
+"""One of several processes writes files and shows progress: process 0."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -46,20 +47,30 @@ class Crew:
             raise SavingFailedError(f"process 0 could not save for all: {told}")
 
 
+def silence(given: inspect.BoundArguments) -> None:
+    """Makes an entrance of Keras's trainer show no progress."""
+    if "verbose" in given.signature.parameters:
+        given.arguments["verbose"] = 0
+
+
 @contextlib.contextmanager
-def by_one(callbacks: Any, crew: Crew | None) -> Iterator[None]:
-    """While this is entered the callbacks of the other processes write nowhere, and take part where all must.
+def by_one(given: inspect.BoundArguments, crew: Crew | None) -> Iterator[None]:
+    """While this is entered the other processes show nothing, and their callbacks write nowhere and take part where all
+    must.
 
     Callbacks that save through the model (ModelCheckpoint) need nothing: the savers have one writer.
 
     Args:
-        callbacks: what `fit` was given. crew: None where this process is the only one.
+        given: the arguments of an entrance of Keras's trainer; changed here. crew: None where this process is the only
+            one.
     """
     if crew is None:
         yield
         return
+    if not crew.is_first:
+        silence(given)
     with contextlib.ExitStack() as stack:
-        for callback in tree.flatten(callbacks):
+        for callback in tree.flatten(given.arguments.get("callbacks")):
             if isinstance(callback, BackupAndRestore):
                 _share_backup(callback, crew, stack)
             elif crew.is_first:

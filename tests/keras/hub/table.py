@@ -29,6 +29,8 @@ What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. E
 
 Other backbones work as well; where their attention counts heads in a way that unidist does not know it is gathered. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
 
+`generate` of a causal language model works on shards of the heads and of the cache where the cache is one array; Gemma 3 keeps a tuple, so there activations are gathered. `Gemma3CausalLM.generate` with `preprocessor=None` raises a dtype error in keras_hub 0.32 where it is given no `images`, on one device of plain Keras too: give it `images` of shape (rows, 0, height, width, 3).
+
 A model of yours: `unidist plan FILE.py:function --mesh model=4` ([planning](planning.md)).
 """
 

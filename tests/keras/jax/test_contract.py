@@ -100,8 +100,9 @@ def test_callbacks_write_once_and_decide_alike(pair: ProcessWorld, expected: Any
         (tmp_path / name).mkdir()
     alone = expected("called_back", *ALONE, str(tmp_path / "one"))
     told = pair.call(RUN("called_back"), "2x2 across", 3, str(tmp_path / "two"))
-    for found in told:
-        same(found, alone)
+    for process, found in enumerate(told):
+        assert found["shown"] == (0 if process else 2)
+        same({**found, "shown": 2}, alone)
         assert found["epochs"] == alone["epochs"] == [1, 2]
         assert found["stopped"] == alone["stopped"] > 0
         assert found["log"] == str(tmp_path / "two" / "log.csv")

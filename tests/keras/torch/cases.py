@@ -24,18 +24,46 @@ def source(name):
 
 
 def unseeded():
-    """Weights of models whose initial values nobody seeded, after a fit that shuffles."""
+    """Weights of models whose initial values nobody seeded, after a fit that shuffles, and what Keras draws then."""
     import keras
     from keras import layers
 
     import unidist
     from tests.keras.torch.sources import X, Y
 
+    for _ in range(unidist.process_index() + 1):
+        keras.random.uniform(())
     with unidist.DataParallel().scope():
         model = keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dropout(0.5), layers.Dense(2)])
         model.compile("adam", loss="mse")
         model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
-    return [np.asarray(v) for v in model.weights]
+    return [*(np.asarray(v) for v in model.weights), np.asarray(keras.random.uniform((3,)))]
+
+
+def broadcast_from(place):
+    """What a process is told by the next fit, where the broadcast takes another's bytes; None: each keeps its own."""
+    from unittest import mock
+
+    import keras
+
+    import unidist
+    from tests.keras.torch.sources import X, Y
+    from unidist.backends.torch.backend import TorchBackend
+
+    original = TorchBackend.broadcast
+
+    def planted(self, x, sharding, axes, root):
+        return x if place is None else original(self, x, sharding, axes, place)
+
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", loss="mse")
+        try:
+            with mock.patch.object(TorchBackend, "broadcast", planted):
+                model.fit(X, Y, batch_size=4, verbose=0)
+        except unidist.DesyncError as error:
+            return error.ranks, error.collective, str(error)
+    return (), None, ""
 
 
 def rows_read():

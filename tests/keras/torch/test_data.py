@@ -52,6 +52,13 @@ def test_unseeded_processes_agree(world):
 
 
 @pytest.mark.processes
+def test_a_broadcast_from_another_process_is_told_to_all(world):
+    for rank, (ranks, collective, text) in enumerate(world.call(cases.broadcast_from, 1)):
+        assert (ranks, collective) == ((rank,), "broadcast")
+        assert re.search(rf"rank {rank}: broadcast .* start all processes again", text)
+
+
+@pytest.mark.processes
 def test_each_process_reads_its_rows(world):
     assert world.call(cases.rows_read) == [5, 5]  # of 4, 4 and 2 rows: 2, 2 and 1 each
 

@@ -11,6 +11,8 @@ import torch
 from keras import layers
 
 import unidist
+from tests.keras import contract
+from tests.keras.jax.comparing import same
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from unidist.keras.explicit import fused, optimizers, parcels, reducer, units
 
@@ -475,3 +477,12 @@ def test_programs_compiled_by_torch_do_not_go_with_stored_shards():
     x, y = features()
     with pytest.raises(unidist.CapabilityError, match=r"zero=2 or less, or jit_compile=False"):
         train(mlp, x, y, unidist.DataParallel(zero=3), compiled={"loss": "mse", "jit_compile": True})
+
+
+@pytest.mark.parametrize("kind", ["dp", "2x2"])
+def test_a_rank_without_rows_fetches_what_the_others_do(kind, monkeypatch):
+    """Backward of a regularizer reads a kernel again, which is a collective where it is stored in parts."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    found = contract.few(kind, 3)
+    same(found, contract.few(None, 0))
+    assert found["sharded"]

@@ -11,12 +11,13 @@ from keras.src.backend.tensorflow import distribution_lib as keras_distribution_
 from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers import data_adapters
 from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
 from unidist.keras import saving as keras_saving
-from unidist.keras.dtensor import pinning, placing, saving, slicing, trainer, values, worlds
+from unidist.keras.dtensor import parts, pinning, placing, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -47,6 +48,7 @@ def install() -> None:
     around(keras_core, "scatter", values.scattering)
     around(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot)
     around(BaseOptimizer, "apply", trainer.applying)
+    around(data_adapters, "get_data_adapter", parts.adapting)
     pinning.install()
     around(array_ops, "strided_slice", slicing.slicing)
     keras_saving.install(saving.crew, saving.gathered)

@@ -12,17 +12,13 @@ from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.keras.dtensor import values, worlds
-from unidist.keras.making import all_variables, made_under
+from unidist.keras.making import made_under
 from unidist.keras.planning.candidates import candidate
-from unidist.keras.planning.settling import settle
+from unidist.keras.planning.settling import PLACED, REFERENCE, to_place
 from unidist.keras.strategy import UnidistDistribution, adopt, current
 from unidist.strategies import VariableLayouts
 
-_REFERENCE = "_unidist_reference"
 LAYOUTS = "_unidist_layouts"
-_PLACED = "_unidist_distribution"
-# In place of the distribution, where a plan moves a variable.
-_MOVING = object()
 
 _checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
 
@@ -33,7 +29,7 @@ def adding_slot(original: Any) -> Any:
     @functools.wraps(original)
     def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         slot = original(self, reference_variable, *args, **kwargs)
-        setattr(slot, _REFERENCE, ref(reference_variable))
+        setattr(slot, REFERENCE, ref(reference_variable))
         return slot
 
     return add_variable_from_reference
@@ -49,7 +45,7 @@ def distribution_of(model: Any) -> UnidistDistribution | None:
 
 
 def is_placed(model: Any) -> bool:
-    return any(hasattr(variable, _PLACED) for variable in model.variables)
+    return any(hasattr(variable, PLACED) for variable in model.variables)
 
 
 def place_model(model: Any, distribution: UnidistDistribution) -> None:
@@ -61,17 +57,13 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    if settle(model, distribution):
-        for variable in all_variables(model):
-            if getattr(variable, _PLACED, None) is distribution:
-                setattr(variable, _PLACED, _MOVING)
-    strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
+    strangers = to_place(model, distribution)
     made_under[model] = distribution
     if not strangers:
         return
     ruled = {id(variable) for variable in model.weights}
     gathered = _read_whole(model)
-    for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
+    for variable in strangers:
         found = _layouts_of(variable, distribution, id(variable) in ruled)
         if id(variable) in gathered:
             found = replace(found, compute=Layout())
@@ -95,7 +87,7 @@ def _used_as_shards(layer: Any) -> list[Any]:
 def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:
     """A slot rests where the gradient of its variable is reduced to; what else is no weight is replicated."""
     shape = tuple(variable.shape)
-    reference = getattr(variable, _REFERENCE, lambda: None)()
+    reference = getattr(variable, REFERENCE, lambda: None)()
     if reference is not None:
         same = tuple(reference.shape) == shape and hasattr(reference, LAYOUTS)
         return _all_at(getattr(reference, LAYOUTS).state if same else Layout())
@@ -111,7 +103,7 @@ def _all_at(layout: Layout) -> VariableLayouts:
 
 
 def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution) -> None:
-    setattr(variable, _PLACED, distribution)
+    setattr(variable, PLACED, distribution)
     setattr(variable, LAYOUTS, found)
     value = variable._value
     if value is None:

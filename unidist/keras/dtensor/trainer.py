@@ -20,7 +20,8 @@ from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making
-from unidist.keras.dtensor import compiled, ledger, placing, slicing, values, worlds
+from unidist.keras.dtensor import compiled, ledger, parts, placing, slicing, values, worlds
+from unidist.keras.lockstep import Part
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.writing import by_one
 
@@ -37,18 +38,11 @@ def entering(original: Any) -> Any:
         distribution = placing.distribution_of(self)
         if distribution is None:
             return original(self, *args, **kwargs)
-        if worlds.several() and not distribution.strategy.auto_shard_dataset:
-            raise CapabilityError(
-                "auto_shard_dataset=False: Keras on TensorFlow takes the same data on every process in this version; "
-                "leave it True and give every process all of it"
-            )
         if original.__name__ == "fit":
             worlds.align_seeds()
         bound = signature.bind(self, *args, **kwargs)
-        if "verbose" in signature.parameters and not worlds.is_first():
-            bound.arguments["verbose"] = 0
-        one_writer = by_one(bound.arguments.get("callbacks"), worlds.crew())
-        with one_writer, making.active(None), worlds.telling(original.__name__):
+        here = parts.reading(distribution)
+        with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__), here:
             placing.remember(self, distribution)
             return original(*bound.args, **bound.kwargs)
 
@@ -119,10 +113,11 @@ class _Step:
         return tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs) if len(outputs) > 1 else outputs[0]
 
     def _on_batch(self, batch: Any) -> Any:
-        packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), batch)
+        given = parts.counted(batch) if parts.are_given(self._distribution) else batch
+        packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), given)
         try:
             with (
-                worlds.telling(self._kind.replace("_", " ")),
+                worlds.together(f"a {self._kind.replace('_', ' ')} on {_signature(packed)}"),
                 slicing.on(self._mesh),
                 _unrolled(self._model),
                 events.for_purpose(self._kind),
@@ -139,7 +134,7 @@ class _Step:
         if self._model.run_eagerly:
             ledger.record(self._model, self._distribution, self._kind, batch)
             return self._step(batch)
-        key = str(tree.map_structure(lambda leaf: None if leaf is None else (tuple(leaf.shape), leaf.dtype), batch))
+        key = _signature(batch)
         if key not in self._programs:
             self._programs[key] = _Program(self._step, self._distribution, self._kind)
         program = self._programs[key]
@@ -150,6 +145,15 @@ class _Step:
             for event in program.traffic.events:
                 events.emit(event)
         return outputs
+
+
+def _signature(batch: Any) -> str:
+    """Shapes and dtypes of a batch."""
+
+    def told(leaf: Any) -> str:
+        return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape.as_list()}"
+
+    return str(tree.map_structure(told, batch))
 
 
 class _Program:
@@ -181,6 +185,8 @@ def pack(value: Any, distribution: UnidistDistribution) -> Any:
         return None
     if values.is_spread(value):
         return value
+    if isinstance(value, Part):
+        return parts.pack(value, distribution)
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         raise CapabilityError(f"DTensor takes no {type(value).__name__}: make it dense before it is fed to the model")
     host = np.asarray(value)
@@ -242,7 +248,7 @@ def calling(original: Any) -> Any:
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
-        with worlds.telling("a call"), making.active(None):
+        with worlds.together("a call of a model"), making.active(None):
             with slicing.on(mesh), _unrolled(self):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)

@@ -16,6 +16,7 @@ from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
+from unidist.backends.tensorflow.devices import task_of
 from unidist.errors import CapabilityError
 from unidist.keras import seeds
 from unidist.keras.first import bytes_of_first
@@ -47,6 +48,15 @@ def telling(what: str) -> AbstractContextManager[None]:
         # A model on one device: choosing a backend now would ask a running TensorFlow for more devices.
         return contextlib.nullcontext()
     return lost.told(backend().world, what)
+
+
+def together(what: str) -> AbstractContextManager[None]:
+    """As `telling`, for what all processes take part in: it begins when all have come to it.
+
+    Raises:
+        DesyncError: they have come to different things.
+    """
+    return backend().together(what) if registry.has_current() else contextlib.nullcontext()
 
 
 def in_order(mesh: Mesh) -> Mesh:
@@ -87,16 +97,43 @@ def from_first(value: Any) -> Array:
     return here.gather(here.broadcast(held, sharding, ("rank",), 0), sharding)
 
 
+def process_of(rank: int) -> int:
+    return task_of(backend().devices[rank])
+
+
+def ranks_of(process: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(len(backend().devices)) if process_of(rank) == process)
+
+
+def arrays_of_all(own: Array) -> list[Array]:
+    """Every process's array, by process; all give one of the same shape and dtype. A collective of the world."""
+    here = backend()
+    count = len(here.devices)
+    sharding = Sharding(Mesh({"rank": count}), Layout("rank"), (count, *own.shape))
+    held = here.from_local([own[None]] * len(here.local_ranks()), sharding)
+    found = here.gather(held, sharding)
+    return [found[ranks_of(process)[0]] for process in range(here.process_count())]
+
+
+def of_all(number: int) -> tuple[int, ...]:
+    """Every process's number, by process. A collective of the world."""
+    return tuple(int(found) for found in arrays_of_all(np.array(number, np.int32)))
+
+
+def _bytes_of_first(data: bytes) -> bytes:
+    return bytes_of_first(data, from_first, is_first=is_first(), ranks=backend().local_ranks())
+
+
 def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if not several():
         return
     with events.for_purpose("random state"):
-        seeds.restore(bytes_of_first(seeds.state(), from_first))
+        seeds.restore(_bytes_of_first(seeds.state()))
 
 
 def crew() -> Crew | None:
     """The processes of the world, if there are several."""
     if not several():
         return None
-    return Crew(is_first(), lambda text: bytes_of_first(text.encode(), from_first).decode())
+    return Crew(is_first(), lambda text: _bytes_of_first(text.encode()).decode())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from keras.src import tree
 from keras.src.backend.torch.trainer import TorchEpochIterator
@@ -16,6 +13,7 @@ from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
+from unidist.keras import seeds
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.first import bytes_of_first
@@ -203,18 +201,15 @@ class _OwnRows(torch.utils.data.Sampler[list[int]]):
 
 
 def share_random_state(world: RankWorld) -> None:
-    """Rank 0's states of Python's, NumPy's and torch's random numbers on every process: shuffles agree."""
+    """The first rank's random state on every process: seeds and shuffles agree."""
     if world.is_virtual or world.mesh.size == 1:
         return
-    own = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state()))
-    state = pickle.loads(broadcast_bytes(world, own))
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
+    seeds.restore(broadcast_bytes(world, seeds.state()))
 
 
 def crew(world: RankWorld) -> Crew | None:
-    """The processes that train a model together, if there are several."""
+    """The processes that train a model together, if there are several. One that a mesh leaves alone writes by itself:
+    the others need not come."""
     if world.is_virtual or world.mesh.size == 1:
         return None
 
@@ -237,8 +232,9 @@ def broadcast_bytes(world: RankWorld, data: bytes, purpose: str = "random state"
         found: Array = world.backend.broadcast(torch.tensor(own), whole, world.mesh.axis_names, 0).numpy()
         return found
 
+    is_first = world.mesh.group(world.mesh.axis_names, world.ranks[0]).index == 0
     with events.for_purpose(purpose):
-        return bytes_of_first(data, broadcast)
+        return bytes_of_first(data, broadcast, is_first=is_first, ranks=world.ranks)
 
 
 _originals: dict[str, Any] = {}

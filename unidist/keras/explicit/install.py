@@ -33,7 +33,7 @@ from unidist.keras.explicit import (
     statistics,
 )
 from unidist.keras.explicit.world import rank_world
-from unidist.keras.writing import by_one
+from unidist.keras.writing import by_one, silence
 
 _installed = False
 _LOW_PRECISION = ("bfloat16", "float16")
@@ -114,9 +114,10 @@ def _in_session(original: Any) -> Any:
         with found.session(_logs_are_read(self, original.__name__, bound.arguments, found)):
             if self.built and self.variables:
                 found.prepare()
-            if "verbose" in signature.parameters and not found.world.writes:
-                bound.arguments["verbose"] = 0
-            with by_one(bound.arguments.get("callbacks"), data.crew(found.world)):
+            if not found.world.writes:
+                # Also where a mesh of one rank makes it its own writer (data.crew): there is one terminal.
+                silence(bound)
+            with by_one(bound, data.crew(found.world)):
                 return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -12,22 +12,27 @@ from typing import Any, cast
 
 import torch
 from keras.src import ops
+from keras.src.layers.layer import Layer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.trainer import Trainer
 
 from unidist import events
+from unidist.algebra import Layout
 from unidist.keras.explicit.context import Frame, Rows, frame
 
 _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Patches keras.src.losses.loss and Trainer (Keras 3.15); outside of a training frame they are as before."""
+    """Patches keras.src.losses.loss, Layer.losses and Trainer (Keras 3.15); outside of a training frame they are as
+    before."""
     _originals["reduce_values"] = loss_module.reduce_values
     _originals["apply_mask"] = loss_module.apply_mask
+    _originals["losses"] = Layer.losses
     _originals["additional"] = Trainer._aggregate_additional_loss
     loss_module.reduce_values = reduce_values
     loss_module.apply_mask = apply_mask
+    Layer.losses = property(_added_losses, doc=Layer.losses.__doc__)
     Trainer._aggregate_additional_loss = _aggregate_additional_loss
 
 
@@ -132,17 +137,43 @@ def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None)
     return sample_weight
 
 
-def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+def _added_losses(self: Any) -> list[Any]:
     """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each shard
-    counts by its share of the rows; the shares sum to one."""
-    value = _originals["additional"](self, loss)
+    contributes by its share of the rows; the shares sum to one. A loss that is given the rows of all shards is given
+    the sums of these contributions too."""
+    found: list[Any] = _originals["losses"].fget(self)
     here = frame()
-    if here is None or here.rows is None or not here.world.data_axes:
-        return value
-    if not here.rows.local:
-        # A mean over no rows is not a number, and counts nothing.
-        return torch.zeros_like(value)
-    return value * here.rows.share
+    if here is None or here.rows is None or not here.world.data_axes or not found:
+        return found
+    rows = here.rows
+    own = [_marked(_share_of(rows, torch.as_tensor(value))) for value in found]
+    return _over_all_shards(here, own) if here.gathered_loss else own
+
+
+def _share_of(rows: Rows, value: torch.Tensor) -> torch.Tensor:
+    # A mean over no rows is not a number, and counts nothing. What is a number stays in the graph: where values are
+    # stored as shards, backward of a regularizer fetches them, which all ranks must.
+    counts = rows.local or value.is_meta or bool(torch.isfinite(value))
+    return value * rows.share if counts else torch.zeros_like(value)
+
+
+def _over_all_shards(here: Frame, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums over the data shards, the same on each; gradients come back summed. One all_gather of scalars."""
+    # On a shard without rows, where nothing depends on the weights, backward must come to the collective all the same.
+    anchor = torch.zeros(len(values), device=values[0].device, requires_grad=torch.is_grad_enabled())
+    row = torch.stack([value.to(torch.float32) for value in values]) + anchor
+    shards = here.world.mesh.axis_size(here.world.data_axes)
+    with events.for_purpose("added losses"):
+        rows = here.world.gather_rows(row[None], shards, Layout(fanout=here.world.data_axes))
+    return [total.to(value.dtype) for total, value in zip(rows.sum(0).unbind(), values, strict=True)]
+
+
+def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+    """What _added_losses gives is exact, where it is all that a model loses too."""
+    here = frame()
+    if here is not None:
+        here.exact_loss = True
+    return _originals["additional"](self, loss)
 
 
 def _known(here: Frame | None) -> tuple[Frame, Rows]:

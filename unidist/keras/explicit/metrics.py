@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from keras.src import tree
 from keras.src.backend.common.masking import set_keras_mask
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.trainer import Trainer
 
@@ -36,7 +37,7 @@ def _get_metrics_result(self: Any) -> Any:
     if here is not None:
         # Where nobody reads the logs of a step, its results stay this rank's: those of the epoch are merged below.
         return _merged(self, here) if engine is None or engine.logs_are_read else _unmerged(self, here)
-    if engine is None or engine.world.is_virtual:
+    if engine is None or engine.world.is_virtual or in_symbolic_scope():
         return _originals["result"](self)
     return engine.world.run(lambda at_work: _merged(self, at_work))
 

@@ -7,7 +7,7 @@ array. The compiler then works on uneven shards, so that every mean, statistic a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
-from unidist.errors import DesyncError
+from unidist.keras.lockstep import Meeting, Part
 from unidist.keras.partitioned import layouts, processes
 
 Segments = tuple[tuple[int, int], ...]
@@ -35,25 +35,6 @@ class Padded:
     def cut(self) -> Any:
         parts = [self.array[start:stop] for start, stop in self.segments]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-@dataclass(frozen=True)
-class Part:
-    """This process's rows of a global batch, and how many rows every process has of it.
-
-    Looks like the array to Keras, which asks shape and dtype to build the model.
-    """
-
-    array: Any
-    counts: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.array.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
 
 
 def cut(tree: Any) -> Any:
@@ -185,86 +166,25 @@ def _same(value: Any) -> Any:
     return value
 
 
-class LockstepAdapter:
-    """A Keras data adapter for data of which each process was given its own rows.
+def _ranks_of(process: int) -> tuple[int, ...]:
+    return tuple(device.id for device in jax.devices() if device.process_index == process)
 
-    The processes go through their batches in step: all take as many steps as the longest of them, and who has
-    no rows left takes part with none.
-    """
+
+_meeting = Meeting(processes.of_all, _ranks_of)
+
+
+class LockstepAdapter:
+    """A Keras data adapter for data of which each process was given its own rows."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
-        counts = processes.of_all(_UNKNOWN if adapter.num_batches is None else adapter.num_batches)
-        _tell_apart(counts, _RAISED, "raised an error")
-        self.num_batches = None if _UNKNOWN in counts else max(counts)
+        self.num_batches = _meeting.batches(adapter.num_batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
     def get_jax_iterator(self) -> Any:
-        iterator = iter(self._adapter.get_jax_iterator())
-        last = None
-        while True:
-            with _told_to_all():
-                batch = next(iterator, None)
-            rows = _NONE if batch is None and last is None else 0 if batch is None else _row_count(batch)
-            counts = _agreed(rows)
-            if not any(counts):
-                return
-            last = _emptied(last) if batch is None else batch
-            yield jax.tree.map(partial(_part, counts), last)
-
-
-# In place of a number of rows or batches: not known; this process was given no batch at all; its data raised.
-_UNKNOWN = _NONE = -1
-_RAISED = -2
-
-
-@contextlib.contextmanager
-def _told_to_all() -> Iterator[None]:
-    """What is raised inside stands in place of the number for which the other processes wait."""
-    try:
-        yield
-    except BaseException:
-        processes.of_all(_RAISED)
-        raise
-
-
-def _agreed(rows: int) -> tuple[int, ...]:
-    """Every process's rows of the next batch. A collective.
-
-    Raises:
-        DesyncError: the data of some process raised, or some were given none at all.
-    """
-    counts = processes.of_all(rows)
-    if set(counts) == {_NONE}:
-        return (0,)
-    _tell_apart(counts, _RAISED, "raised an error")
-    _tell_apart(counts, _NONE, "holds no batch, while others' does")
-    return counts
-
-
-def _tell_apart(counts: tuple[int, ...], sign: int, how: str) -> None:
-    apart = [process for process, count in enumerate(counts) if count == sign]
-    if apart:
-        raise DesyncError(
-            f"auto_shard_dataset=False: the data of processes {apart} of {len(counts)} {how}. Every process must be "
-            "given at least one batch, and come to the end of its data",
-            ranks=tuple(device.id for device in jax.devices() if device.process_index in apart),
-            collective="batch sizes",
-        )
-
-
-def _row_count(batch: Any) -> int:
-    return int(jax.tree.leaves(batch)[0].shape[0])
-
-
-def _part(counts: tuple[int, ...], array: Any) -> Part:
-    return Part(np.asarray(array), counts)
-
-
-def _emptied(batch: Any) -> Any:
-    return jax.tree.map(lambda array: np.asarray(array)[:0], batch)
+        return _meeting.parts(self._adapter.get_jax_iterator())
 
 
 def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden: Callable[[], Any]) -> Any:
@@ -283,7 +203,7 @@ def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden
         if distribution is None:
             return original(*args, **kwargs)
         apart = processes.several() and not distribution.auto_shard_dataset
-        with hidden(), _told_to_all() if apart else contextlib.nullcontext():
+        with hidden(), _meeting.told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
         return LockstepAdapter(adapter) if apart else adapter
 

@@ -11,16 +11,11 @@ import jax
 import numpy as np
 from keras import distribution as keras_distribution
 
-from unidist.keras.making import active, all_variables, made_under
+from unidist.keras.making import active, made_under
 from unidist.keras.partitioned import layouts, processes
-from unidist.keras.planning.settling import settle
+from unidist.keras.planning.settling import PLACED, REFERENCE, to_place
 from unidist.keras.strategy import UnidistDistribution, adopt
 
-# Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it.
-_PLACED = "_unidist_distribution"
-_REFERENCE = "_unidist_reference"
-# In place of the distribution, where a plan moves a variable: its value is the same on every process already.
-_MOVING = object()
 # The whole value on the host, while a model is being saved.
 WHOLE = "_unidist_whole"
 
@@ -50,7 +45,7 @@ def initializing_layout(original: Any) -> Any:
         if not hasattr(variable, layouts.GIVEN):
             # Keras asks twice: the second time the layout is the one that was found the first time.
             setattr(variable, layouts.GIVEN, given)
-        setattr(variable, _PLACED, distribution)
+        setattr(variable, PLACED, distribution)
 
     return _initialize_layout
 
@@ -75,7 +70,7 @@ def assigning(original: Any) -> Any:
 
     @functools.wraps(original)
     def _direct_assign(variable: Any, value: Any) -> None:
-        distribution = getattr(variable, _PLACED, None)
+        distribution = getattr(variable, PLACED, None)
         if distribution is None or variable._layout is None or isinstance(value, jax.core.Tracer):
             original(variable, value)
             return
@@ -99,7 +94,7 @@ def adding_slot(original: Any) -> Any:
         else:
             state = layouts.placement(reference_variable, distribution).state
             slot = original(self, _Laid(reference_variable, state), *args, **kwargs)
-        setattr(slot, _REFERENCE, ref(reference_variable))
+        setattr(slot, REFERENCE, ref(reference_variable))
         return slot
 
     return add_variable_from_reference
@@ -133,7 +128,7 @@ def adding_to_metric(original: Any) -> Any:
 def distribution_of(model: Any) -> Any:
     """The distribution that a model's variables lie on, else that under which it was made, else None."""
     for variable in model.variables:
-        found = getattr(variable, _PLACED, None)
+        found = getattr(variable, PLACED, None)
         if found is not None:
             return found
     return made_under.get(model)
@@ -147,15 +142,11 @@ def place_model(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable.
     """
-    if settle(model, distribution):
-        for variable in all_variables(model):
-            if getattr(variable, _PLACED, None) is distribution:
-                setattr(variable, _PLACED, _MOVING)
-    strangers = [v for v in all_variables(model) if getattr(v, _PLACED, None) is not distribution]
+    strangers = to_place(model, distribution)
     if not strangers:
         return
     with active(distribution):
-        for variable in sorted(strangers, key=lambda v: hasattr(v, _REFERENCE)):
+        for variable in strangers:
             _place_variable(variable, distribution)
     made_under[model] = distribution
     model.train_function = model.test_function = model.predict_function = None
@@ -177,11 +168,11 @@ def overwriting(original: Any) -> Any:
 
 
 def _place_variable(variable: Any, distribution: Any) -> None:
-    value, before = variable._value, getattr(variable, _PLACED, None)
+    value, before = variable._value, getattr(variable, PLACED, None)
     variable._layout = _kept_layout(variable, distribution)
     if variable._layout is None:
         variable._layout = layouts.of_variable(variable, distribution)
-    setattr(variable, _PLACED, distribution)
+    setattr(variable, PLACED, distribution)
     if value is None:
         return
     sharding = layouts.native(variable._layout, distribution)
@@ -195,7 +186,7 @@ def _place_variable(variable: Any, distribution: Any) -> None:
 
 def _kept_layout(variable: Any, distribution: Any) -> Any:
     """A slot lies where the gradient of its variable is reduced to; a layout given by hand is kept on its mesh."""
-    reference = getattr(variable, _REFERENCE, lambda: None)()
+    reference = getattr(variable, REFERENCE, lambda: None)()
     if reference is not None and tuple(reference.shape) == tuple(variable.shape):
         return None if reference._layout is None else layouts.placement(reference, distribution).state
     given = getattr(variable, layouts.GIVEN, None)

@@ -33,7 +33,12 @@ def from_first(value: Any) -> Any:
     if not several():
         return value
     data = pickle.dumps(value) if is_first() else b""
-    return pickle.loads(bytes_of_first(data, lambda own: np.asarray(multihost_utils.broadcast_one_to_all(own))))
+    ranks = tuple(device.id for device in jax.local_devices())
+    return pickle.loads(bytes_of_first(data, _of_first, is_first=is_first(), ranks=ranks))
+
+
+def _of_first(own: Array) -> Array:
+    return np.asarray(multihost_utils.broadcast_one_to_all(own))
 
 
 def crew() -> Crew | None:

@@ -40,9 +40,7 @@ def entering(original: Any) -> Any:
         if aligned:
             seeds.align()
         bound = signature.bind(self, *args, **kwargs)
-        if "verbose" in signature.parameters and not processes.is_first():
-            bound.arguments["verbose"] = 0
-        with by_one(bound.arguments.get("callbacks"), processes.crew()), making.active(distribution):
+        with by_one(bound, processes.crew()), making.active(distribution):
             return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -1,10 +1,19 @@
-"""Settling: a strategy that finds its layouts by itself makes the plan of a model, once the model is whole."""
+"""Settling: a strategy that finds its layouts by itself makes the plan of a model, once the model is whole; and which
+variables are to be placed then."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from unidist.keras.making import all_variables
 from unidist.keras.planning.planning import plan
+
+# Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it. Here the
+# distribution that it lies on, and of an optimizer's slot the variable that it belongs to.
+PLACED = "_unidist_distribution"
+REFERENCE = "_unidist_reference"
+# In place of the distribution, where a plan moves a variable: its value is the same on every process already.
+_MOVING = object()
 
 
 def settle(model: Any, distribution: Any) -> bool:
@@ -24,3 +33,17 @@ def settle(model: Any, distribution: Any) -> bool:
     made = plan(model, strategy.mesh, data_axis=strategy.data_axes, model_axis=distribution.model_axes)
     found.add(made.rows)
     return True
+
+
+def to_place(model: Any, distribution: Any) -> list[Any]:
+    """Settles, and gives the variables that do not lie where the distribution wants them, slots after all others.
+
+    Raises:
+        LayoutError: the model cannot be run on a small random batch.
+    """
+    if settle(model, distribution):
+        for variable in all_variables(model):
+            if getattr(variable, PLACED, None) is distribution:
+                setattr(variable, PLACED, _MOVING)
+    strangers = [v for v in all_variables(model) if getattr(v, PLACED, None) is not distribution]
+    return sorted(strangers, key=lambda v: hasattr(v, REFERENCE))

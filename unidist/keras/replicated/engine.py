@@ -58,10 +58,6 @@ class Engine:
         # What was traced before knows nothing of us.
         model.train_function = model.test_function = model.predict_function = None
 
-    @property
-    def writes(self) -> bool:
-        return bool(session.backend().process_index() == 0)
-
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """Keras's trainer is at work on this engine's model."""
@@ -168,7 +164,7 @@ def align_seeds() -> None:
     """Rank 0's random states of Python, NumPy and TensorFlow on every process, so that seeds and shuffles agree."""
     if session.backend().process_count() > 1:
         with events.for_purpose("random state"):
-            seeds.restore(bytes_of_first(seeds.state(), _of_first))
+            seeds.restore(_bytes_of_first(seeds.state()))
 
 
 def crew() -> Crew | None:
@@ -176,10 +172,15 @@ def crew() -> Crew | None:
 
     def share(text: str) -> str:
         with events.for_purpose("files"):
-            return bytes_of_first(text.encode(), _of_first).decode()
+            return _bytes_of_first(text.encode()).decode()
 
     here = session.backend()
     return Crew(here.process_index() == 0, share) if here.process_count() > 1 else None
+
+
+def _bytes_of_first(data: bytes) -> bytes:
+    here = session.backend()
+    return bytes_of_first(data, _of_first, is_first=here.process_index() == 0, ranks=here.local_ranks())
 
 
 def _of_first(own: Array) -> Array:

@@ -9,12 +9,12 @@ from typing import Any
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.layers.layer import Layer
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from keras.src.saving import saving_lib
-from keras.src.trainers.trainer import Trainer
 
 from unidist.keras import strategy as strategies
 from unidist.keras.replicated import engine
@@ -37,7 +37,7 @@ def install() -> None:
     _patch(BaseOptimizer, "apply", _apply)
     _patch(BatchNormalization, "_moments", _moments)
     _patch(SeedGenerator, "next", _next)
-    _patch(Trainer, "_aggregate_additional_loss", _aggregate_additional_loss)
+    _patch(Layer, "losses", property(_added_losses, doc=Layer.losses.__doc__))
     for module, name in (
         (saving_lib, "save_model"),
         (saving_lib, "save_weights_only"),
@@ -61,9 +61,7 @@ def _in_session(original: Any) -> Any:
         if found is None or engine.current() is not None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        if "verbose" in signature.parameters and not found.writes:
-            bound.arguments["verbose"] = 0
-        with by_one(bound.arguments.get("callbacks"), engine.crew()), found.session():
+        with by_one(bound, engine.crew()), found.session():
             return original(*bound.args, **bound.kwargs)
 
     return entrance
@@ -122,12 +120,14 @@ def _next(self: Any, ordered: bool = True) -> Any:
     return seed + tf.cast([(here.traced.place * SEED_STRIDE) & 0x7FFFFFFF, 0], seed.dtype)
 
 
-def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
+def _added_losses(self: Any) -> list[Any]:
     """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each rank counts by
-    its share of the rows."""
-    value = _originals["_aggregate_additional_loss"](self, loss)
+    its share of the rows. Whoever reads them outside of the call, a loss of the model's own too, reads the sums."""
+    found: list[Any] = _originals["losses"].fget(self)
     here = engine.current()
-    return value if here is None or here.share is None else here.traced.mean_of_shares(value, here.share)
+    if here is None or here.in_call or here.share is None:
+        return found
+    return [here.traced.mean_of_shares(value, here.share) for value in found]
 
 
 def _by_one_process(original: Any) -> Any:

@@ -88,12 +88,15 @@ class Traced:
         return self._called(move, what, [x], x.dtype, x.shape)
 
     def mean_of_shares(self, value: Tensor, share: Tensor) -> Tensor:
-        """The sum over the ranks of share * value, where the shares add up to one."""
+        """The sum over the ranks of share * value, where the shares add up to one. A share of nothing counts nothing: a
+        mean over no rows is not a number."""
+        value = tf.convert_to_tensor(value)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def weigh(own: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
             weight = self.count * tf.cast(share, own.dtype)
-            return self.mean(weight * own, "additional losses"), lambda gradient: weight * gradient
+            part = tf.where(weight > 0, weight * own, tf.zeros_like(own))
+            return self.mean(part, "additional losses"), lambda gradient: weight * gradient
 
         return weigh(value)
 

@@ -1,0 +1,250 @@
+"""What the processes of the tests of the contract run to tell what they hold, send and draw."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import unidist
+from tests.keras import contract
+from tests.keras.contract import BATCH, rows
+from tests.keras.jax.programs import Result, fresh, scope, strategy, told
+
+Sent = dict[tuple[str, str], tuple[int, float]]
+
+
+def _sent(book: Any) -> Sent:
+    """(op, purpose) -> (count, bytes)."""
+    kinds = dict.fromkeys((event.op, event.purpose) for event in book.events)
+    return {(op, why): (book.count(op, purpose=why), float(book.bytes(op, purpose=why))) for op, why in kinds}
+
+
+def even(depth: int = 6, width: int = 16) -> Any:
+    """All of its variables divide by four."""
+    inner = [layers.Dense(width, activation="tanh", name=f"d{k}") for k in range(depth)]
+    return keras.Sequential([layers.Input((12,)), *inner, layers.Dense(4, name="out")], name="even")
+
+
+def _sizes(model: Any) -> list[int]:
+    """Bytes of each layer's trainable variables, whole."""
+    return [sum(4 * int(np.prod(v.shape)) for v in layer.trainable_variables) for layer in model.layers]
+
+
+# what is sent ---------------------------------------------------------------------------------------------------------
+
+
+def sent(zero: int, *, merged: bool = True, bucket_mb: str | None = None, steps: int = 3) -> tuple[list[int], Sent]:
+    """(bytes of the layers, what some steps send) with every layer a unit of its own unless they are merged."""
+    from unidist.keras.explicit import units
+
+    fresh()
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(8 * steps, 12)).astype("float32")
+    y = rng.normal(size=(8 * steps, 4)).astype("float32")
+    with pytest.MonkeyPatch.context() as patch:
+        if not merged:
+            patch.setattr(units, "UNIT_BYTES", 1)
+        if bucket_mb is not None:
+            patch.setenv("UNIDIST_BUCKET_MB", bucket_mb)
+        with strategy("dp", zero=zero).scope():
+            model = even()
+            model.compile(contract._adam(), "mse")
+        # The first step learns which layer comes after which.
+        model.fit(x[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
+        with unidist.ledger() as book:
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return _sizes(model), _sent(book)
+
+
+def accumulated(kind: str | None, zero: int) -> Result:
+    """Six steps, two of them an accumulation, and what each step sends: purpose -> bytes."""
+    fresh()
+    x, y = rows(24)
+    with scope(contract._strategy(kind, zero)):
+        model = contract._crossed(contract.plain(), contract.OPTIMIZERS["accumulation"]())
+    steps: list[dict[str, float]] = []
+    with unidist.ledger() as book:
+        seen = [0]
+
+        class Watch(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                new = book.events[seen[0] :]
+                seen[0] += len(new)
+                steps.append({why: float(sum(e.bytes for e in new if e.purpose == why)) for why in _purposes(new)})
+
+        history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[Watch()]).history
+    return {"history": history, "steps": steps, **told(model)}
+
+
+def _purposes(events: Any) -> list[str]:
+    return list(dict.fromkeys(event.purpose for event in events))
+
+
+def metrics_sent(zero: int, verbose: int) -> int:
+    """Collectives for eight variables of metrics in two epochs of four steps."""
+    fresh()
+    x, y = rows()
+    with strategy("dp", zero=zero).scope():
+        model = contract._crossed(
+            contract.plain(), contract._adam(), metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy()]
+        )
+    with unidist.ledger() as book:
+        model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=verbose)
+    return book.count(purpose="metrics")
+
+
+# what is held ---------------------------------------------------------------------------------------------------------
+
+
+def held(zero: int) -> list[dict[str, float]]:
+    """For each rank of this process: bytes of whole values, and of the memory that values, gradients and slots take,
+    from the tensors themselves. Memory that two of them share counts for the first."""
+    fresh()
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(8, 12)).astype("float32"), rng.normal(size=(8, 4)).astype("float32")
+    with strategy("dp", zero=zero).scope():
+        model = even(width=64)
+        model.compile(contract._adam(), "mse")
+        model.fit(x, y, batch_size=8, verbose=0)
+    places = [v._place for v in model.trainable_variables]
+    told_ = []
+    for rank in places[0].world.ranks:
+        kept = [getattr(p, name)[rank] for p in places for name in ("shards", "leaves", "states")]
+        kinds = {
+            "values": kept,
+            "gradients": [tensor.grad for tensor in kept if tensor.grad is not None],
+            "slots": [slot._place.shards[rank] for slot in model.optimizer.variables if slot.shape],
+        }
+        seen: set[int] = set()
+        told_.append({"whole": sum(_sizes(model)), **{kind: _memory(found, seen) for kind, found in kinds.items()}})
+    return told_
+
+
+def _memory(tensors: list[Any], seen: set[int]) -> int:
+    size = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            size += storage.size()
+    return size
+
+
+# what is drawn --------------------------------------------------------------------------------------------------------
+
+
+def masks() -> dict[int, list[Any]]:
+    """Rank -> the units kept by a dropout of inputs, which model shards have alike, and by one between two layers whose
+    kernels are cut, on a 2 x 2 mesh."""
+    from unidist.keras.explicit.context import frame
+
+    fresh()
+    with scope(contract._strategy("2x2", 0)):
+        before, *rest = contract.plain().layers
+        drops = [layers.Dropout(0.5, name=name) for name in ("early", "between")]
+        model = keras.Sequential([drops[0], before, drops[1], *rest], name="plain")
+        model.build((None, 12))
+        before.activation = keras.activations.get("sigmoid")
+        contract._crossed(model, contract._sgd())
+    seen: dict[int, dict[str, Any]] = {}
+    original = layers.Dropout.call
+
+    def watched(self: Any, inputs: Any, training: bool = False) -> Any:
+        out, here = original(self, inputs, training=training), frame()
+        if here is not None and here.rows is not None and training:
+            seen.setdefault(here.rank, {})[self.name] = out.detach().numpy() != 0
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers.Dropout, "call", watched)
+        model.fit(np.ones((8, 12), "float32"), np.zeros(8, "int32"), batch_size=8, verbose=0)
+    return {rank: [found["early"], found["between"]] for rank, found in seen.items()}
+
+
+def replicas(kind: str, zero: int) -> dict[tuple[str, str], list[str]]:
+    """(path, region) -> a digest of each copy of it on this process's devices, after a training with dropout and
+    batch statistics."""
+    fresh()
+    with scope(contract._strategy(kind, zero)):
+        first, *rest = contract.regularized().layers
+        model = keras.Sequential([first, layers.Dropout(0.5, name="drop"), *rest], name="plain")
+        contract._crossed(model, contract._adam(), metrics=["accuracy"])
+    x, y = rows()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    found: dict[tuple[str, str], list[str]] = {}
+    for variable in [*model.weights, *model.optimizer.variables]:
+        for region, value in _copies(variable):
+            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+            found.setdefault((variable.path, region), []).append(digest)
+    return found
+
+
+def _copies(variable: Any) -> list[tuple[str, Any]]:
+    backend = keras.config.backend()
+    if backend == "jax":
+        return [(str(shard.index), np.asarray(shard.data)) for shard in variable.value.addressable_shards]
+    if backend == "torch":
+        place = variable._place
+        pairs = [(place.lies.stored.region(rank), shard) for rank, shard in place.shards.items()]
+        return [(str(region), shard.detach().numpy()) for region, shard in pairs if "seed" not in variable.path]
+    value = variable._value
+    if not hasattr(value, "layout"):
+        return [("", value.numpy())]
+    from tensorflow.experimental import dtensor
+
+    if not value.layout.is_fully_replicated():
+        return []
+    return [("", part.numpy()) for part in dtensor.unpack(value.read_value())]
+
+
+# one rank that overflows ----------------------------------------------------------------------------------------------
+
+
+def overflowed(kind: str | None, zero: int) -> Result:
+    """One row of eight makes the gradient of one kernel overflow, for three steps: its rank's, and no other's."""
+    fresh()
+    x, y = rows(8)
+    x[5, 0] = 1e30
+    with scope(contract._strategy(kind, zero)):
+        # Of zeros, so that the row's outputs are those of any other.
+        first = layers.Dense(16, "tanh", name="a", kernel_initializer="zeros")
+        model = keras.Sequential([layers.Input((12,)), first, *contract.plain().layers[1:]], name="plain")
+        scaled = keras.optimizers.LossScaleOptimizer(contract._adam(), initial_scale=2.0**100)
+        contract._crossed(model, scaled)
+        model.optimizer.build(model.trainable_variables)
+    before = told(model)
+    history = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
+    return {"history": history, "before": before["weights"], **told(model)}
+
+
+# losses that are added alone ------------------------------------------------------------------------------------------
+
+
+class Squeezed(keras.Model):
+    """Learns from what it adds alone: compiled without a loss, given no targets."""
+
+    def __init__(self) -> None:
+        super().__init__(name="squeezed")
+        self.up = layers.Dense(16, "tanh", name="a")
+        self.down = layers.Dense(12, name="b")
+
+    def call(self, x: Any) -> Any:
+        found = self.down(self.up(x))
+        self.add_loss(keras.ops.mean(keras.ops.square(found - x)))
+        return found
+
+
+def unsupervised(kind: str | None, zero: int) -> Result:
+    fresh()
+    x, _ = rows()
+    with scope(contract._strategy(kind, zero)):
+        model = Squeezed()
+        model.build((None, 12))
+        model.compile(contract._adam())
+    history = model.fit(x, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, **told(model)}

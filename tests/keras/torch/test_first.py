@@ -1,0 +1,86 @@
+"""What process 0 tells all: a broadcast that changes it is a DesyncError in every process, not bytes to unpickle."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import unidist
+from unidist.keras.first import bytes_of_first
+
+COUNT = 3
+DATA = bytes(range(200))
+
+
+class Wrong:
+    """A broadcast among threads.
+
+    Args:
+        change: what becomes of the arrays that all gave, (number of the call, arrays) -> what each is given.
+    """
+
+    def __init__(self, change):
+        self._change = change
+        self._barrier = threading.Barrier(COUNT, timeout=5)
+        self._given = [None] * COUNT
+
+    def on(self, index, call, own):
+        self._given[index] = own
+        self._barrier.wait()
+        found = self._change(call, [np.array(x) for x in self._given])[index]
+        self._barrier.wait()
+        return found
+
+
+def told(change, data=DATA):
+    """What each process gets: the bytes, or the error."""
+    broadcast = Wrong(change)
+    found = [None] * COUNT
+
+    def run(index):
+        calls = iter(range(2))
+        own = data if index == 0 else b"something else"
+        try:
+            found[index] = bytes_of_first(
+                own, lambda x: broadcast.on(index, next(calls), x), is_first=index == 0, ranks=(index,)
+            )
+        except (unidist.DesyncError, threading.BrokenBarrierError) as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(COUNT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("data", [DATA, b""])
+def test_every_process_has_the_bytes_of_the_first(data):
+    assert told(lambda call, given: given[:1] * COUNT, data) == [data] * COUNT
+
+
+CHANGES = {
+    "another's": lambda call, given: given[-1:] * COUNT,
+    "another's payload": lambda call, given: (given[:1] if call == 0 else given[-1:]) * COUNT,
+    "one byte": lambda call, given: [x ^ 1 if call else x for x in given[:1] * COUNT],
+    "cut": lambda call, given: [x[:-1] if call else x for x in given[:1] * COUNT],
+    "sum of all": lambda call, given: [x * 2 for x in given[:1] * COUNT],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_changed_on_its_way_is_told_to_every_process(change):
+    for rank, error in enumerate(told(change)):
+        assert isinstance(error, unidist.DesyncError), error
+        assert (error.ranks, error.collective) == ((rank,), "broadcast")
+        assert f"rank {rank}: broadcast" in str(error)
+        assert "start all processes again" in str(error)
+
+
+def test_a_process_that_alone_is_given_wrong_bytes_says_so():
+    first, second, third = told(lambda call, given: [given[0], given[0] + 1 if call else given[0], given[0]])
+    assert (first, third) == (DATA, DATA)
+    assert isinstance(second, unidist.DesyncError)

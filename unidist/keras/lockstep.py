@@ -1,0 +1,128 @@
+"""Data of which each process was given its own part (auto_shard_dataset=False): all go through it in step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from keras import tree
+
+from unidist.backends.protocol import Array
+from unidist.errors import DesyncError, LayoutError
+
+# In place of a number of rows or batches: not known; this process was given no batch at all; its data raised.
+_UNKNOWN = _NONE = -1
+_RAISED = -2
+
+
+@dataclass(frozen=True)
+class Part:
+    """This process's rows of a global batch, and how many rows every process has of it.
+
+    Looks like the array to Keras, which asks shape and dtype to build the model.
+    """
+
+    array: Any
+    counts: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the processes of a world agree on their data.
+
+    Attributes:
+        of_all: every process's number, by process. A collective of the world.
+        ranks_of: the ranks of a process, for errors.
+    """
+
+    of_all: Callable[[int], tuple[int, ...]]
+    ranks_of: Callable[[int], tuple[int, ...]]
+
+    @contextlib.contextmanager
+    def told_to_all(self) -> Iterator[None]:
+        """What is raised inside stands in place of the number for which the other processes wait."""
+        try:
+            yield
+        except BaseException:
+            self.of_all(_RAISED)
+            raise
+
+    def batches(self, number: int | None) -> int | None:
+        """The number of batches of the longest part; None where some process does not know it. A collective.
+
+        Raises:
+            DesyncError: the data of some process raised.
+        """
+        counts = self.of_all(_UNKNOWN if number is None else number)
+        self.tell_apart(counts, _RAISED, "raised an error")
+        return None if _UNKNOWN in counts else max(counts)
+
+    def parts(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """A process's batches, of Parts. All take as many as the longest part has, and who has no rows left takes part
+        with none. Each is a collective.
+
+        Raises:
+            DesyncError: the data of some process raised, or some were given none at all.
+        """
+        iterator, last = iter(batches), None
+        while True:
+            with self.told_to_all():
+                batch = next(iterator, None)
+                rows = _NONE if batch is None and last is None else 0 if batch is None else row_count(batch)
+            counts = self._agreed(rows)
+            if not any(counts):
+                return
+            last = rowwise(lambda array: array[:0], last) if batch is None else batch
+            yield as_parts(last, counts)
+
+    def _agreed(self, rows: int) -> tuple[int, ...]:
+        counts = self.of_all(rows)
+        if set(counts) == {_NONE}:
+            return (0,)
+        self.tell_apart(counts, _RAISED, "raised an error")
+        self.tell_apart(counts, _NONE, "holds no batch, while others' does")
+        return counts
+
+    def tell_apart(self, counts: tuple[int, ...], sign: int, how: str) -> None:
+        """Raises DesyncError where the number of some process is the sign."""
+        apart = [process for process, count in enumerate(counts) if count == sign]
+        if apart:
+            raise DesyncError(
+                f"auto_shard_dataset=False: the data of processes {apart} of {len(counts)} {how}. Every process must "
+                "be given at least one batch, and come to the end of its data",
+                ranks=tuple(rank for process in apart for rank in self.ranks_of(process)),
+                collective="batch sizes",
+            )
+
+
+def row_count(batch: Any) -> int:
+    """Rows of the first array of a batch that has rows. Raises LayoutError: there is none."""
+    for leaf in tree.flatten(batch):
+        if _has_rows(leaf):
+            return int(leaf.shape[0])
+    raise LayoutError("auto_shard_dataset=False: a batch must have rows, found none")
+
+
+def as_parts(batch: Any, counts: tuple[int, ...]) -> Any:
+    """The batch with a Part for each array that has rows."""
+    return rowwise(lambda array: Part(array, counts), batch)
+
+
+def rowwise(function: Callable[[Array], Any], batch: Any) -> Any:
+    """The batch with function(array) for each array that has rows, which is given in NumPy."""
+    return tree.map_structure(lambda leaf: function(np.asarray(leaf)) if _has_rows(leaf) else leaf, batch)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return hasattr(leaf, "__array__") and len(leaf.shape) > 0
