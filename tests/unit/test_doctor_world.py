@@ -133,7 +133,7 @@ def test_nodes_that_were_started_with_other_numbers() -> None:
     checks = judged(told, 4, nodes=2, node_rank=1)
     assert [name for name, found in checks.items() if found[0].status != "ok"] == ["processes"]
     assert one(checks, "processes").found == "the world has 3 processes"
-    assert "2 processes start on this node, of 4" in one(checks, "processes").asked
+    assert "2 processes of 4 start on this node" in one(checks, "processes").asked
     assert "alike on every node" in one(checks, "processes").advice
 
 
@@ -158,6 +158,18 @@ def test_clocks_that_differ() -> None:
     check = one(judged(told, 3), "clocks")
     assert check.status == "warning"
     assert "process 1 (a, pid 101) is 42.0 s ahead of process 0" in check.found
+
+
+def test_ranks_on_the_cpu_of_a_machine_with_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one(judged(whole(3), 3), "devices").found == "3 cpu"
+    monkeypatch.setattr(world, "count_cards", lambda: 8)
+    check = one(judged(whole(3), 3), "devices")
+    assert check.status == "warning"
+    assert check.found == "3 cpu, but this machine has 8 NVIDIA cards"
+    assert "CUDA_VISIBLE_DEVICES" in check.advice
+    seen = reports(whole(3), 3)
+    seen.joined[0]["devices"] = ["gpu:0", "gpu:1", "gpu:2"]
+    assert judging.devices(seen, 8).status == "ok"
 
 
 def test_a_wrong_value_on_one_link() -> None:
@@ -303,7 +315,7 @@ def test_how_values_differ_is_told() -> None:
 
 
 def test_a_task_comes_through() -> None:
-    task = Task(backend="jax", processes=2, timeout=7.5)
+    task = Task(backend="jax", processes=2, timeout=7.5, importing=1.0, joining=2.0)
     assert Task.read(task.write()) == task
 
 
@@ -360,7 +372,10 @@ def test_failed_links_stand_in_the_matrix_and_last_words_below() -> None:
         ([0, 2], "not checked"),
         ([1, 2], "not checked"),
     ]
-    assert document["processes"][1]["pid"] == 101
+    assert document["processes"][1] == {
+        **{"process": 1, "host": "a", "pid": 101, "versions": VERSIONS},
+        **{"ranks": [1], "devices": ["cpu:1"]},
+    }
 
 
 def test_many_ranks_are_listed() -> None:

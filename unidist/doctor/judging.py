@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from unidist.doctor.check import Check
+from unidist.doctor import backends
+from unidist.doctor.check import Check, counted
 from unidist.doctor.reports import Reports, Stop
 from unidist.launch.run import GIVEN_UP
 
@@ -26,9 +27,9 @@ _OPS = {
 
 def processes(reports: Reports) -> Check:
     """Whether all processes of this node started."""
-    asked = f"{reports.request.processes} processes start on this node, of {reports.request.world_size}"
+    asked = f"{counted(reports.request.processes, 'process')} of {reports.request.world_size} start on this node"
     if reports.count != reports.request.world_size:
-        found = f"the world has {reports.count} processes"
+        found = f"the world has {counted(reports.count, 'process')}"
         advice = "give -n, --nodes and --backend alike on every node"
         return Check(name="processes", asked=asked, status="failed", found=found, advice=advice)
     silent = [process for process in reports.own if process not in reports.facts]
@@ -65,16 +66,16 @@ def same_versions(reports: Reports) -> list[Check]:
     if missing:
         found = f"{missing} of {reports.count} processes did not tell theirs"
         return [Check(name="same versions", asked=asked, status="not checked", found=found, advice=LATER)]
-    return [Check(name="same versions", asked=asked, status="ok", found=f"{len(facts)} processes")]
+    return [Check(name="same versions", asked=asked, status="ok", found=counted(len(facts), "process"))]
 
 
 def joining(reports: Reports) -> Check:
     """Whether the processes have met."""
-    asked = f"{reports.count} processes meet"
+    asked = f"{counted(reports.count, 'process')} meet"
     outside = [process for process in reports.own if process not in reports.joined]
     if not outside:
         slowest = max(report["seconds"] for report in reports.joined.values())
-        found = f"{reports.size} ranks, {slowest:.1f} s with the imports"
+        found = f"{counted(reports.size, 'rank')}, {slowest:.1f} s with the imports"
         return Check(name="world", asked=asked, status="ok", found=found)
     if not reports.facts:
         return Check(name="world", asked=asked, status="not checked", found="no process started", advice=LATER)
@@ -82,6 +83,21 @@ def joining(reports: Reports) -> Check:
     if unknown := [k for k in range(reports.count) if k not in reports.own and k not in reports.facts]:
         found += f"; of process {_numbers(unknown)}, on other nodes, nothing is known here: are they started?"
     return Check(name="world", asked=asked, status="failed", found=found, advice=_MEET)
+
+
+def devices(reports: Reports, cards: int) -> Check:
+    """Which devices the ranks are. `cards`: NVIDIA cards of this machine."""
+    name, asked = "devices", "the ranks are accelerators where there are any"
+    if not reports.joined:
+        return Check(name=name, asked=asked, status="not checked", found=before(reports), advice=LATER)
+    names = next(iter(reports.joined.values()))["devices"]
+    kinds = Counter(device.partition(":")[0] for device in names)
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if cards and set(kinds) == {"cpu"} and reports.request.backend in backends.ON_ACCELERATORS:
+        found += f", but this machine has {counted(cards, 'NVIDIA card')}"
+        advice = backends.use_cards(reports.request.backend)
+        return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
+    return Check(name=name, asked=asked, status="ok", found=found)
 
 
 def clocks(reports: Reports) -> Check:

@@ -7,6 +7,7 @@ import time
 
 from unidist import launch
 from unidist.doctor import judging, matrix
+from unidist.doctor.backends import count_cards
 from unidist.doctor.check import Check
 from unidist.doctor.links import Task
 from unidist.doctor.matrix import Link
@@ -17,7 +18,7 @@ from unidist.launch import LaunchError, Request
 WORKER = ("-m", "unidist.doctor.worker")
 _WORDS = 15
 _LAUNCHER = "unidist: "
-_JOINING = 60.0
+_IMPORTING, _JOINING = 180.0, 60.0
 _MARGIN = 15.0
 
 
@@ -34,7 +35,13 @@ def request(
     """The launch of a world that tries its links. Raises LaunchError: values that do not fit each other."""
     if timeout <= 0:
         raise LaunchError(f"timeout must be more than 0 seconds, got {timeout:g}")
-    task = Task(backend=backend, processes=processes, timeout=timeout, joining=max(timeout, _JOINING))
+    task = Task(
+        backend=backend,
+        processes=processes,
+        timeout=timeout,
+        importing=max(timeout, _IMPORTING),
+        joining=max(timeout, _JOINING),
+    )
     return Request(
         backend=backend,
         command=(*WORKER, task.write()),
@@ -84,5 +91,10 @@ def judge(reports: Reports) -> tuple[list[Check], tuple[Link, ...]]:
     """The checks of a world that has ended, and its links."""
     links = matrix.links(reports)
     checks = [judging.processes(reports), *judging.same_versions(reports), judging.joining(reports)]
-    checks += [judging.clocks(reports), *matrix.check(reports, links), *judging.whole_world(reports)]
+    checks += [
+        judging.devices(reports, count_cards()),
+        judging.clocks(reports),
+        *matrix.check(reports, links),
+        *judging.whole_world(reports),
+    ]
     return [*checks, *judging.ending(reports, checks)], links
