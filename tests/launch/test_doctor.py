@@ -61,7 +61,7 @@ def of_world(document: dict[str, Any]) -> dict[str, str]:
 def test_three_processes_of_torch_as_a_person_sees_it(tmp_path: Path) -> None:
     text, modules = finish(start(["-n", "3"], tmp_path, environment()))
     lines = text.splitlines()
-    assert lines[-1].endswith("nothing failed"), text
+    assert "FAILED" not in text[text.index("\nworld\n") :], text
     assert any(line.split()[:2] == ["ok", "links"] and "3 of 3 are right" in line for line in lines), text
     for title in ("latency", "bandwidth"):
         top = next(k for k, line in enumerate(lines) if line.startswith(title))
@@ -74,8 +74,8 @@ def test_three_processes_of_torch_as_a_person_sees_it(tmp_path: Path) -> None:
     assert not {"keras", "torch", "jax", "tensorflow", "horovod"} & set(modules)
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow", "horovod"])
-def test_two_processes_of_each_backend(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "horovod"])
+def test_two_processes_of_each_other_backend(backend: str, tmp_path: Path) -> None:
     environ = environment()
     if backend == "tensorflow":
         environ |= {**WITH_TENSORFLOW, "PYTHONPATH": str(ROOT)}
@@ -111,7 +111,7 @@ def test_a_wrong_value_and_a_late_link_are_named(monkeypatch: pytest.MonkeyPatch
     told = {check.name: check for check in checks if check.status == "failed"}
     assert set(told) == {"link 0-1", "link 1-2"}
     assert "rank 1 got from rank 0: 16 of 16 values are wrong" in told["link 0-1"].found
-    assert "nothing came for 4 s" in told["link 1-2"].found
+    assert "nothing came for 4 s in permute (doctor_faults.py:" in told["link 1-2"].found
     for check in told.values():
         assert "all links that failed have rank 1, process 1" in check.advice
     assert {c.status for c in checks if c.name.startswith("world all_")} == {"not checked"}

@@ -14,7 +14,7 @@ from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wa
 from unidist.launch import Request
 from unidist.launch import run as launch_run
 from unidist.launch.request import free_port
-from unidist.launch.run import TOO_LONG
+from unidist.launch.run import GIVEN_UP
 
 pytestmark = pytest.mark.processes
 BACKENDS = ("torch", "jax", "horovod")
@@ -177,13 +177,16 @@ def test_output_comes_while_the_program_runs(tmp_path: Path) -> None:
     assert all_ended(tmp_path, 3)
 
 
-def test_a_limit_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_gives_up_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     request = Request(backend="jax", command=(program(tmp_path, programs.HANGS),), processes=2)
     out, err = io.StringIO(), io.StringIO()
-    assert launch_run(request, out=out, err=err, limit=6.0) == TOO_LONG
-    assert err.getvalue().splitlines()[-1] == "unidist: not done after 6 s: all processes were ended"
-    assert out.getvalue().count("ready") == 2
+
+    def give_up() -> str | None:
+        return "both are ready" if out.getvalue().count("ready") == 2 else None
+
+    assert launch_run(request, out=out, err=err, give_up=give_up) == GIVEN_UP
+    assert err.getvalue().splitlines()[-1] == "unidist: both are ready: all processes were ended"
     assert all_ended(tmp_path, 6)
 
 

@@ -356,7 +356,9 @@ def test_cards_are_counted(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is started for the backends."""
+    """No process is started for the backends, and nothing of the shell that the tests run in is wrong."""
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backends, "ask_a_process", lambda name: {"devices": ["cpu:0"]})
     monkeypatch.setattr(network, "addresses", resolved("127.0.0.1"))
 

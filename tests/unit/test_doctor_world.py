@@ -16,18 +16,19 @@ from unidist.doctor.examination import Examination
 from unidist.doctor.links import LARGE, MOST_PAIRS, Task, difference, pairs, pattern
 from unidist.doctor.reports import Report, Reports, read
 from unidist.doctor.watch import MARK
-from unidist.launch.run import TOO_LONG
+from unidist.launch.run import GIVEN_UP
 
 VERSIONS = {"python": "3.11.7", "keras": "3.15.1", "torch": "2.13.0"}
 OPS = ("all_gather", "all_reduce")
 
 
-def facts(process: int, host: str = "a", **changed: str) -> Report:
+def facts(process: int, host: str = "a", count: int = 0, **changed: str) -> Report:
     return {
         "what": "facts",
         "process": process,
         "host": host,
         "pid": 100 + process,
+        "count": count,
         "versions": {**VERSIONS, **changed},
     }
 
@@ -53,7 +54,7 @@ def op(process: int, name: str, **changed: Any) -> Report:
 
 
 def late(process: int, step: str) -> Report:
-    return {"what": "late", "process": process, "step": step, "seconds": 60.0}
+    return {"what": "late", "process": process, "step": step, "seconds": 60.0, "where": "in wait (x.py:7)"}
 
 
 def begun(process: int, step: str) -> Report:
@@ -61,7 +62,7 @@ def begun(process: int, step: str) -> Report:
 
 
 def start(count: int) -> list[Report]:
-    return [*(facts(k) for k in range(count)), *(joined(k, count) for k in range(count))]
+    return [*(facts(k, count=count) for k in range(count)), *(joined(k, count) for k in range(count))]
 
 
 def tried(pairs_: Iterable[tuple[int, int]]) -> list[Report]:
@@ -74,11 +75,11 @@ def whole(count: int) -> list[Report]:
 
 
 def reports(
-    told: Sequence[Report], count: int, code: int = 0, words: Sequence[str] = (), nodes: int = 1, node_rank: int = 0
+    told: Sequence[Report], count: int, *, nodes: int = 1, node_rank: int = 0, code: int = 0, **how: Any
 ) -> Reports:
     address = "node0:29500" if nodes > 1 else None
     request = world.request("torch", count // nodes, nodes=nodes, node_rank=node_rank, address=address)
-    return Reports(request=request, told=told, code=code, words=words)
+    return Reports(request=request, told=told, code=code, **how)
 
 
 def judged(told: Sequence[Report], count: int, **how: Any) -> dict[str, list[Check]]:
@@ -107,12 +108,12 @@ def test_a_world_in_order() -> None:
 
 
 def test_a_process_that_says_nothing_is_named() -> None:
-    checks = judged([facts(0), begun(0, "join"), late(0, "join")], 2, code=3)
+    checks = judged([facts(0, count=2), begun(0, "join"), late(0, "join")], 2, code=3)
     assert one(checks, "processes").status == "failed"
     assert "process 1 said nothing" in one(checks, "processes").found
     told = one(checks, "world")
     assert told.status == "failed"
-    assert "process 0 (a, pid 100): nothing came for 60 s" in told.found
+    assert "process 0 (a, pid 100): nothing came for 60 s in wait (x.py:7)" in told.found
     assert "process 1 said nothing of it: it did not begin" in told.found
     assert "firewalls" in told.advice
     for name in ("clocks", "links", "world all_gather", "world all_reduce", "same versions"):
@@ -120,14 +121,32 @@ def test_a_process_that_says_nothing_is_named() -> None:
 
 
 def test_nodes_that_do_not_meet() -> None:
-    checks = judged([], 4, nodes=2, code=TOO_LONG)
+    checks = judged([], 4, nodes=2, code=GIVEN_UP)
     assert one(checks, "processes").status == "failed"
     assert "the 2 nodes have not met at node0:29500" in one(checks, "processes").found
     assert one(checks, "world").status == "not checked"
 
 
+def test_nodes_that_were_started_with_other_numbers() -> None:
+    """This node asks for 2 of 4 processes, another one started only one, and torch makes a world of three of them."""
+    told = [{**r, "process": r["process"]} for r in whole(3)] + [begun(k, "leave") for k in (1, 2)]
+    checks = judged(told, 4, nodes=2, node_rank=1)
+    assert [name for name, found in checks.items() if found[0].status != "ok"] == ["processes"]
+    assert one(checks, "processes").found == "the world has 3 processes"
+    assert "2 processes of 4 start on this node" in one(checks, "processes").asked
+    assert "alike on every node" in one(checks, "processes").advice
+
+
+def test_the_same_words_of_many_processes_are_told_once() -> None:
+    told = [{"what": "error", "step": "join", "kind": "E", "message": f"process {k} of 3: lost"} for k in range(3)]
+    errors = [{**error, "process": k} for k, error in enumerate(told)]
+    check = one(judged([*(facts(k, count=3) for k in range(3)), *errors], 3, code=1), "world")
+    assert check.found.count("lost") == 1
+    assert check.found.endswith("process 2 (a, pid 102): the same as process 0")
+
+
 def test_a_process_with_another_version_is_named() -> None:
-    told = [facts(2, "b", keras="3.16.0") if r == facts(2) else r for r in whole(3)]
+    told = [facts(2, "b", 3, keras="3.16.0") if r == facts(2, count=3) else r for r in whole(3)]
     check = one(judged(told, 3), "same versions")
     assert check.status == "failed"
     assert check.found == "keras: process 2 (b, pid 102) has 3.16.0; the others have 3.15.1"
@@ -139,6 +158,18 @@ def test_clocks_that_differ() -> None:
     check = one(judged(told, 3), "clocks")
     assert check.status == "warning"
     assert "process 1 (a, pid 101) is 42.0 s ahead of process 0" in check.found
+
+
+def test_ranks_on_the_cpu_of_a_machine_with_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one(judged(whole(3), 3), "devices").found == "3 cpu"
+    monkeypatch.setattr(world, "count_cards", lambda: 8)
+    check = one(judged(whole(3), 3), "devices")
+    assert check.status == "warning"
+    assert check.found == "3 cpu, but this machine has 8 NVIDIA cards"
+    assert "CUDA_VISIBLE_DEVICES" in check.advice
+    seen = reports(whole(3), 3)
+    seen.joined[0]["devices"] = ["gpu:0", "gpu:1", "gpu:2"]
+    assert judging.devices(seen, 8).status == "ok"
 
 
 def test_a_wrong_value_on_one_link() -> None:
@@ -175,9 +206,9 @@ def test_a_link_that_hangs_is_told_from_those_that_wait_for_it() -> None:
     checks = judged(told, 4, code=3)
     assert [name for name, found in checks.items() if found[0].status == "failed"] == ["link 0-1"]
     told_of = one(checks, "link 0-1")
-    assert "process 0 (a, pid 100): nothing came for 60 s" in told_of.found
+    assert "process 0 (a, pid 100): nothing came for 60 s in wait (x.py:7)" in told_of.found
     assert "process 1 (a, pid 101) said nothing of it: it last began 'link 0-1'" in told_of.found
-    assert "GLOO_SOCKET_IFNAME" in told_of.advice
+    assert "py-spy dump" in told_of.advice
     assert one(checks, "links").status == "not checked"
     assert "5 of 6 links, the first link 0-2: its ranks waited for link 0-1" in one(checks, "links").found
     for op_ in OPS:
@@ -191,6 +222,28 @@ def test_a_collective_of_the_world_that_hangs() -> None:
     assert [name for name, found in checks.items() if found[0].status == "failed"] == ["world all_gather"]
     assert "process 1 (a, pid 101) said nothing of it" in one(checks, "world all_gather").found
     assert one(checks, "world all_reduce").status == "not checked"
+
+
+def test_a_link_between_two_hosts_that_hangs() -> None:
+    told = [facts(0, "a", 2), facts(1, "b", 2), joined(0, 2), joined(1, 2), late(0, "link 0-1"), late(1, "link 0-1")]
+    check = one(judged(told, 2, code=3), "link 0-1")
+    assert "(hosts a and b)" in check.found
+    assert "GLOO_SOCKET_IFNAME" in check.advice
+
+
+def test_where_all_take_part_in_a_link_those_that_went_on_are_named() -> None:
+    told = [*start(3), *tried([(0, 1)]), begun(1, "link 1-2"), late(0, "link 0-2"), late(2, "link 0-2")]
+    request = world.request("horovod", 3)
+    checks, _ = world.judge(Reports(request=request, told=told, code=3))
+    (check,) = (check for check in checks if check.name == "link 0-2")
+    assert "process 1 (a, pid 101) said nothing of it: it last began 'link 1-2'" in check.found
+    assert "with Horovod all ranks take part in every link" in check.advice
+
+
+def test_what_a_process_says_after_it_was_late_comes_of_the_others() -> None:
+    error = {"what": "error", "process": 1, "step": "link 0-1", "kind": "RuntimeError", "message": "closed by peer"}
+    check = one(judged([*start(2), late(0, "link 0-1"), late(1, "link 0-1"), error], 2, code=3), "link 0-1")
+    assert "closed by peer" not in check.found
 
 
 def test_two_links_that_hang_apart_are_both_told() -> None:
@@ -224,15 +277,29 @@ def test_a_wrong_sum_names_who_sees_it() -> None:
 
 def test_a_process_that_is_killed_without_a_word() -> None:
     told = [*start(2), begun(0, "link 0-1")]
-    checks = judged(told, 2, code=137, words=["unidist: rank 1 of 2 failed first, with signal SIGKILL"])
+    checks = judged(told, 2, code=137, launcher="rank 1 of 2 failed first, with signal SIGKILL")
     assert one(checks, "end").status == "failed"
-    assert "exit code 137" in one(checks, "end").found
+    assert "rank 1 of 2 failed first, with signal SIGKILL" in one(checks, "end").found
     assert "last words" in one(checks, "end").advice
+    checks = judged([facts(0, count=2), facts(1, count=2)], 2, code=137, launcher="rank 1 of 2 failed first")
+    assert one(checks, "world").found.startswith("rank 1 of 2 failed first; process 0")
+
+
+def test_processes_of_other_nodes_that_nothing_is_known_of_are_named() -> None:
+    told = [facts(0, count=4), facts(1, count=4), late(0, "join"), late(1, "join")]
+    check = one(judged(told, 4, nodes=2, code=3), "world")
+    assert "of process 2, 3, on other nodes, nothing is known here" in check.found
 
 
 def test_a_node_tells_of_the_links_that_it_sees() -> None:
     """Node 1 of two, whose processes never learnt what node 0 found: links among the others are not its to tell."""
-    told = [facts(2), facts(3), joined(2, 4), joined(3, 4), *[link(2, (0, 2)), link(2, (2, 3)), link(3, (2, 3))]]
+    told = [
+        facts(2, count=4),
+        facts(3, count=4),
+        joined(2, 4),
+        joined(3, 4),
+        *[link(2, (0, 2)), link(2, (2, 3)), link(3, (2, 3))],
+    ]
     told += [link(2, (1, 2)), link(3, (0, 3)), link(3, (1, 3))]
     seen = reports(told, 4, nodes=2, node_rank=1)
     found = {each.pair: (each.status, each.found) for each in matrix.links(seen)}
@@ -270,7 +337,7 @@ def test_how_values_differ_is_told() -> None:
 
 
 def test_a_task_comes_through() -> None:
-    task = Task(backend="jax", processes=2, timeout=7.5)
+    task = Task(backend="jax", processes=2, timeout=7.5, importing=1.0, joining=2.0)
     assert Task.read(task.write()) == task
 
 
@@ -327,7 +394,10 @@ def test_failed_links_stand_in_the_matrix_and_last_words_below() -> None:
         ([0, 2], "not checked"),
         ([1, 2], "not checked"),
     ]
-    assert document["processes"][1]["pid"] == 101
+    assert document["processes"][1] == {
+        **{"process": 1, "host": "a", "pid": 101, "versions": VERSIONS},
+        **{"ranks": [1], "devices": ["cpu:1"]},
+    }
 
 
 def test_many_ranks_are_listed() -> None:
@@ -345,7 +415,7 @@ def test_a_world_that_ends_badly_is_not_in_order(code: int) -> None:
 
 def test_what_failed_is_told_first_among_what_is_said_of_a_step() -> None:
     error = {"what": "error", "process": 1, "step": "join", "kind": "OSError", "message": "no such host"}
-    seen = reports([facts(0), facts(1), late(0, "join"), error], 2)
+    seen = reports([facts(0, count=2), facts(1, count=2), late(0, "join"), error], 2)
     assert judging.told(seen, ("import", "join"), [0, 1]).startswith(
         "process 1 (a, pid 101): OSError: no such host; process 0"
     )

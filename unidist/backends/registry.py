@@ -192,8 +192,14 @@ def default_name() -> tuple[str, str]:
     return "sim", "no backend was named and no launcher started this process"
 
 
-def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
+def use(
+    name: str, *, devices: int | Sequence[str] | None = None, cluster: Cluster | None = None, **options: Any
+) -> DistributionBackend:
     """Makes an adapter the current one; the world it joins is that of the launcher, if there is one.
+
+    Args:
+        name, devices, options: as of `unidist.use`, which chooses Keras's backend too.
+        cluster: how the launcher's world is joined; by default as the launcher says.
 
     Raises:
         BackendNotAvailableError: unknown or not installed.
@@ -211,7 +217,7 @@ def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any
     _set(None, "no")
     launched = detect() is not None
     if launched:
-        adapter.initialize(Cluster())
+        adapter.initialize(cluster or Cluster())
     _set(adapter, "by launcher" if launched else "no")
     return adapter
 

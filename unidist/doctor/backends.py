@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from unidist.backends import registry
 from unidist.backends.environment import without_launcher
-from unidist.doctor.check import Check
+from unidist.doctor.check import Check, counted
 from unidist.errors import BackendNotAvailableError
 
 Ask: TypeAlias = Callable[[str], Mapping[str, Any]]
@@ -24,7 +24,7 @@ Ask: TypeAlias = Callable[[str], Mapping[str, Any]]
 SECONDS = 180.0
 _AT_ONCE = 2
 # Horovod's adapter serves CPUs, and so does the simulator.
-_ON_ACCELERATORS = ("torch", "jax", "tensorflow")
+ON_ACCELERATORS = ("torch", "jax", "tensorflow")
 _ASKED = "its adapter can be imported and finds its devices"
 
 
@@ -62,15 +62,20 @@ def judge(name: str, told: Mapping[str, Any], cards: int) -> Check:
     devices: Sequence[str] = told["devices"]
     kinds = Counter(device.partition(":")[0] for device in devices)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if cards and name in _ON_ACCELERATORS and set(kinds) == {"cpu"}:
+    if cards and name in ON_ACCELERATORS and set(kinds) == {"cpu"}:
         return Check(
             name=_name(name),
             asked="it sees this machine's accelerators",
             status="warning",
-            found=f"{found}, but the machine has {cards} NVIDIA card{'s' if cards > 1 else ''}",
-            advice=f"unset CUDA_VISIBLE_DEVICES (or name cards in it), or install a build of {name} for CUDA",
+            found=f"{found}, but the machine has {counted(cards, 'NVIDIA card')}",
+            advice=use_cards(name),
         )
     return Check(name=_name(name), asked=_ASKED, status="ok", found=found)
+
+
+def use_cards(name: str) -> str:
+    """What to do where a backend does not see the machine's cards."""
+    return f"unset CUDA_VISIBLE_DEVICES (or name cards in it), or install a build of {name} for CUDA"
 
 
 def count_cards(folder: Path = Path("/dev")) -> int:

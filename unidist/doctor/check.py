@@ -28,5 +28,12 @@ class Check:
     advice: str = ""
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 process", "2 processes"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def has_failed(checks: list[Check]) -> bool:
     return any(check.status == "failed" for check in checks)

@@ -36,9 +36,9 @@ class Task:
     backend: str
     processes: int
     timeout: float
-    importing: float = 180.0
-    joining: float = 60.0
-    linger: float = 2.0
+    importing: float
+    joining: float
+    linger: float = 3.0
     small: int = 20
     large: int = 4
 

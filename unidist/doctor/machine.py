@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unidist.doctor.check import Check
+from unidist.doctor.check import Check, counted
 
 _GIB = 2**30
 # A process that has imported Keras and a framework.
@@ -97,7 +97,7 @@ def _threads(machine: Machine, environ: Mapping[str, str], processes: int) -> Ch
     if not first.isdecimal() or int(first) < 1:
         found = f"OMP_NUM_THREADS={text!r} is no number of threads"
         return Check(name=name, asked=asked, status="failed", found=found, advice=advice)
-    found = f"OMP_NUM_THREADS={text}, {processes} process{'es' if processes > 1 else ''}, {usable:g} cores"
+    found = f"OMP_NUM_THREADS={text}, {counted(processes, 'process')}, {usable:g} cores"
     if int(first) * processes > usable and int(first) > 1:
         return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
     return Check(name=name, asked=asked, status="ok", found=found)
@@ -108,7 +108,7 @@ def _memory(machine: Machine, processes: int) -> Check:
     known = [n for n in (machine.memory, machine.memory_limit) if n is not None]
     if not known:
         return Check(name=name, asked=asked, status="not checked", found="/proc/meminfo cannot be read")
-    found = f"{_size(min(known))} for {processes} process{'es' if processes > 1 else ''}"
+    found = f"{_size(min(known))} for {counted(processes, 'process')}"
     if min(known) < processes * _PROCESS_BYTES:
         advice = "start fewer processes on this machine, or give its container more memory"
         return Check(name=name, asked=asked, status="warning", found=found, advice=advice)

@@ -13,6 +13,7 @@ from unidist.doctor.check import Check, Status
 from unidist.doctor.examination import Examination
 from unidist.doctor.links import LARGE, SMALL, Pair
 from unidist.doctor.matrix import Link
+from unidist.doctor.reports import Reports
 
 _WIDTH = 118
 _INDENT = 16
@@ -45,7 +46,7 @@ def as_json(examination: Examination) -> str:
         "ok": not examination.failed,
         "checks": checks,
         "links": [_link(link) for link in examination.links],
-        "processes": [] if reports is None else [_without_what(facts) for facts in reports.facts.values()],
+        "processes": [] if reports is None else [_process(reports, process) for process in reports.facts],
         "last_words": [] if reports is None or not examination.failed else list(reports.words),
     }
     return json.dumps(document, indent=2)
@@ -120,5 +121,9 @@ def _link(link: Link) -> dict[str, Any]:
     }
 
 
-def _without_what(report: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in report.items() if key != "what"}
+def _process(reports: Reports, process: int) -> dict[str, Any]:
+    """A process: what it is, and once it has joined, its ranks and the names of their devices."""
+    facts, joined = reports.facts[process], reports.joined.get(process)
+    ranks = [] if joined is None else joined["ranks"]
+    devices = [] if joined is None else [joined["devices"][rank] for rank in ranks]
+    return {key: facts[key] for key in ("process", "host", "pid", "versions")} | {"ranks": ranks, "devices": devices}
