@@ -86,7 +86,6 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
 
 def _step_size(optimizer: Any, learning_rate: Any, dtype: torch.dtype) -> torch.Tensor:
     """As Keras computes it, in the variables' precision."""
-    step = (optimizer.iterations.value + 1).to(dtype)
-    rate = ops.cast(learning_rate, str(dtype).removeprefix("torch."))
+    rate, step = (ops.cast(x, str(dtype).removeprefix("torch.")) for x in (learning_rate, optimizer.iterations + 1))
     size: torch.Tensor = rate * torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
     return size
