@@ -111,7 +111,7 @@ def test_a_wrong_value_and_a_late_link_are_named(monkeypatch: pytest.MonkeyPatch
     told = {check.name: check for check in checks if check.status == "failed"}
     assert set(told) == {"link 0-1", "link 1-2"}
     assert "rank 1 got from rank 0: 16 of 16 values are wrong" in told["link 0-1"].found
-    assert "nothing came for 4 s" in told["link 1-2"].found
+    assert "nothing came for 4 s in permute (doctor_faults.py:" in told["link 1-2"].found
     for check in told.values():
         assert "all links that failed have rank 1, process 1" in check.advice
     assert {c.status for c in checks if c.name.startswith("world all_")} == {"not checked"}

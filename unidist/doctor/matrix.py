@@ -18,9 +18,15 @@ _ADVICE = (
     "on these two hosts look at the interface that is taken (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), at the firewall "
     "between them and, with cards, at NCCL_DEBUG=INFO; try the two alone"
 )
-_ON_ONE_HOST = (
+_SLOW_HERE = (
     "both are on one host: look at what else runs there (`top`), and at cores and threads above; run this once more"
 )
+_STUCK_HERE = (
+    "both are on one host: look at its loopback and memory above, at processes that were killed (`dmesg`), and while "
+    "it hangs at where they are (`py-spy dump --pid PID`)"
+)
+# There a link is a collective of the whole world that carries the values of two ranks.
+_OVER_ALL = {"tensorflow": "TensorFlow", "horovod": "Horovod"}
 _WRONG = "a receiver's or a sender's memory, card or driver changes values: run these two hosts alone, then each alone"
 
 
@@ -73,7 +79,10 @@ def _link(reports: Reports, pair: Pair, stuck: dict[int, str]) -> Link:
     if waited := [stuck[rank] for rank in pair if rank in stuck]:
         return link("not checked", f"its ranks waited for {waited[0]}")
     if any(stop.step == name for stop in reports.stops):
-        return link("failed", told(reports, (name,), [reports.process_of[rank] for rank in missing]))
+        members = [reports.process_of[rank] for rank in missing]
+        if reports.request.backend in _OVER_ALL:
+            members = list(reports.own)
+        return link("failed", told(reports, (name,), members))
     if not here:
         return link("not checked", "both its ranks are on other nodes, whose own output tells")
     return link("not checked", before(reports))
@@ -109,9 +118,7 @@ def check(reports: Reports, found: Sequence[Link]) -> list[Check]:
     blame = _culprit(reports, [link for link in found if link.status == "failed"])
     for link in found:
         if link.status in ("failed", "warning"):
-            wrong = any(report["wrong"] for report in reports.link(link.pair).values())
-            slow = _ON_ONE_HOST if link.status == "warning" and len(_hosts(reports, link)) == 1 else _ADVICE
-            advice = f"{blame}{_WRONG if wrong else slow}"
+            advice = f"{blame}{_advice(reports, link)}"
             checks.append(
                 Check(name=link.name, asked=_ASKED, status=link.status, found=_where(reports, link), advice=advice)
             )
@@ -123,6 +130,16 @@ def check(reports: Reports, found: Sequence[Link]) -> list[Check]:
         said = f"{len(good)} of {len(found)} are right" + ("" if _is_whole(reports, found) else ", those of the ring")
         checks.append(Check(name="links", asked=_ASKED, status="ok", found=said))
     return checks
+
+
+def _advice(reports: Reports, link: Link) -> str:
+    if any(report["wrong"] for report in reports.link(link.pair).values()):
+        return _WRONG
+    here = _SLOW_HERE if link.status == "warning" else _STUCK_HERE
+    advice = here if len(_hosts(reports, link)) == 1 else _ADVICE
+    if link.status == "failed" and (name := _OVER_ALL.get(reports.request.backend)):
+        return f"with {name} all ranks take part in every link: look at each that is named; {advice}"
+    return advice
 
 
 def _is_whole(reports: Reports, found: Sequence[Link]) -> bool:

@@ -80,15 +80,17 @@ class Reports:
 
     @cached_property
     def stops(self) -> tuple[Stop, ...]:
-        found = [
-            Stop(process=r["process"], step=r["step"], late=True, text=f"nothing came for {r['seconds']:g} s")
-            for r in self.of("late")
-        ]
-        found += [
-            Stop(process=r["process"], step=r["step"], late=False, text=f"{r['kind']}: {r['message']}")
-            for r in self.of("error")
-        ]
-        return tuple(sorted(found, key=lambda stop: stop.process))
+        """The first of each process: what it says after that comes of the others' ends."""
+        found: dict[int, Stop] = {}
+        for report in self.told:
+            late = report["what"] == "late"
+            if late or report["what"] == "error":
+                text = f"{report.get('kind')}: {report.get('message')}"
+                if late:
+                    text = f"nothing came for {report['seconds']:g} s {report['where']}"
+                stop = Stop(process=report["process"], step=report["step"], late=late, text=text)
+                found.setdefault(stop.process, stop)
+        return tuple(sorted(found.values(), key=lambda stop: stop.process))
 
     @cached_property
     def first_stop(self) -> str | None:
@@ -103,7 +105,15 @@ class Reports:
 
     def link(self, pair: Pair) -> dict[int, Report]:
         """Rank -> what it found of a link, for its ends that told."""
-        return {report["rank"]: report for report in self.of("link", pair=list(pair))}
+        return self._links.get(pair, {})
+
+    @cached_property
+    def _links(self) -> dict[Pair, dict[int, Report]]:
+        found: dict[Pair, dict[int, Report]] = {}
+        for report in self.of("link"):
+            first, second = report["pair"]
+            found.setdefault((first, second), {})[report["rank"]] = report
+        return found
 
     def place(self, process: int) -> str:
         """ "process 3 (host, pid 1234)"."""
@@ -113,12 +123,12 @@ class Reports:
 
 def read(text: str) -> list[Report]:
     """The reports among the lines that the launcher passed on."""
-    found: list[Report] = []
+    found: dict[str, Report] = {}
     for line in text.splitlines():
         _, mark, rest = line.partition(MARK)
         if mark:
             report = json.loads(rest)
-            found.append(report)
-            if report["what"] == "all":
-                found += [other for other in report["reports"] if other not in found]
-    return found
+            # What this node's processes told themselves comes again with what they know of all.
+            for one in (report, *report.get("reports", ())):
+                found.setdefault(json.dumps(one, sort_keys=True), one)
+    return list(found.values())

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 # Before what a process of the world tells; all else that it prints is its framework's.
@@ -21,6 +22,14 @@ def say(**report: Any) -> None:
     """Tells the command something. On the descriptor itself: sys.stdout may hold back what others printed."""
     with open(1, "wb", closefd=False) as stream:
         stream.write(f"{MARK}{json.dumps(report)}\n".encode())
+
+
+def _where() -> str:
+    """Where the main thread is: a process that waits for others is in a collective, one that they wait for is not."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "at its end"
+    return f"in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 class Watch:
@@ -51,7 +60,7 @@ class Watch:
             time.sleep(_POLL)
             step = self._step
             if step is not None and time.monotonic() > step[2]:
-                say(what="late", process=self._process, step=step[0], seconds=step[1])
+                say(what="late", process=self._process, step=step[0], seconds=step[1], where=_where())
                 time.sleep(self._linger)
                 sys.stdout.flush()
                 os._exit(_LATE)
