@@ -125,6 +125,15 @@ def test_large_tensors_move_by_themselves(strategy, monkeypatch):
         assert book.bytes(op) == before.bytes(op)
 
 
+def test_values_updated_in_parts_come_by_units_of_their_own_size(monkeypatch):
+    monkeypatch.setattr(units, "KEPT_UNIT_BYTES", 1)
+    x, y = features(rows=8, out=4)
+    with unidist.ledger() as book:
+        model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=3).model
+    assert book.count("all_gather", purpose="parameters") == 3 * len(model.layers)
+    assert sent(book, "all_gather") == 3 * Fraction(3, 4) * trainable_bytes(model)
+
+
 def test_what_is_under_way_is_not_written_to(monkeypatch):
     """Values are sent from where the optimizer writes: it waits for those that no layer has read since."""
     monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
