@@ -99,7 +99,8 @@ def metrics_sent(zero: int, verbose: int) -> int:
 
 
 def counts_with_metrics() -> tuple[list[int], list[float]]:
-    """Collectives of three steps without metrics and with five variables of them, and their bytes."""
+    """Collectives of three steps without metrics and with four variables of them, and their bytes. The metrics are made
+    before there is a strategy."""
     counts, sizes = [], []
     x, y = rows(12)
     for metrics in ([], ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]):

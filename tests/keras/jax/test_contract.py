@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,13 @@ def test_models_and_losses(four: ProcessWorld, expected: Any, name: str, kind: s
 @pytest.mark.parametrize(("kind", "zero", "name"), [("dp", 0, "binary"), ("2x2", 3, "binary"), ("dp", 1, "own")])
 def test_metrics(four: ProcessWorld, expected: Any, kind: str, zero: int, name: str) -> None:
     same(four.call(RUN("measured"), kind, zero, name)[0], expected("measured", *ALONE, name))
+
+
+def test_metrics_are_reduced_with_the_gradients(four: ProcessWorld) -> None:
+    """One collective a step, with metrics or without; the two counts and the two sums among them are scalars."""
+    counts, sizes = four.call(COUNTED("counts_with_metrics"))[0]
+    assert counts == [3, 3]
+    assert 0 < sizes[1] - sizes[0] <= 3 * 4 * Fraction(2 * 3 * 4, 4)
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("2x2", 0), ("dp", 3)])
