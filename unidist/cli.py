@@ -65,6 +65,7 @@ def commands() -> list[Command]:
         Command(
             "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
         ),
+        Command("doctor", "Check this machine, and with -n each link of a world of processes", _add_doctor, _doctor),
         Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
         Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
         Command("plan", "Show how a model would lie on a mesh, and what it costs", _add_rest, _plan, passes_on=True),
@@ -94,7 +95,15 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "unidist run [options] (SCRIPT | -m MODULE) [arguments of the script]"
+    _add_world(parser)
     parser.add_argument("-n", "--processes", type=int, default=1, help="processes on this node (default: 1)")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds from asking to end to killing (default: 5)")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
+
+
+def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=os.environ.get("UNIDIST_BACKEND", "torch"),
@@ -106,10 +115,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices-per-process", type=int, metavar="N", help="JAX, TensorFlow: (virtual) devices of each process"
     )
-    parser.add_argument("--grace", type=float, default=5.0, help="seconds from asking to end to killing (default: 5)")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
-    parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -129,6 +134,33 @@ def _run(parsed: argparse.Namespace) -> int:
     if code == 128 + signal.SIGPIPE:
         _forget_output()
     return code
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n", "--processes", type=int, help="start as many on this node and try each link (default: start none)"
+    )
+    _add_world(parser)
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    doctor = importlib.import_module("unidist.doctor")
+    request = None
+    if parsed.processes is not None or parsed.nodes > 1:
+        request = doctor.request(
+            parsed.backend,
+            1 if parsed.processes is None else parsed.processes,
+            nodes=parsed.nodes,
+            node_rank=parsed.node_rank,
+            address=parsed.address,
+            devices_per_process=parsed.devices_per_process,
+            timeout=parsed.timeout,
+        )
+    found = doctor.examine(request, say=lambda text: print(f"unidist doctor: {text}...", file=sys.stderr))
+    print(doctor.as_json(found) if parsed.json else doctor.as_text(found))
+    return 1 if found.failed else 0
 
 
 def _forget_output() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 from tests.launch import programs
 from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wait_until
+from unidist.launch import Request
+from unidist.launch import run as launch_run
 from unidist.launch.request import free_port
+from unidist.launch.run import GIVEN_UP
 
 pytestmark = pytest.mark.processes
 BACKENDS = ("torch", "jax", "horovod")
@@ -171,6 +175,19 @@ def test_output_comes_while_the_program_runs(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert finish(process, 30).code == 143
     assert all_ended(tmp_path, 3)
+
+
+def test_a_caller_that_gives_up_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = Request(backend="jax", command=(program(tmp_path, programs.HANGS),), processes=2)
+    out, err = io.StringIO(), io.StringIO()
+
+    def give_up() -> str | None:
+        return "both are ready" if out.getvalue().count("ready") == 2 else None
+
+    assert launch_run(request, out=out, err=err, give_up=give_up) == GIVEN_UP
+    assert err.getvalue().splitlines()[-1] == "unidist: both are ready: all processes were ended"
+    assert all_ended(tmp_path, 6)
 
 
 def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:

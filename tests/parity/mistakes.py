@@ -171,3 +171,27 @@ def lose_a_process(lost: int, folder: str) -> None:
         seconds = time.time() - float(stamp.read_text())
         (Path(folder) / f"told-{index}").write_text(f"{seconds}\n{error}")
         raise SystemExit(1) from error
+
+
+def stall(how: str) -> Told:
+    """Process 1 stops in the middle of fit, alive, or goes another way."""
+    import keras
+
+    import unidist
+    from unidist.keras.dtensor import worlds
+
+    second = unidist.process_index() == 1
+
+    class Stall(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2 and how == "late":
+                worlds.backend().world.gate.timeout = 2.0
+                time.sleep(6.0 if second else 0.0)
+            if second and batch == 2 and how == "elsewhere":
+                np.asarray(self.model.weights[0])
+
+    with unidist.DataParallel(zero=3).scope():
+        model = _model()
+    x, y = np.ones((64, 4), "float32"), np.ones((64, 8), "float32")
+    size = 8 if second and how == "another batch" else 4
+    return told_by(lambda: model.fit(x, y, batch_size=size, verbose=0, callbacks=[Stall()]))

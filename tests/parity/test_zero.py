@@ -47,6 +47,17 @@ def test_every_stage_trains_as_one_device(
             assert not any("data" in row.layout for row in trained)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_tensors_that_move_by_themselves_train_as_one_device(zero: int, alone: Alone, worlds: Worlds) -> None:
+    case, spec = "mlp_ragged_adam", replace(DATA_2, zero=zero)
+    wanted, packed = alone.train("torch", case), worlds.train("torch-2", case, spec)[0]
+    for result in worlds.get("torch-2").call("tests.parity.train:train_loosely", case, spec):
+        assert_same_logs(result.logs, wanted.logs)
+        assert_same_values(result.weights, wanted.weights)
+        for op in ("reduce_scatter", "all_gather"):
+            assert result.traffic[op][0] > packed.traffic[op][0]
+
+
 @pytest.mark.parametrize(
     ("spec", "zero"), [(DATA_4, 1), (DATA_4, 2), (DATA_4, 3), (GRID, 1), (GRID, 3)], ids=lambda p: getattr(p, "name", p)
 )

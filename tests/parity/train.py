@@ -148,6 +148,17 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **option
         )
 
 
+def train_loosely(name: str, spec: Spec) -> Result:
+    """Trains a case while every tensor that can moves by itself, as large ones do."""
+    from unidist.keras.explicit import parcels
+
+    usual, parcels.LOOSE_BYTES = parcels.LOOSE_BYTES, 1
+    try:
+        return train(name, spec)
+    finally:
+        parcels.LOOSE_BYTES = usual
+
+
 def fitted(
     model: Any, case: Case, data: dict[str, Any], **options: Any
 ) -> tuple[list[dict[str, float]], dict[str, tuple[int, float]]]:

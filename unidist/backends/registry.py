@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, cast
 
 from unidist.algebra import mesh as mesh_module
@@ -154,7 +155,7 @@ def backends() -> dict[str, BackendInfo]:
         infos[name] = BackendInfo(
             name=name,
             installed=True,
-            version=_version(entry.distribution),
+            version=version_of(entry.distribution),
             view=capabilities.view,
             capabilities=capabilities,
             hint=entry.hint,
@@ -162,13 +163,18 @@ def backends() -> dict[str, BackendInfo]:
     return infos
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     """The version of a distribution, or of the one that installs a module of that name."""
-    homes = [distribution, *importlib.metadata.packages_distributions().get(distribution, ())]
+    homes = chain((distribution,), _installing(distribution))
     for home in filter(None, homes):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(home)
     return None
+
+
+def _installing(module: str) -> Iterator[str]:
+    # A generator: reading what every distribution installs takes long, and is seldom needed.
+    yield from importlib.metadata.packages_distributions().get(module, ())
 
 
 def default_name() -> tuple[str, str]:
@@ -186,8 +192,14 @@ def default_name() -> tuple[str, str]:
     return "sim", "no backend was named and no launcher started this process"
 
 
-def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
+def use(
+    name: str, *, devices: int | Sequence[str] | None = None, cluster: Cluster | None = None, **options: Any
+) -> DistributionBackend:
     """Makes an adapter the current one; the world it joins is that of the launcher, if there is one.
+
+    Args:
+        name, devices, options: as of `unidist.use`, which chooses Keras's backend too.
+        cluster: how the launcher's world is joined; by default as the launcher says.
 
     Raises:
         BackendNotAvailableError: unknown or not installed.
@@ -205,7 +217,7 @@ def use(name: str, *, devices: int | Sequence[str] | None = None, **options: Any
     _set(None, "no")
     launched = detect() is not None
     if launched:
-        adapter.initialize(Cluster())
+        adapter.initialize(cluster or Cluster())
     _set(adapter, "by launcher" if launched else "no")
     return adapter
 

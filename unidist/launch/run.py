@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
@@ -21,6 +21,8 @@ from unidist.launch.ending import end, mark
 from unidist.launch.jobs import JOBS, Failure, Job
 from unidist.launch.request import Request
 
+# What timeout(1) ends with.
+GIVEN_UP = 124
 _POLL = 0.05
 # What Keras may run on under a backend that is none itself; the first where the shell says none of these.
 _KERAS = {"horovod": ("torch", "tensorflow")}
@@ -29,7 +31,13 @@ _ELSEWHERE = {
 }
 
 
-def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = None) -> int:
+def run(
+    request: Request,
+    *,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+    give_up: Callable[[], str | None] = lambda: None,
+) -> int:
     """Runs a program in `request.processes` processes and waits for them.
 
     Each line that a process prints appears with its rank before it. When one fails, the others are ended, and the
@@ -40,9 +48,11 @@ def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = Non
     Args:
         request: what to run.
         out, err: where lines go; None: sys.stdout and sys.stderr.
+        give_up: asked again and again while they run: why all shall be ended now, or None.
 
     Returns:
-        0, or the exit code of the process that failed first, or 128 + the number of the signal that ended it or us.
+        0, or the exit code of the process that failed first, or 128 + the number of the signal that ended it or us, or
+        GIVEN_UP where `give_up` had a reason.
 
     Raises:
         BackendNotAvailableError: the backend is unknown or not installed.
@@ -58,16 +68,19 @@ def run(request: Request, *, out: TextIO | None = None, err: TextIO | None = Non
     job = JOBS[name](request)
     registry.find(name)
     console = Console(out or sys.stdout, err or sys.stderr)
-    return _supervise(job, console)
+    return _supervise(job, console, give_up)
 
 
-def _supervise(job: Job, console: Console) -> int:
+def _supervise(job: Job, console: Console, give_up: Callable[[], str | None]) -> int:
     run_id = uuid.uuid4().hex
+    reason: str | None = None
     failures: list[Failure] | None = None
     with _signals() as received:
         try:
             job.start(_environ(job.request.backend, run_id), console)
             while not received and not console.closed.is_set() and (failures := job.poll()) is None:
+                if reason := give_up():
+                    break
                 time.sleep(_POLL)
         finally:
             asked = len(received)
@@ -77,6 +90,9 @@ def _supervise(job: Job, console: Console) -> int:
     if received:
         console.say(f"unidist: {signal.Signals(received[0]).name}: all processes were ended")
         return 128 + received[0]
+    if reason:
+        console.say(f"unidist: {reason}: all processes were ended")
+        return GIVEN_UP
     if failures is None:
         return 128 + signal.SIGPIPE
     return _report(failures, job.request, console) if failures else 0

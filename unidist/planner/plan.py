@@ -11,7 +11,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import LayoutError
 from unidist.ledger import Ledger
 from unidist.planner.choosing import Choice, Chooser, size_text
-from unidist.planner.facts import Facts, local_bytes
+from unidist.planner.facts import Facts, VariableFact, local_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Step, pairs, predict, roles
 from unidist.strategies import Strategy, VariableLayouts
@@ -167,26 +167,8 @@ def make_plan(
     else:
         choices = _ruled(facts, rules)
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
-    rows = []
-    for k, (variable, choice) in enumerate(zip(facts.variables, choices, strict=True)):
-        # What is no weight (moving statistics, seeds) is spread over no data axes.
-        spreading = strategy if variable.is_weight else replace(strategy, zero=0)
-        three = spreading.with_rule(choice.layout).variable(variable.path, variable.shape)
-        slots = facts.slots[k] if facts.slots else 0
-        rows.append(
-            PlanRow(
-                path=variable.path,
-                shape=variable.shape,
-                dtype=variable.dtype,
-                trainable=variable.trainable,
-                layouts=three,
-                bytes=variable.bytes,
-                bytes_per_device=local_bytes(variable, three.storage, mesh),
-                gradient_bytes_per_device=local_bytes(variable, three.state, mesh) if variable.trainable else 0,
-                slot_bytes_per_device=local_bytes(variable, three.state, mesh, slots),
-                reason=choice.reason,
-            )
-        )
+    slots = facts.slots or [0] * len(facts.variables)
+    rows = [_row(*found, strategy) for found in zip(facts.variables, choices, slots, strict=True)]
     step = Step(mesh, data_axes, batch, sequence, strategy.sequence_parallel)
     return Plan(
         name=facts.name,
@@ -202,6 +184,25 @@ def make_plan(
         sequence=sequence,
         optimizer=facts.optimizer,
         zero=strategy.zero,
+    )
+
+
+def _row(variable: VariableFact, choice: Choice, slots: int, strategy: Strategy) -> PlanRow:
+    # What is no weight (moving statistics, seeds) is spread over no data axes.
+    spreading = strategy if variable.is_weight else replace(strategy, zero=0)
+    three = spreading.with_rule(choice.layout).variable(variable.path, variable.shape)
+    mesh = strategy.mesh
+    return PlanRow(
+        path=variable.path,
+        shape=variable.shape,
+        dtype=variable.dtype,
+        trainable=variable.trainable,
+        layouts=three,
+        bytes=variable.bytes,
+        bytes_per_device=local_bytes(variable, three.storage, mesh),
+        gradient_bytes_per_device=local_bytes(variable, three.state, mesh) if variable.trainable else 0,
+        slot_bytes_per_device=local_bytes(variable, three.state, mesh, slots),
+        reason=choice.reason,
     )
 
 

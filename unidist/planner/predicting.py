@@ -157,15 +157,7 @@ def _of_layer(
     if role.name == "gathered":
         yield from _gathering(facts, layouts, layer.kernel, calls.count, step)
     elif role.name in ("vocabulary", "features"):
-        if role.name == "vocabulary":
-            yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
-        elif given_cut:
-            # Features for places, forward and back; a device sends of its part only.
-            part = calls.given.times(1 / step.mesh.axis_size(axes))
-            yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
-            yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
-        else:
-            yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
+        yield from _looking_up(layer, role, step, given_cut)
         yield from _scores(facts, layouts, layer, role, step, tables_cut)
     elif role.name == "row":
         yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
@@ -185,6 +177,20 @@ def _of_layer(
             yield from step.summed(axes, taken, calls.itemsize, len(fresh), why, cut)
     elif role.meets:
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, calls.count, why)
+
+
+def _looking_up(layer: LayerFact, role: Role, step: Step, given_cut: bool) -> Iterator[Event]:
+    """What a table sends whose words or features are cut."""
+    calls, axes, why = layer.calls, role.axes, layer.path
+    if role.name == "vocabulary":
+        yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
+    elif given_cut:
+        # Features for places, forward and back; a device sends of its part only.
+        part = calls.given.times(1 / step.mesh.axis_size(axes))
+        yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+        yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+    else:
+        yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
 
 
 def _behind(calls: Calls, tables_cut: bool) -> Affine:

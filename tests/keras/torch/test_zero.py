@@ -7,13 +7,14 @@ from fractions import Fraction
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 import unidist
 from tests.keras import contract
 from tests.keras.jax.comparing import same
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
-from unidist.keras.explicit import optimizers, reducer, units
+from unidist.keras.explicit import fused, optimizers, parcels, reducer, units
 
 STAGES = (1, 2, 3)
 
@@ -95,6 +96,57 @@ def test_values_in_parts_of_one_unit_are_fetched_once():
     with unidist.ledger() as book:
         model = train(even, x, y, unidist.DataParallel(zero=3), optimizer=adam, batch_size=8, epochs=3).model
     assert sent(book, "all_gather") == sent(book, "reduce_scatter") == 3 * Fraction(3, 4) * trainable_bytes(model)
+
+
+def loosely(strategy, **options):
+    """A training in which every tensor that can moves by itself, and what it sent."""
+    x, y = features()
+    with unidist.ledger() as book:
+        return train(uneven, x, y, strategy, optimizer=adam, **options), book
+
+
+def uneven():
+    """Kernels cut along dim 0, along dim 1 and unevenly; biases that divide and that do not."""
+    inner = [layers.Dense(n, activation="tanh", name=name) for name, n in (("a", 16), ("b", 6), ("c", 12), ("d", 5))]
+    return keras.Sequential([layers.Input((12,)), *inner, layers.Dense(3, name="out")])
+
+
+def test_large_tensors_move_by_themselves(strategy, monkeypatch):
+    """The same bytes, but for padding, in more collectives, and the same numbers bit by bit."""
+    packed, before = loosely(strategy)
+    monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
+    found, book = loosely(strategy)
+    x, y = features()
+    assert_equal(found, train(uneven, x, y, optimizer=adam))
+    for a, b in zip(found.weights, packed.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for op in ("reduce_scatter", "all_gather"):
+        assert book.count(op) > before.count(op)
+        assert book.bytes(op) == before.bytes(op)
+
+
+def test_what_is_under_way_is_not_written_to(monkeypatch):
+    """Values are sent from where the optimizer writes: it waits for those that no layer has read since."""
+    monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
+    x, y = features(rows=8, out=4)
+    model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=1).model
+    place = model.trainable_variables[0]._place
+    waited = []
+
+    class Slow:
+        buffer = None
+
+        def wait(self):
+            waited.append(self)
+
+    def on_rank(frame):
+        unit = place.units[frame.rank]
+        unit._coming = Slow()
+        model.optimizer.apply([keras.ops.zeros(place.lies.state.local_shape(frame.rank))], [first])
+
+    first = model.trainable_variables[0]
+    place.world.run(on_rank)
+    assert len(waited) == len(place.world.ranks)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -233,6 +285,44 @@ def test_optimizers_that_update_a_few_variables_at_a_time(name, monkeypatch):
     monkeypatch.setattr(optimizers, "UPDATE_BYTES", 64)
     turns = train(mlp, x, y, unidist.DataParallel(zero=1), optimizer=OPTIMIZERS[name])
     assert_equal(turns, found)
+
+
+ADAMS = {
+    "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
+    "amsgrad": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
+    "scheduled": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5), epsilon=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", ADAMS)
+def test_adams_fused_update_is_kerass(name, monkeypatch):
+    """To rounding; parts that are no one piece of memory are left to Keras."""
+    x, y = features()
+    kernel, taken = torch._fused_adam_, []
+
+    def counted(values, *args, **options):
+        taken.extend(values)
+        kernel(values, *args, **options)
+
+    monkeypatch.setattr(torch, "_fused_adam_", counted)
+    found = train(uneven, x, y, unidist.DataParallel(zero=1), optimizer=ADAMS[name])
+    parts = [p for v in found.model.trainable_variables for p in v._place.states.values() if p.numel()]
+    assert 0 < len(taken) == 6 * sum(part.is_contiguous() for part in parts) < 6 * len(parts)
+    monkeypatch.setattr(fused, "takes", lambda optimizer: False)
+    wanted = train(uneven, x, y, unidist.DataParallel(zero=1), optimizer=ADAMS[name])
+    assert_equal(found, wanted, 1e-6)
+
+
+def test_adam_in_low_precision_is_left_to_keras(monkeypatch):
+    monkeypatch.setattr(torch, "_fused_adam_", lambda *args, **options: pytest.fail("fused"))
+    x, y = features()
+    usual = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("bfloat16")
+    try:
+        train(mlp, x, y, unidist.DataParallel(zero=1), optimizer=adam)
+    finally:
+        keras.config.set_dtype_policy(usual)
 
 
 class Normed(keras.optimizers.Optimizer):

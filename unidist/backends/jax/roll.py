@@ -10,50 +10,14 @@ world lasts {"lost"}; {"bye": true} from whoever leaves in good order.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import socket
 import threading
 import time
-from typing import Any
 
+from unidist.backends.lines import Line
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 _RETRY = 0.1
-_LONGEST = 65536
-
-
-class Line:
-    """A connection that speaks in lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._rest = b""
-
-    def say(self, **message: Any) -> None:
-        """Sends; a connection whose other end is gone is noticed by who reads it."""
-        with contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def hear(self, timeout: float | None) -> dict[str, Any] | None:
-        """The next message; None where the other end has closed, is silent for too long or speaks otherwise."""
-        try:
-            self._socket.settimeout(timeout)
-            while b"\n" not in self._rest:
-                more = self._socket.recv(4096)
-                if not more or len(self._rest) > _LONGEST:
-                    return None
-                self._rest += more
-            line, self._rest = self._rest.split(b"\n", 1)
-            message = json.loads(line)
-        except (OSError, ValueError):
-            return None
-        return message if isinstance(message, dict) else None
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 class Roll:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,6 +71,8 @@ class TensorflowBackend:
     def shutdown(self) -> None:
         """Leaves the world. Where it had several processes TensorFlow itself stays in it until the process ends, and
         no other world can be joined: DTensor cannot shut down a world of several clients."""
+        if self.world.gate is not None:
+            self.world.gate.close()
         self._world = None
         self._forget()
 
@@ -257,6 +260,20 @@ class TensorflowBackend:
         back = tuple((destination, source) for source, destination in pairs)
         return self._differentiable(x, sharding, moving(pairs), moving(back))
 
+    @contextlib.contextmanager
+    def together(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+        """Runs what the processes of some ranks (None: all) take part in, once all of them have come to it.
+
+        Raises:
+            ProcessLostError: one of them has ended, or did not come within the world's timeout.
+            DesyncError: they have come to different things.
+        """
+        if self.world.gate is not None:
+            members = tuple(sorted(range(len(self.devices)) if ranks is None else ranks))
+            self.world.gate.come(what, {task_of(self.devices[rank]) for rank in members}, members)
+        with told(self.world, what):
+            yield
+
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         grid = Mesh({"rank": len(self.devices)}) if mesh is None else mesh
         self.mesh(grid)
@@ -273,7 +290,9 @@ class TensorflowBackend:
             native, ranks = self._group_mesh(mesh, axes)
             if kind in ("scatter", "swap"):
                 parts = {rank: steps.by_rank(mesh, axes, rank, part) for rank, part in parts.items()}
-            with told(self.world, "a collective"):
+            part = next(iter(parts.values()))
+            aim = f" for {events.purpose()!r}" if events.purpose() else ""
+            with self.together(f"a {kind} of {dtype_name(part)}{list(part.shape)}{aim}", mesh.devices):
                 found = exchange(kind, native, ranks, parts, op)
             if kind in ("gather", "swap"):
                 found = {rank: steps.by_place(mesh, axes, rank, part) for rank, part in found.items()}

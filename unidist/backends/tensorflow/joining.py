@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
 from unidist.backends.environment import detect
+from unidist.backends.lines import Line
 from unidist.backends.protocol import Cluster
+from unidist.backends.tensorflow.gate import Gate
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 _JOBS, _CLIENT, _COUNT, _NAME = "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NUM_CLIENTS", "DTENSOR_JOB_NAME"
@@ -21,10 +23,15 @@ _JOBS, _CLIENT, _COUNT, _NAME = "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NU
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes that this one belongs to."""
+    """The processes that this one belongs to.
+
+    Attributes:
+        gate: where they wait for each other before collectives; None in a world of one.
+    """
 
     count: int
     index: int
+    gate: Gate | None = None
 
 
 def join(cluster: Cluster) -> World:
@@ -51,22 +58,24 @@ def join(cluster: Cluster) -> World:
             "TensorFlow has started in this process already, alone: call unidist.initialize (or unidist.use under a "
             "launcher) before any TensorFlow operation"
         )
-    jobs = _meet(address, count, index, cluster.timeout)
+    jobs, lines = _meet(address, count, index, cluster.timeout)
     os.environ.update({_JOBS: ",".join(jobs), _CLIENT: str(index), _COUNT: str(count), _NAME: "worker"})
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     dtensor.initialize_accelerator_system(kind)
-    return World(count, index)
+    return World(count, index, Gate(index, count, lines, cluster.timeout))
 
 
-def _meet(address: str, count: int, index: int, timeout: float) -> list[str]:
-    """Every process's own "host:port", by index. Process 0 listens at the address, and tells all what each told it."""
+def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[str], dict[int, Line]]:
+    """Every process's own "host:port", by index, and the connections. Process 0 listens at the address, and tells all
+    what each told it."""
     host, _, port = address.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + timeout
     own, place = _free_port(), (host, int(port))
     try:
         if index == 0:
             return _collect(place, count, f"{host}:{own}", deadline)
-        return _tell(place, index, own, deadline)
+        jobs, line = _tell(place, index, own, deadline)
+        return jobs, {0: line}
     except (OSError, ValueError) as error:
         raise BackendNotAvailableError(
             f"process {index} of {count} did not meet the others at {address} within {timeout:g} s ({error}): are all "
@@ -74,38 +83,48 @@ def _meet(address: str, count: int, index: int, timeout: float) -> list[str]:
         ) from error
 
 
-def _collect(place: tuple[str, int], count: int, own: str, deadline: float) -> list[str]:
-    jobs = {0: own}
+def _collect(place: tuple[str, int], count: int, own: str, deadline: float) -> tuple[list[str], dict[int, Line]]:
+    jobs, lines = {0: own}, {}
     with socket.create_server(place, family=_family(place)) as server:
-        waiting = []
         try:
             while len(jobs) < count:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 connection, peer = server.accept()
-                waiting.append(connection)
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                told = json.loads(connection.makefile("rb").readline())
+                line = Line(connection)
+                told = _heard(line, deadline)
+                lines[int(told["index"])] = line
                 jobs[int(told["index"])] = f"{_bracketed(peer[0])}:{int(told['port'])}"
-            ordered = [jobs[k] for k in range(count)]
-            for connection in waiting:
-                connection.sendall(json.dumps(ordered).encode() + b"\n")
-        finally:
-            for connection in waiting:
-                connection.close()
-    return ordered
+        except BaseException:
+            for line in lines.values():
+                line.close()
+            raise
+    ordered = [jobs[k] for k in range(count)]
+    for line in lines.values():
+        line.say(jobs=ordered)
+    return ordered, lines
 
 
-def _tell(place: tuple[str, int], index: int, own: int, deadline: float) -> list[str]:
+def _tell(place: tuple[str, int], index: int, own: int, deadline: float) -> tuple[list[str], Line]:
     while True:
         left = max(0.01, deadline - time.monotonic())
         try:
-            with socket.create_connection(place, timeout=left) as connection:
-                connection.sendall(json.dumps({"index": index, "port": own}).encode() + b"\n")
-                return [str(job) for job in json.loads(connection.makefile("rb").readline())]
+            line = Line(socket.create_connection(place, timeout=left))
         except ConnectionError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
+            continue
+        line.say(index=index, port=own)
+        return [str(job) for job in _heard(line, deadline)["jobs"]], line
+
+
+def _heard(line: Line, deadline: float) -> dict[str, Any]:
+    """Raises ConnectionError: the other process ended, or said nothing in time."""
+    found = line.hear(max(0.01, deadline - time.monotonic()))
+    if found is None:
+        line.close()
+        raise ConnectionError("a process ended or did not answer")
+    return found
 
 
 def _family(place: tuple[str, int]) -> socket.AddressFamily:

@@ -153,6 +153,11 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._check_asked(names)
         return names if kind is None or _kind(kind) == name else []
 
+    def visible_devices(self) -> list[str]:
+        """All devices of the kind in use that this process sees, of which a world gives it one."""
+        count = torch.cuda.device_count() if self._device_type == "cuda" else 1
+        return [f"{'gpu' if self._device_type == 'cuda' else 'cpu'}:{k}" for k in range(count)]
+
     def _check_asked(self, names: list[str]) -> None:
         asked = self._asked
         count = asked if isinstance(asked, int) else len(asked or names)

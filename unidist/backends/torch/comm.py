@@ -135,8 +135,7 @@ class TorchComm:
         wire = self.wire(group)
         with told("reduce_scatter", group.ranks):
             if isinstance(self._way(x, wire), DirectCollectives):
-                reduced = scatter(wire, x.chunk(group.size), op)
-                return Waiting(lambda: out.copy_(reduced()), "reduce_scatter", group)
+                return Waiting(scatter(wire, x.chunk(group.size), op, out), "reduce_scatter", group)
             dtype = REDUCED_AS.get(x.dtype, x.dtype)
             part = torch.empty_like(out, dtype=dtype)
             work = reduce_scatter_single(part, x.to(dtype), NATIVE[op_for(op, x.dtype)], group=wire.pg, async_op=True)

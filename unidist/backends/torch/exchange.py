@@ -132,14 +132,17 @@ def exchange(
     return finish
 
 
-def scatter(wire: Wire, sent: Sequence[torch.Tensor], op: ReduceOp) -> Callable[[], torch.Tensor]:
-    """Starts a reduce_scatter of contiguous parts, one for each place; a call of the result waits and gives ours."""
+def scatter(
+    wire: Wire, sent: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
+) -> Callable[[], torch.Tensor]:
+    """Starts a reduce_scatter of contiguous parts, one for each place; a call of the result waits and gives ours, in
+    `out` if that is given."""
     own = sent[wire.index]
     parts = [own if k == wire.index else torch.empty_like(own) for k in range(wire.size)]
     finish = exchange(wire, sent, parts)
 
     def reduced() -> torch.Tensor:
         finish()
-        return fold(parts, wire.index, op)
+        return fold(parts, wire.index, op, out)
 
     return reduced

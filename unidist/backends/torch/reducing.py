@@ -22,13 +22,12 @@ REDUCED_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 MOVED_AS = {torch.bool: torch.uint8, torch.int16: torch.bfloat16}
 _OF_BOOLS: dict[ReduceOp, ReduceOp] = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 
-_Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_FOLD: dict[ReduceOp, _Fold] = {
-    "sum": torch.Tensor.add_,
-    "mean": torch.Tensor.add_,
-    "prod": torch.Tensor.mul_,
-    "max": lambda a, b: torch.maximum(a, b, out=a),
-    "min": lambda a, b: torch.minimum(a, b, out=a),
+_FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
 
 
@@ -37,14 +36,14 @@ def op_for(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     return _OF_BOOLS.get(op, op) if dtype == torch.bool else op
 
 
-def fold(parts: Sequence[torch.Tensor], own: int, op: ReduceOp) -> torch.Tensor:
+def fold(parts: Sequence[torch.Tensor], own: int, op: ReduceOp, out: torch.Tensor | None = None) -> torch.Tensor:
     """Reduces two or more arrays of one shape in the order of the sequence, in their own dtype.
 
-    All but parts[own] may be overwritten; the result is one of them.
+    All but parts[own] may be overwritten; the result is `out`, or one of them.
     """
     combine = _FOLD[op_for(op, parts[0].dtype)]
     first, second = (1, 0) if own == 0 else (0, 1)  # the same bits: a + b is b + a
-    total = combine(parts[first], parts[second])
+    total = combine(parts[first], parts[second], out=parts[first] if out is None else out)
     for part in parts[2:]:
-        total = combine(total, part)
+        combine(total, part, out=total)
     return total.div_(len(parts)) if op == "mean" else total

@@ -117,7 +117,7 @@ class _Step:
         packed = tree.map_structure(functools.partial(pack, distribution=self._distribution), given)
         try:
             with (
-                worlds.telling(self._kind.replace("_", " ")),
+                worlds.together(f"a {self._kind.replace('_', ' ')} on {_signature(packed)}"),
                 slicing.on(self._mesh),
                 _unrolled(self._model),
                 events.for_purpose(self._kind),
@@ -134,7 +134,7 @@ class _Step:
         if self._model.run_eagerly:
             ledger.record(self._model, self._distribution, self._kind, batch)
             return self._step(batch)
-        key = str(tree.map_structure(lambda leaf: None if leaf is None else (tuple(leaf.shape), leaf.dtype), batch))
+        key = _signature(batch)
         if key not in self._programs:
             self._programs[key] = _Program(self._step, self._distribution, self._kind)
         program = self._programs[key]
@@ -145,6 +145,15 @@ class _Step:
             for event in program.traffic.events:
                 events.emit(event)
         return outputs
+
+
+def _signature(batch: Any) -> str:
+    """Shapes and dtypes of a batch."""
+
+    def told(leaf: Any) -> str:
+        return "none" if leaf is None else f"{leaf.dtype.name}{leaf.shape.as_list()}"
+
+    return str(tree.map_structure(told, batch))
 
 
 class _Program:
@@ -239,7 +248,7 @@ def calling(original: Any) -> Any:
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
-        with worlds.telling("a call"), making.active(None):
+        with worlds.together("a call of a model"), making.active(None):
             with slicing.on(mesh), _unrolled(self):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array
+from unidist.keras.dtensor import worlds
 
 U = dtensor.UNSHARDED
 
@@ -52,7 +53,8 @@ def on_host(x: Any) -> Any:
         layout = dtensor.fetch_layout(value)
         whole = value
         if not layout.is_fully_replicated():
-            whole = dtensor.relayout(value, replicated(layout.mesh, len(value.shape)))
+            with worlds.together(f"reading a value of {value.dtype.name}{value.shape.as_list()}"):
+                whole = dtensor.relayout(value, replicated(layout.mesh, len(value.shape)))
 
         def spread(gradient: Any) -> Any:
             return put(gradient, layout)

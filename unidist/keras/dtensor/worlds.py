@@ -50,6 +50,15 @@ def telling(what: str) -> AbstractContextManager[None]:
     return lost.told(backend().world, what)
 
 
+def together(what: str) -> AbstractContextManager[None]:
+    """As `telling`, for what all processes take part in: it begins when all have come to it.
+
+    Raises:
+        DesyncError: they have come to different things.
+    """
+    return backend().together(what) if registry.has_current() else contextlib.nullcontext()
+
+
 def in_order(mesh: Mesh) -> Mesh:
     """The mesh with its devices in the order of ranks.
 

@@ -14,7 +14,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import CapabilityError
-from unidist.keras.explicit import context, placing
+from unidist.keras.explicit import context, fused, placing
 from unidist.keras.explicit.context import Frame
 
 # Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
@@ -53,6 +53,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = context.frame()
     if frame is None:
         return _apply_outside(self, grads, trainable_variables)
+    _settle(frame, trainable_variables if trainable_variables is not None else self._trainable_variables)
     if frame.accumulating:
         return _accumulate(self, frame)
     if trainable_variables is not None:
@@ -63,6 +64,14 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         result = _originals["apply"](self, own, trainable_variables)
     _join(frame, targets or self._trainable_variables)
     return result
+
+
+def _settle(frame: Frame, variables: Any) -> None:
+    """What the last update sent is sent from where this one writes. Most of it has come, since layers have read it."""
+    for variable in variables:
+        unit = variable._place.units.get(frame.rank) if placing.is_placed(variable) else None
+        if unit is not None and unit.is_kept:
+            unit.finish()
 
 
 def _targets(optimizer: Any, trainable_variables: Any) -> list[Any]:
@@ -149,20 +158,23 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
 
 
 def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
-    """Keras's update of elementwise optimizers, for some variables after others."""
+    """Keras's update of elementwise optimizers: Adam's by a fused kernel, others for some variables after others."""
     frame = context.frame()
     if frame is None or not isinstance(self, _UPDATED_IN_TURNS):
         return _originals["parallel"](self, grads, trainable_variables, learning_rate)
+    pairs = list(zip(grads, trainable_variables, strict=True))
+    if fused.takes(self):
+        pairs = fused.update(self, pairs, learning_rate)
     turn: list[tuple[Any, Any]] = []
     nbytes = 0
-    for grad, variable in zip(grads, trainable_variables, strict=True):
+    for grad, variable in pairs:
         more = grad.numel() * grad.element_size()
         if turn and nbytes + more > UPDATE_BYTES:
             _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
             turn, nbytes = [], 0
         turn.append((grad, variable))
         nbytes += more
-    return _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
+    return _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate) if turn else None
 
 
 def _check_finite(self: Any, grads: Any) -> Any:

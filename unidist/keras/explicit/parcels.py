@@ -1,7 +1,8 @@
-"""Parcel: tensors that are cut among one group, side by side in one padded buffer.
+"""Parcel: tensors that are cut among one group and move together.
 
-Row r of the buffer holds the r-th part of each tensor, so that one reduce_scatter or all_gather moves them all. A
-tensor takes as many columns as its largest part has elements; where it divides evenly there is no padding.
+Small ones lie side by side in one padded buffer, whose row r holds the r-th part of each, so that one reduce_scatter
+or all_gather moves them all. A tensor takes as many columns as its largest part has elements; where it divides evenly
+there is no padding. Large ones whose parts are pieces of memory move by themselves, from and to where they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from math import prod
 
 import torch
 
-from unidist.algebra import Axes, Group, Sharding
+from unidist.algebra import Axes, Sharding
+from unidist.backends.local import Handle
+from unidist.keras.explicit.world import RankWorld
+
+# Bytes of a tensor from which on copying it into a buffer and out of it costs more than a collective of its own.
+LOOSE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,11 @@ class Cut:
     @property
     def is_even(self) -> bool:
         return len(set(self.sizes)) == 1
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether the parts are equal pieces of the tensor's memory, one after the other."""
+        return self.is_even and prod(self.shape[: self.dim]) == 1
 
     def part_shape(self, place: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.sizes[place], *self.shape[self.dim + 1 :])
@@ -63,43 +74,121 @@ def cut_between(whole: Sharding, parts: Sharding, rank: int) -> tuple[Axes, Cut]
     return axes, Cut(whole.local_shape(rank), dim, parts.pieces(rank, dim, axes))
 
 
-class Parcel:
-    """Cuts of one dtype among one group.
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A parcel under way.
 
     Attributes:
-        width: columns of the buffer; it has group.size rows.
+        handles: of its collectives. buffer: of the small tensors.
+        held: what must live until the wait.
     """
 
-    def __init__(self, group: Group, cuts: Sequence[Cut], like: torch.Tensor) -> None:
-        self.group = group
-        self.cuts = tuple(cuts)
-        self._dtype, self._device = like.dtype, like.device
-        self._starts: list[int] = []
-        self.width = 0
-        for cut in self.cuts:
-            self._starts.append(self.width)
-            self.width += cut.width
+    handles: list[Handle]
+    buffer: torch.Tensor | None
+    held: list[torch.Tensor]
 
-    def buffer(self) -> torch.Tensor:
-        """An empty buffer of all rows. Padding holds anything: nobody reads it."""
-        return torch.empty((self.group.size, self.width), dtype=self._dtype, device=self._device)
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+
+class Parcel:
+    """Tensors of one dtype, cut among one group, on one rank.
+
+    Attributes:
+        axes, group: over which they are cut.
+        loose: numbers of those that move by themselves; all members find the same ones. packed: of the others.
+
+    Args:
+        wholes: the whole tensors that will be moved, or tensors like them; their values need not be there.
+    """
+
+    def __init__(
+        self, world: RankWorld, rank: int, axes: Axes, cuts: Sequence[Cut], wholes: Sequence[torch.Tensor]
+    ) -> None:
+        self.axes = axes
+        self.group = world.mesh.group(axes, rank)
+        self.cuts = tuple(cuts)
+        self._backend = world.backend
+        self._dtype, self._device = wholes[0].dtype, wholes[0].device
+        self.loose = tuple(
+            k
+            for k, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True))
+            if cut.is_in_pieces and whole.is_contiguous() and whole.numel() * whole.element_size() >= LOOSE_BYTES
+        )
+        self.packed = tuple(k for k in range(len(self.cuts)) if k not in self.loose)
+        self._packed_width = sum(self.cuts[k].width for k in self.packed)
+        self._starts = dict.fromkeys(range(len(self.cuts)), 0)
+        self._width = 0
+        for k in (*self.packed, *self.loose):
+            self._starts[k] = self._width
+            self._width += self.cuts[k].width
 
     def row(self) -> torch.Tensor:
-        """An empty buffer of one row, shaped as a part of the whole buffer."""
-        return torch.empty((1, self.width), dtype=self._dtype, device=self._device)
+        """An empty buffer of this place's part of each tensor."""
+        return torch.empty((1, self._width), dtype=self._dtype, device=self._device)
+
+    def _buffer(self) -> torch.Tensor:
+        # Padding holds anything: nobody reads it.
+        return torch.empty((self.group.size, self._packed_width), dtype=self._dtype, device=self._device)
+
+    # moving -------------------------------------------------------------------------------------------------------
+
+    def reduce(self, row: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> Moving:
+        """Starts to sum the places' whole tensors (None: zeros); `row` gets this place's parts. P -> S over the axes;
+        sends (n-1)/n of the bytes. The tensors must stay as they are until the wait."""
+        handles, held = [], []
+        buffer = self._buffer() if self.packed else None
+        for k in self.loose:
+            whole = wholes[k]
+            if whole is None:
+                whole = torch.zeros(self.cuts[k].shape, dtype=self._dtype, device=self._device)
+            held.append(whole.contiguous())
+            handles.append(self._reduce(self.part(row, k).view(1, -1), held[-1].view(self.group.size, -1)))
+        if buffer is not None:
+            for k in self.packed:
+                self._put(buffer, k, wholes[k])
+            handles.append(self._reduce(row[:, : self._packed_width], buffer))
+        return Moving(handles, buffer, held)
+
+    def gather(self, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> Moving:
+        """Starts to join the places' parts: loose ones into `wholes` (`parts` may be their memory), the others into
+        the buffer, from which `take` puts them there after the wait. S -> I over the axes; sends (n-1)/n of the
+        bytes."""
+        handles, held = [], []
+        buffer = self._buffer() if self.packed else None
+        for k in self.loose:
+            held.append(parts[k].reshape(1, -1))
+            handles.append(self._gather(wholes[k].view(self.group.size, -1), held[-1]))
+        if buffer is not None:
+            row = buffer[self.group.index].unsqueeze(0)
+            for k in self.packed:
+                self.part(row, k).copy_(parts[k])
+            handles.append(self._gather(buffer, row))
+        return Moving(handles, buffer, held)
+
+    def _reduce(self, out: torch.Tensor, whole: torch.Tensor) -> Handle:
+        self._backend.record("reduce_scatter", self.axes, self.group, whole)
+        return self._backend.comm.reduce_scatter_into(out, whole, self.group, "sum")
+
+    def _gather(self, out: torch.Tensor, part: torch.Tensor) -> Handle:
+        self._backend.record("all_gather", self.axes, self.group, out)
+        return self._backend.comm.all_gather_into(out, part, self.group)
+
+    # parts --------------------------------------------------------------------------------------------------------
 
     def part(self, row: torch.Tensor, k: int) -> torch.Tensor:
         """This place's part of tensor k, as a view of a row."""
         shape = self.cuts[k].part_shape(self.group.index)
         return row.view(-1)[self._starts[k] : self._starts[k] + prod(shape)].view(shape)
 
-    def put(self, buffer: torch.Tensor, k: int, whole: torch.Tensor | None) -> None:
+    def _put(self, buffer: torch.Tensor, k: int, whole: torch.Tensor | None) -> None:
         """Writes a whole tensor's parts into the rows; zeros for None."""
         for row, source in self._pairs(buffer, k, whole):
             row.zero_() if source is None else row.copy_(source)
 
     def take(self, buffer: torch.Tensor, k: int, out: torch.Tensor) -> None:
-        """Joins the parts in the rows into a whole tensor."""
+        """Joins the parts in the rows into a whole tensor, one of the packed."""
         for row, target in self._pairs(buffer, k, out):
             if target is not None:
                 target.copy_(row)

@@ -18,7 +18,7 @@ from unidist import events
 from unidist.algebra import Axes, Group
 from unidist.errors import CapabilityError
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.parcels import Cut, Parcel, cut_between
+from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
 from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.world import RankWorld
 
@@ -131,7 +131,7 @@ class WholeBucket(Bucket):
 
 
 class CutBucket(Bucket):
-    """P -> S: every rank keeps its part of each sum; the whole buffer lives from launch to finish."""
+    """P -> S: every rank keeps its part of each sum; the whole gradients live from launch to finish."""
 
     def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
         super().__init__(world, rank, members)
@@ -139,27 +139,24 @@ class CutBucket(Bucket):
         self.cut_axes = first.cut_axes
         self.rest: Axes = tuple(a for a in self.axes if a not in self.cut_axes)
         self.rest_group: Group | None = world.mesh.group(self.rest, rank) if self.rest else None
-        group = world.mesh.group(self.cut_axes, rank)
-        self._parcel = Parcel(group, [m.cut for m in members if m.cut is not None], first.leaf)
+        cuts = [m.cut for m in members if m.cut is not None]
+        self._parcel = Parcel(world, rank, self.cut_axes, cuts, [m.leaf for m in members])
         self._row: torch.Tensor | None = None
-        self._under_way: tuple[torch.Tensor, Any] | None = None
+        self._under_way: Moving | None = None
 
     def launch(self) -> None:
-        parcel, backend = self._parcel, self.world.backend
-        buffer = parcel.buffer()
-        self.had = [m.leaf.grad is not None for m in self.members]
-        for k, member in enumerate(self.members):
-            parcel.put(buffer, k, member.leaf.grad)
-            member.leaf.grad = None
+        grads = [m.leaf.grad for m in self.members]
+        self.had = [grad is not None for grad in grads]
         if self._row is None:
-            self._row = parcel.row()
-        backend.record("reduce_scatter", self.cut_axes, parcel.group, buffer)
-        self._under_way = buffer, backend.comm.reduce_scatter_into(self._row, buffer, parcel.group, "sum")
+            self._row = self._parcel.row()
+        self._under_way = self._parcel.reduce(self._row, grads)
+        for member in self.members:
+            member.leaf.grad = None
 
     def finish(self) -> list[torch.Tensor]:
         backend = self.world.backend
         if self._under_way is not None:
-            self._under_way[1].wait()
+            self._under_way.wait()
             self._under_way = None
             if self.rest_group is not None and self._row is not None:
                 backend.record("all_reduce", self.rest, self.rest_group, self._row)

@@ -20,7 +20,7 @@ import torch
 from unidist import events
 from unidist.algebra import Axes
 from unidist.keras.explicit import context
-from unidist.keras.explicit.parcels import Cut, Parcel, cut_between
+from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
 from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.world import RankWorld
 
@@ -39,17 +39,16 @@ class Unit:
     def __init__(self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], places: list[Place]) -> None:
         rank = fetcher.rank
         self.fetcher = fetcher
-        self.axes = axes
         self.places = places
         self.is_kept = places[0].is_kept
         self.leaves = [p.leaves[rank] for p in places]
         self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in places]
-        self.parcel = Parcel(fetcher.world.mesh.group(axes, rank), cuts, self.parts[0])
+        self.parcel = Parcel(fetcher.world, rank, axes, cuts, self.leaves)
         self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
         self.is_here = self.is_kept
         self.users = 0
         self.is_pinned = False
-        self._coming: tuple[torch.Tensor, Any] | None = None
+        self._coming: Moving | None = None
         self._casts: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     # moving -------------------------------------------------------------------------------------------------------
@@ -60,30 +59,28 @@ class Unit:
 
     def start(self) -> None:
         """Starts to gather. S -> I over the axes; sends (n-1)/n of the unit's bytes."""
-        parcel, backend = self.parcel, self.fetcher.world.backend
         with torch.no_grad(), events.for_purpose("parameters"):
-            buffer = parcel.buffer()
-            row = buffer[parcel.group.index].unsqueeze(0)
-            for k, part in enumerate(self.parts):
-                parcel.part(row, k).copy_(part)
-            backend.record("all_gather", self.axes, parcel.group, buffer)
-            self._coming = buffer, backend.comm.all_gather_into(buffer, row, parcel.group)
+            self._give_memory(self.parcel.loose)
+            # `.data`: what backward saved of them must not look as if it had been changed.
+            self._coming = self.parcel.gather(self.parts, [leaf.data for leaf in self.leaves])
         self.is_here = False
 
     def finish(self) -> None:
         """Waits for what is under way and puts it where layers read it."""
         if self._coming is None:
             return
-        buffer, handle = self._coming
-        self._coming = None
-        handle.wait()
-        with torch.no_grad():
-            for k, leaf in enumerate(self.leaves):
-                if not self.is_kept:
-                    leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
-                # `.data`: what backward saved of it must not look as if it had been changed.
-                self.parcel.take(buffer, k, leaf.data)
+        coming, self._coming = self._coming, None
+        coming.wait()
+        if coming.buffer is not None:
+            with torch.no_grad():
+                self._give_memory(self.parcel.packed)
+                for k in self.parcel.packed:
+                    self.parcel.take(coming.buffer, k, self.leaves[k].data)
         self.is_here = True
+
+    def _give_memory(self, numbers: Iterable[int]) -> None:
+        for leaf in [] if self.is_kept else [self.leaves[k] for k in numbers]:
+            leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
 
     def free(self) -> None:
         """Lets the gathered values go. What was saved of them for backward keeps its shape, without memory."""

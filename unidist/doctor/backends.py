@@ -1,0 +1,106 @@
+"""Which backends work here, and the devices that each sees: asked of processes of their own, one a backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from unidist.backends import registry
+from unidist.backends.environment import without_launcher
+from unidist.doctor.check import Check, counted
+from unidist.errors import BackendNotAvailableError
+
+Ask: TypeAlias = Callable[[str], Mapping[str, Any]]
+
+# A framework's imports take a minute from a cold network disk.
+SECONDS = 180.0
+_AT_ONCE = 2
+# Horovod's adapter serves CPUs, and so does the simulator.
+ON_ACCELERATORS = ("torch", "jax", "tensorflow")
+_ASKED = "its adapter can be imported and finds its devices"
+
+
+def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
+    """One check for each backend that is known here.
+
+    Args:
+        ask: backend -> {"devices": names} or {"error": text}; by default a process that imports it.
+        cards: NVIDIA cards of this machine; None: they are counted.
+    """
+    cards = count_cards() if cards is None else cards
+    checks: dict[str, Check] = {}
+    there = []
+    for name in registry.entries():
+        try:
+            registry.find(name)
+        except BackendNotAvailableError as error:
+            found = "not installed"
+            checks[name] = Check(
+                name=_name(name), asked=_ASKED, status="not checked", found=found, advice=f"to have it: {error}"
+            )
+        else:
+            there.append(name)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for name, told in zip(there, pool.map(ask or ask_a_process, there), strict=True):
+            checks[name] = judge(name, told, cards)
+    return [checks[name] for name in registry.entries()]
+
+
+def judge(name: str, told: Mapping[str, Any], cards: int) -> Check:
+    """The check of a backend that is installed."""
+    if "error" in told:
+        hint = registry.entries()[name].hint or "see the error"
+        return Check(name=_name(name), asked=_ASKED, status="failed", found=told["error"], advice=hint)
+    devices: Sequence[str] = told["devices"]
+    kinds = Counter(device.partition(":")[0] for device in devices)
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if cards and name in ON_ACCELERATORS and set(kinds) == {"cpu"}:
+        return Check(
+            name=_name(name),
+            asked="it sees this machine's accelerators",
+            status="warning",
+            found=f"{found}, but the machine has {counted(cards, 'NVIDIA card')}",
+            advice=use_cards(name),
+        )
+    return Check(name=_name(name), asked=_ASKED, status="ok", found=found)
+
+
+def use_cards(name: str) -> str:
+    """What to do where a backend does not see the machine's cards."""
+    return f"unset CUDA_VISIBLE_DEVICES (or name cards in it), or install a build of {name} for CUDA"
+
+
+def count_cards(folder: Path = Path("/dev")) -> int:
+    """NVIDIA cards that this machine, or its container, has."""
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in folder.glob("nvidia*"))
+
+
+def ask_a_process(name: str, seconds: float = SECONDS) -> Mapping[str, Any]:
+    """What `unidist.doctor.probe` says of a backend, or why it says nothing."""
+    # Outside every world: a launcher above this command has not started the probe.
+    environ = {key: value for key, value in without_launcher(os.environ).items() if not key.startswith("SLURM_")}
+    environ.pop("UNIDIST_BACKEND", None)
+    command = [sys.executable, "-m", "unidist.doctor.probe", name]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing it and finding its devices took longer than {seconds:g} s"}
+    last = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode or not last.startswith("{"):
+        words = done.stderr.strip().rpartition("\n")[2]
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        return {"error": f"the process that imported it ended with {how}: {words}"}
+    told: Mapping[str, Any] = json.loads(last)
+    return told
+
+
+def _name(backend: str) -> str:
+    return f"backend {backend}"

@@ -1,0 +1,288 @@
+"""What processes need of the network to find each other: names, addresses, interfaces, ports, no proxy between."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from unidist.doctor.check import Check
+from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
+
+Lookup: TypeAlias = Callable[[str], list[str]]
+
+_SECONDS = 10.0
+_SIOCGIFADDR = 0x8915
+# gRPC asks for them in this order, and knows no upper case. TensorFlow's and JAX's processes meet over gRPC.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_EXEMPT = ("no_grpc_proxy", "no_proxy")
+_OVER_GRPC = ("jax", "tensorflow")
+_GLOO = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+_NCCL = "NCCL_SOCKET_IFNAME"
+
+
+def addresses(host: str) -> list[str]:
+    """The IP addresses of a name. Raises OSError: unknown, or no answer within 10 s."""
+    answer: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            answer.put(list(dict.fromkeys(str(entry[4][0]) for entry in found)))
+        except (OSError, UnicodeError) as error:
+            answer.put(error if isinstance(error, OSError) else OSError(str(error)))
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        found = answer.get(timeout=_SECONDS)
+    except queue.Empty:
+        raise OSError(f"no answer within {_SECONDS:g} s") from None
+    if isinstance(found, OSError):
+        raise found
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_own(address: str) -> bool:
+    """Whether this machine has an address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> Check:
+    """Whether the machine's own name leads to it: gloo, without an interface named, listens at that address."""
+    asked = "the hostname resolves to an address at which other machines reach this one"
+    how = "in /etc/hosts give the hostname the address of the network card (`hostname -I`), or DNS"
+    advice = f"{how}; or export GLOO_SOCKET_IFNAME=INTERFACE on every node"
+    try:
+        found = lookup(name)
+    except OSError as error:
+        said = f"{name!r} does not resolve ({error})"
+        return Check(name="hostname", asked=asked, status="failed", found=said, advice=advice)
+    said = f"{name} is {', '.join(found)}"
+    if foreign := [address for address in found if not own(address)]:
+        said = f"{said}, but this machine has no address {', '.join(foreign)}"
+        return Check(name="hostname", asked=asked, status="failed", found=said, advice=advice)
+    if all(is_loopback(address) for address in found):
+        said = f"{said}: the loopback, which other machines do not reach"
+        if nodes > 1:
+            return Check(name="hostname", asked=asked, status="failed", found=said, advice=advice)
+        advice = f"nothing on one machine; before you use several: {advice}"
+        return Check(name="hostname", asked=asked, status="warning", found=said, advice=advice)
+    return Check(name="hostname", asked=asked, status="ok", found=said)
+
+
+def loopback() -> Check:
+    """Whether a process of this machine reaches another one at a port of the loopback."""
+    asked = f"a connection over {LOOPBACK} carries bytes"
+    try:
+        with socket.create_server((LOOPBACK, free_port())) as server:
+            server.settimeout(_SECONDS)
+            with socket.create_connection(server.getsockname(), timeout=_SECONDS) as near:
+                far, _ = server.accept()
+                with far:
+                    far.settimeout(_SECONDS)
+                    near.sendall(b"unidist")
+                    found = far.recv(7, socket.MSG_WAITALL)
+    except (OSError, LaunchError) as error:
+        advice = "bring the loopback up (`ip link set lo up`), and let the firewall pass it"
+        return Check(name="loopback", asked=asked, status="failed", found=str(error), advice=advice)
+    if found != b"unidist":
+        said, advice = f"{found!r} came of b'unidist'", "look for a proxy or firewall that changes connections"
+        return Check(name="loopback", asked=asked, status="failed", found=said, advice=advice)
+    return Check(name="loopback", asked=asked, status="ok", found="it does")
+
+
+def meeting_place(request: Request, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> list[Check]:
+    """Whether the processes can meet at --address. None where none was given: the loopback is taken."""
+    if request.address is None:
+        return []
+    host, port = split_address(request.address)
+    asked = f"node 0 can listen at {request.address}, and the others reach it there"
+
+    def failed(found: str, advice: str) -> list[Check]:
+        return [Check(name="address", asked=asked, status="failed", found=found, advice=advice)]
+
+    try:
+        found = lookup(host)
+    except OSError as error:
+        return failed(f"{host!r} does not resolve ({error})", "give node 0's IP address: --address IP:PORT")
+    if request.nodes > 1 and all(is_loopback(address) for address in found) and host != LOOPBACK:
+        return failed(
+            f"{host} is {', '.join(found)} here: the loopback, where other nodes find themselves",
+            "give node 0's IP address in the network: --address IP:PORT",
+        )
+    if request.node_rank > 0:
+        said = f"{host} is {', '.join(found)}; whether it answers shows when the world is joined"
+        return [Check(name="address", asked=asked, status="ok", found=said)]
+    if not any(own(address) for address in found):
+        return failed(
+            f"this is node 0, but {host} ({', '.join(found)}) is another machine's address",
+            "give this machine's address on all nodes, or --node-rank 0 to the machine that has it",
+        )
+    if (taken := _taken(next(a for a in found if own(a)), port)) is not None:
+        return failed(taken, "take another port, the same on all nodes; `ss -ltnp` shows who listens")
+    return [Check(name="address", asked=asked, status="ok", found=f"{host} is {', '.join(found)}, the port is free")]
+
+
+def _taken(address: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            what = "something listens there already" if error.errno == errno.EADDRINUSE else str(error)
+            return f"port {port} of {address}: {what}"
+    return None
+
+
+def cards() -> dict[str, str]:
+    """This machine's network interfaces: name -> IPv4 address, "" where it has none."""
+    return {name: _address_of(name) for _, name in socket.if_nameindex()}
+
+
+def _address_of(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # it has no IPv4 address, or the system is not Linux
+            return ""
+    return socket.inet_ntoa(told[20:24])
+
+
+def up(name: str, folder: Path = Path("/sys/class/net")) -> bool:
+    """Whether an interface carries anything; where the system does not tell, it is taken to."""
+    try:
+        return (folder / name / "operstate").read_text().strip() != "down"
+    except OSError:
+        return True
+
+
+def interfaces(
+    environ: Mapping[str, str], there: Mapping[str, str], works: Callable[[str], bool] = up, own: Sequence[str] = ()
+) -> list[Check]:
+    """Which interface gloo and NCCL take, and whether what the variables name exists.
+
+    Args:
+        environ: the environment of the processes.
+        there: the interfaces of this machine: name -> IPv4 address, "" where it has none.
+        works: whether one of them is up.
+        own: the addresses that the hostname resolves to: gloo listens at the first by itself.
+    """
+    checks = []
+    for variable in _GLOO:
+        if named := environ.get(variable):
+            wanted = [name.strip() for name in named.split(",")]
+            checks.append(_named(variable, named, [n for n in wanted if n not in there], wanted, there, works))
+    if not environ.get("GLOO_SOCKET_IFNAME"):
+        checks.append(_by_hostname(there, own))
+    if named := environ.get(_NCCL):
+        chosen = matching(named, there)
+        checks.append(_named(_NCCL, named, [] if chosen else [named], chosen, there, works))
+    else:
+        rest = [n for n in there if n != "lo" and not n.startswith(("docker", "veth", "br-")) and works(n)]
+        first = next((n for n in rest if n.startswith("ib")), rest[0] if rest else "lo")
+        checks.append(
+            Check(
+                name="NCCL's interface",
+                asked="NCCL takes one that exists",
+                status="ok",
+                found=f"none is named: {first}",
+            )
+        )
+    return checks
+
+
+def _by_hostname(there: Mapping[str, str], own: Sequence[str]) -> Check:
+    name, asked = "gloo's interface", "gloo takes one that exists"
+    if not own:
+        found = "none is named, so gloo takes that of the hostname, which leads nowhere here"
+        advice = f"repair the hostname, or export GLOO_SOCKET_IFNAME=ONE OF {', '.join(there)}"
+        return Check(name=name, asked=asked, status="not checked", found=found, advice=advice)
+    chosen = next((card for card, address in there.items() if address == own[0]), None)
+    said = f"{chosen}, with the address {own[0]}" if chosen else f"the one with the address {own[0]}"
+    found = f"none is named, so gloo takes that of the hostname: {said}"
+    return Check(name=name, asked=asked, status="ok", found=found)
+
+
+def matching(named: str, there: Iterable[str]) -> list[str]:
+    """The interfaces that NCCL_SOCKET_IFNAME means: prefixes; "=": whole names; "^": all but these."""
+    without, text = named.startswith("^"), named.removeprefix("^")
+    exact, text = text.startswith("="), text.removeprefix("=")
+    words = [word for word in text.split(",") if word]
+    met = [name for name in there if any(name == word if exact else name.startswith(word) for word in words)]
+    return [name for name in there if name not in met and name != "lo"] if without else met
+
+
+def _named(
+    variable: str,
+    named: str,
+    missing: Sequence[str],
+    chosen: Sequence[str],
+    there: Iterable[str],
+    works: Callable[[str], bool],
+) -> Check:
+    asked = f"{variable} names an interface of this machine that is up"
+    known = ", ".join(there)
+    if missing:
+        found = f"{variable}={named}: there is no {', '.join(missing)} here, there are {known}"
+        advice = f"export {variable}=ONE OF THESE, or unset it; it may differ from node to node"
+        return Check(name=variable, asked=asked, status="failed", found=found, advice=advice)
+    if down := [name for name in chosen if not works(name)]:
+        found = f"{variable}={named}: {', '.join(down)} is down; there are {known}"
+        advice = f"ip link set {down[0]} up, or name another"
+        return Check(name=variable, asked=asked, status="failed", found=found, advice=advice)
+    return Check(name=variable, asked=asked, status="ok", found=f"{variable}={named}: {', '.join(chosen)}")
+
+
+def proxies(environ: Mapping[str, str], host: str, used: Sequence[str]) -> Check:
+    """Whether a proxy stands between the processes of JAX and TensorFlow, which then wait for each other for ever.
+
+    Args:
+        environ: the environment of the processes.
+        host: where they meet.
+        used: the backends that are, or may be, used.
+    """
+    asked = f"connections to {host} go there without a proxy"
+    proxy = next((name for name in _PROXIES if environ.get(name)), None)
+    if proxy is None:
+        return Check(name="proxies", asked=asked, status="ok", found="none is set")
+    exempt = next((name for name in _EXEMPT if environ.get(name)), "no_proxy")
+    said = f"{proxy}={environ[proxy]}, {exempt}={environ.get(exempt, '')}"
+    if _is_exempt(host, environ.get(exempt, "")):
+        return Check(name="proxies", asked=asked, status="ok", found=said)
+    concerned = [name for name in _OVER_GRPC if name in used]
+    if not concerned:
+        said = f"{said}: only JAX and TensorFlow, which are not used, would go through it"
+        return Check(name="proxies", asked=asked, status="ok", found=said)
+    found = f"{said}: {' and '.join(concerned)} reach their other processes through the proxy, and hang"
+    advice = f"export no_proxy={','.join(filter(None, (environ.get(exempt), host, 'localhost')))} (lower case)"
+    return Check(name="proxies", asked=asked, status="failed", found=found, advice=advice)
+
+
+def _is_exempt(host: str, text: str) -> bool:
+    for word in (w.strip() for w in text.split(",")):
+        if word == "*" or (word and host.endswith(word)):
+            return True
+        try:
+            if "/" in word and ipaddress.ip_address(host) in ipaddress.ip_network(word, strict=False):
+                return True
+        except ValueError:  # a host by its name, or no network
+            continue
+    return False

@@ -1,0 +1,108 @@
+"""Versions of what is installed, against the ranges in the installed package's own metadata. Imports none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unidist.backends import registry
+from unidist.doctor.check import Check
+
+PACKAGE = "keras-unidist"
+# By distribution; what else the metadata names is for development.
+TOLD = ("numpy", "keras", "keras-hub", "torch", "jax", "tensorflow", "horovod")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranges:
+    """What the package's metadata asks for.
+
+    Attributes:
+        python: of Python, as ">=3.11".
+        requires: requirements as the metadata spells them, as 'torch>=2.13; extra == "torch"'.
+    """
+
+    python: str
+    requires: Sequence[str]
+
+
+def installed() -> dict[str, str]:
+    """Name -> version of Python, of this package and of what it works with, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in (PACKAGE, *TOLD):
+        if (version := registry.version_of(name)) is not None:
+            found[name] = version
+    return found
+
+
+def ranges() -> Ranges | None:
+    """What the installed package asks for; None where it is not installed (a source folder on the path)."""
+    try:
+        python = importlib.metadata.metadata(PACKAGE)["Requires-Python"]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return Ranges(python=python or "", requires=importlib.metadata.requires(PACKAGE) or ())
+
+
+def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
+    """One check for Python, one for this package, and one for each distribution it works with."""
+    if asked is None:
+        why = f"{PACKAGE} is not installed (it is imported from a folder), so its ranges are unknown"
+        advice = f"install it: pip install {PACKAGE}, or pip install -e FOLDER"
+        return [
+            Check(name=name, asked="its version is within the range", status="not checked", found=why, advice=advice)
+            for name in ("python", PACKAGE, *TOLD)
+        ]
+    within = _within()
+    wanted = _by_name(asked.requires) if within else {}
+    checks = [_one("python", found.get("python"), asked.python, within)]
+    version = found.get(PACKAGE, "?")
+    checks.append(Check(name=PACKAGE, asked="it is installed", status="ok", found=version))
+    return [*checks, *(_one(name, found.get(name), wanted.get(name, ""), within) for name in TOLD)]
+
+
+def _one(name: str, version: str | None, range_: str, within: Callable[[str, str], bool] | None) -> Check:
+    asked = f"its version is within {range_}" if range_ else "its version is known"
+    if version is None:
+        return Check(
+            name=name,
+            asked=asked,
+            status="not checked",
+            found="not installed",
+            advice=f'where you need it: pip install "{name}{range_}"' if name != "horovod" else "see docs/horovod.md",
+        )
+    if within is None:
+        advice = "pip install packaging"
+        found = f"{version}; the package `packaging`, which compares versions, is not installed"
+        return Check(name=name, asked=asked, status="not checked", found=found, advice=advice)
+    if range_ and not within(version, range_):
+        advice = "use another Python" if name == "python" else f'pip install "{name}{range_}"'
+        return Check(name=name, asked=asked, status="failed", found=version, advice=advice)
+    return Check(name=name, asked=asked, status="ok", found=f"{version} ({range_})" if range_ else version)
+
+
+def _within() -> Callable[[str, str], bool] | None:
+    """(version, range) -> whether it is within; None where nothing installed can tell."""
+    if importlib.util.find_spec("packaging") is None:
+        return None
+    from packaging.specifiers import SpecifierSet
+
+    # Nightly and release-candidate builds count by their numbers.
+    return lambda version, range_: SpecifierSet(range_).contains(version, prereleases=True)
+
+
+def _by_name(requires: Sequence[str]) -> dict[str, str]:
+    """Distribution -> its range; where several extras name it, all ranges together."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found: dict[str, str] = {}
+    for text in requires:
+        with contextlib.suppress(InvalidRequirement):  # another package's business, as a URL
+            requirement = Requirement(text)
+            parts = {*filter(None, found.get(requirement.name, "").split(",")), *map(str, requirement.specifier)}
+            found[requirement.name] = ",".join(sorted(parts, reverse=True))
+    return found
