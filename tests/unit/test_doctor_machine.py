@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.doctor_checks import is_said, of, resolved
 from unidist import cli
 from unidist.backends import registry
-from unidist.doctor import backends, examination, launchers, machine, network, versions
-from unidist.doctor.check import Check
+from unidist.doctor import backends, examination, machine, network, versions, world
+from unidist.doctor.links import Task
+from unidist.doctor.reports import Reports
 from unidist.launch import Request
 from unidist.launch.request import free_port
 
@@ -29,26 +28,6 @@ RANGES = versions.Ranges(
     python=">=3.11",
     requires=["numpy>=1.26", 'keras<3.17,>=3.15; extra == "torch"', 'torch>=2.13; extra == "torch"'],
 )
-CARDS = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "docker0": "172.17.0.1"}
-
-
-def of(checks: Sequence[Check], name: str) -> Check:
-    found = [check for check in checks if check.name == name]
-    assert len(found) == 1, [check.name for check in checks]
-    return found[0]
-
-
-def asked(**changes: Any) -> Request:
-    return Request(**{"backend": "torch", "command": ("-m", "x"), **changes})
-
-
-def is_said(check: Check, status: str, found: str, advice: str) -> None:
-    """Whoever reads the line knows what was asked, what was found and what to do."""
-    assert check.status == status, check
-    assert check.asked
-    assert found in check.found, check
-    assert advice in check.advice, check
-    assert check.advice
 
 
 # versions
@@ -146,178 +125,6 @@ def test_limits_of_a_container_are_read(tmp_path: Path) -> None:
     assert found.memory is None or found.memory > 0
 
 
-# the network
-
-
-def resolved(*addresses: str) -> Callable[[str], list[str]]:
-    return lambda name: list(addresses)
-
-
-def unresolved(name: str) -> list[str]:
-    raise socket.gaierror(-2, "Name or service not known")
-
-
-def test_a_hostname_that_does_not_resolve() -> None:
-    check = network.hostname("node7", 1, unresolved)
-    is_said(check, "failed", "'node7' does not resolve", "/etc/hosts")
-
-
-@pytest.mark.parametrize(("nodes", "status"), [(1, "warning"), (2, "failed")])
-def test_a_hostname_that_leads_to_the_loopback(nodes: int, status: str) -> None:
-    check = network.hostname("node7", nodes, resolved("127.0.1.1"), lambda address: True)
-    is_said(check, status, "node7 is 127.0.1.1: the loopback", "GLOO_SOCKET_IFNAME")
-
-
-def test_a_hostname_that_leads_to_another_machine() -> None:
-    check = network.hostname("node7", 1, resolved("10.0.0.9"), lambda address: False)
-    is_said(check, "failed", "this machine has no address 10.0.0.9", "/etc/hosts")
-
-
-def test_a_hostname_that_others_reach() -> None:
-    assert network.hostname("node7", 2, resolved("10.0.0.5"), lambda address: True).status == "ok"
-
-
-def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = threading.Event()
-    monkeypatch.setattr(network, "_SECONDS", 0.1)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [held.wait(20)][:0])
-    with pytest.raises(OSError, match=r"no answer within 0\.1 s"):
-        network.addresses("node7")
-    held.set()
-
-
-def test_the_loopback_of_this_machine_carries_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network.loopback().status == "ok"
-    monkeypatch.setattr(network, "free_port", lambda: 1 << 15)
-    monkeypatch.setattr(network, "LOOPBACK", "203.0.113.77")  # for documents: nobody has it
-    is_said(network.loopback(), "failed", "assign requested address", "ip link set lo up")
-
-
-@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"])
-def test_an_interface_that_does_not_exist(variable: str) -> None:
-    checks = network.interfaces({variable: "enp9s0"}, CARDS, lambda name: True, ["10.0.0.5"])
-    is_said(of(checks, variable), "failed", "enp9s0", "unset it")
-    assert "lo, eth0, ib0, docker0" in of(checks, variable).found
-
-
-@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_an_interface_that_is_down(variable: str) -> None:
-    checks = network.interfaces({variable: "ib0"}, CARDS, lambda name: name != "ib0", ["10.0.0.5"])
-    is_said(of(checks, variable), "failed", "ib0 is down", "ip link set ib0 up")
-
-
-def test_interfaces_that_are_taken_by_themselves() -> None:
-    checks = network.interfaces({}, CARDS, lambda name: True, ["10.0.0.5"])
-    assert "eth0, with the address 10.0.0.5" in of(checks, "gloo's interface").found
-    assert of(checks, "NCCL's interface").found.endswith("ib0")
-    lost = of(network.interfaces({}, CARDS, lambda name: True, []), "gloo's interface")
-    is_said(lost, "not checked", "leads nowhere", "GLOO_SOCKET_IFNAME=ONE OF lo, eth0")
-
-
-@pytest.mark.parametrize(
-    ("named", "chosen"),
-    [
-        ("eth", ["eth0"]),
-        ("=eth", []),
-        ("=eth0,ib0", ["eth0", "ib0"]),
-        ("^docker,lo", ["eth0", "ib0"]),
-        ("^=eth0", ["ib0", "docker0"]),
-    ],
-)
-def test_what_nccl_means_by_names_of_interfaces(named: str, chosen: list[str]) -> None:
-    assert network.matching(named, CARDS) == chosen
-
-
-@pytest.mark.parametrize(
-    ("environ", "used", "status"),
-    [
-        ({}, ["jax"], "ok"),
-        ({"http_proxy": "http://proxy:3128"}, ["jax"], "failed"),
-        ({"https_proxy": "http://proxy:3128"}, ["torch", "tensorflow"], "failed"),
-        ({"http_proxy": "http://proxy:3128"}, ["torch", "horovod"], "ok"),
-        ({"HTTP_PROXY": "http://proxy:3128"}, ["jax"], "ok"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "example.org,localhost"}, ["jax"], "failed"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "example.org, 127.0.0.1"}, ["jax"], "ok"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "127.0.0.0/8"}, ["jax"], "ok"),
-        ({"grpc_proxy": "http://proxy:3128", "no_proxy": "*"}, ["jax"], "ok"),
-    ],
-)
-def test_a_proxy_between_processes_of_one_machine(environ: dict[str, str], used: list[str], status: str) -> None:
-    check = network.proxies(environ, "127.0.0.1", used)
-    assert check.status == status
-    if status == "failed":
-        is_said(check, "failed", "hang", "127.0.0.1")
-
-
-def test_the_meeting_place() -> None:
-    assert network.meeting_place(asked()) == []
-    good = asked(nodes=2, address=f"127.0.0.1:{free_port()}")
-    assert [check.status for check in network.meeting_place(good)] == ["ok"]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = asked(nodes=2, address=f"127.0.0.1:{server.getsockname()[1]}")
-        is_said(*network.meeting_place(taken), "failed", "something listens there already", "another port")  # type: ignore[call-arg]
-        # Another node does not listen there itself.
-        assert network.meeting_place(replace(taken, node_rank=1))[0].status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("lookup", "own", "found", "advice"),
-    [
-        (unresolved, True, "'node0' does not resolve", "IP:PORT"),
-        (resolved("127.0.1.1"), True, "the loopback, where other nodes find themselves", "IP:PORT"),
-        (resolved("10.0.0.9"), False, "another machine's address", "--node-rank 0"),
-    ],
-)
-def test_a_meeting_place_that_cannot_be(lookup: network.Lookup, own: bool, found: str, advice: str) -> None:
-    checks = network.meeting_place(asked(nodes=2, address="node0:29500"), lookup, lambda address: own)
-    is_said(of(checks, "address"), "failed", found, advice)
-
-
-# the environment
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "LOCAL_RANK": "0"},
-        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a"},
-        {"UNIDIST_BACKEND": "horovod", "KERAS_BACKEND": "tensorflow"},
-    ],
-)
-def test_environments_without_a_contradiction(environ: dict[str, str]) -> None:
-    assert [check.status for check in launchers.check(environ)] == ["ok"]
-
-
-@pytest.mark.parametrize(
-    ("environ", "found", "advice"),
-    [
-        ({"RANK": "0"}, "RANK=0 without WORLD_SIZE", "unset RANK"),
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "without RANK", "unset WORLD_SIZE"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "without JAX_COORDINATOR_ADDRESS", "unset"),
-        ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 without HOROVOD_RANK", "unset HOROVOD_SIZE"),
-        ({"HOROVOD_RANK": "2", "HOROVOD_SIZE": "2"}, "must be one of 0..1", "unset HOROVOD_RANK"),
-        ({"HOROVOD_RANK": "two", "HOROVOD_SIZE": "2"}, "should be numbers", "unset"),
-        ({"SLURM_PROCID": "x", "SLURM_NTASKS": "4"}, "should be numbers", "unset"),
-        ({"UNIDIST_BACKEND": "toch"}, "UNIDIST_BACKEND=toch", "torch"),
-        ({"UNIDIST_BACKEND": "torch", "KERAS_BACKEND": "jax"}, "must run on torch", "unset KERAS_BACKEND"),
-        (
-            {
-                **{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-                **{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4"},
-            },
-            "torchrun says process 0 of 2; Horovod says process 0 of 4",
-            "unset what an earlier job has left",
-        ),
-    ],
-)
-def test_variables_that_contradict_each_other(environ: dict[str, str], found: str, advice: str) -> None:
-    checks = launchers.check(environ)
-    assert len(checks) == 1
-    is_said(checks[0], "failed", found, advice)
-
-
 # backends
 
 
@@ -400,6 +207,28 @@ def test_what_cannot_be_examined(
 ) -> None:
     assert cli.main(["doctor", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_options_reach_the_launcher(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Request] = []
+
+    def run(request: Request) -> Reports:
+        seen.append(request)
+        return Reports(request=request, told=[], code=1)
+
+    monkeypatch.setattr(world, "run", run)
+    address = f"127.0.0.1:{free_port()}"
+    options = ["-n", "4", "--backend", "jax", "--nodes", "2", "--node-rank", "1", "--address", address]
+    assert cli.main(["doctor", *options, "--devices-per-process", "2", "--timeout", "90"]) == 1
+    (request,) = seen
+    assert (request.backend, request.processes, request.nodes, request.node_rank) == ("jax", 4, 2, 1)
+    assert (request.address, request.devices_per_process) == (address, 2)
+    assert request.command[:2] == ("-m", "unidist.doctor.worker")
+    task = Task.read(request.command[2])
+    assert (task.backend, task.processes, task.timeout, task.joining) == ("jax", 4, 90.0, 90.0)
+    assert "4 processes of jax" in capsys.readouterr().err
 
 
 def test_the_commands_own_process_imports_no_framework() -> None:

@@ -2,84 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from unidist.doctor import judging, matrix, report, world
+from tests.unit.doctor_reports import OPS, begun, facts, joined, late, link, op, reports, start, tried, whole
+from unidist.doctor import judging, matrix, world
 from unidist.doctor.check import Check
-from unidist.doctor.examination import Examination
-from unidist.doctor.links import LARGE, MOST_PAIRS, Task, difference, pairs, pattern
-from unidist.doctor.reports import Report, Reports, read
-from unidist.doctor.watch import MARK
+from unidist.doctor.links import pairs
+from unidist.doctor.reports import Report, Reports
 from unidist.launch.run import GIVEN_UP
-
-VERSIONS = {"python": "3.11.7", "keras": "3.15.1", "torch": "2.13.0"}
-OPS = ("all_gather", "all_reduce")
-
-
-def facts(process: int, host: str = "a", count: int = 0, **changed: str) -> Report:
-    return {
-        "what": "facts",
-        "process": process,
-        "host": host,
-        "pid": 100 + process,
-        "count": count,
-        "versions": {**VERSIONS, **changed},
-    }
-
-
-def joined(process: int, count: int, clock: float = 1000.0) -> Report:
-    return {
-        "what": "joined",
-        "process": process,
-        "ranks": [process],
-        "clock": clock,
-        "seconds": 2.5,
-        "devices": [f"cpu:{k}" for k in range(count)],
-    }
-
-
-def link(rank: int, pair: tuple[int, int], **changed: Any) -> Report:
-    good = {"what": "link", "process": rank, "rank": rank, "wrong": None, "latency": 1e-4, "bandwidth": 2.0**30}
-    return {**good, "pair": list(pair), **changed}
-
-
-def op(process: int, name: str, **changed: Any) -> Report:
-    return {"what": "world", "process": process, "op": name, "wrong": None, "seconds": 0.01, **changed}
-
-
-def late(process: int, step: str) -> Report:
-    return {"what": "late", "process": process, "step": step, "seconds": 60.0, "where": "in wait (x.py:7)"}
-
-
-def begun(process: int, step: str) -> Report:
-    return {"what": "begun", "process": process, "step": step}
-
-
-def start(count: int) -> list[Report]:
-    return [*(facts(k, count=count) for k in range(count)), *(joined(k, count) for k in range(count))]
-
-
-def tried(pairs_: Iterable[tuple[int, int]]) -> list[Report]:
-    return [link(rank, pair) for pair in pairs_ for rank in pair]
-
-
-def whole(count: int) -> list[Report]:
-    ops = [op(k, name) for name in OPS for k in range(count)]
-    return [*start(count), *tried(combinations(range(count), 2)), *ops, {"what": "all", "process": 0, "reports": []}]
-
-
-def reports(
-    told: Sequence[Report], count: int, *, nodes: int = 1, node_rank: int = 0, code: int = 0, **how: Any
-) -> Reports:
-    address = "node0:29500" if nodes > 1 else None
-    request = world.request("torch", count // nodes, nodes=nodes, node_rank=node_rank, address=address)
-    return Reports(request=request, told=told, code=code, **how)
 
 
 def judged(told: Sequence[Report], count: int, **how: Any) -> dict[str, list[Check]]:
@@ -305,117 +238,3 @@ def test_a_node_tells_of_the_links_that_it_sees() -> None:
     found = {each.pair: (each.status, each.found) for each in matrix.links(seen)}
     assert found.pop((0, 1)) == ("not checked", "both its ranks are on other nodes, whose own output tells")
     assert {status for status, _ in found.values()} == {"ok"}
-
-
-# what is sent
-
-
-def test_all_pairs_of_few_ranks_and_the_ring_of_many() -> None:
-    assert pairs(3) == ((0, 1), (0, 2), (1, 2))
-    assert len(pairs(11)) == 55 <= MOST_PAIRS
-    assert pairs(12) == (*((k, k + 1) for k in range(11)), (11, 0))
-    assert pairs(1) == pairs(0) == ()
-
-
-def test_patterns_tell_ranks_apart_and_their_sums_are_exact() -> None:
-    first = [pattern(k, 64) for k in range(64)]
-    assert all(difference(a, b) for a, b in combinations(first, 2))
-    total = sum(pattern(k, 4096).astype(np.float64) for k in range(1000))
-    assert difference(np.sum([pattern(k, 4096) for k in range(1000)], axis=0, dtype=np.float32), total) is None
-
-
-def test_how_values_differ_is_told() -> None:
-    good = pattern(0, 8)
-    bad = good.copy()
-    bad[5] = -1
-    assert difference(good, good) is None
-    assert difference(bad, good) == "1 of 8 values are wrong, the first at 5: -1 instead of 36"
-    assert difference(good[:4], good) == "shape (4,) instead of (8,)"
-    nan = good.copy()
-    nan[0] = np.nan
-    assert "1 of 8 values are wrong" in str(difference(nan, good))
-
-
-def test_a_task_comes_through() -> None:
-    task = Task(backend="jax", processes=2, timeout=7.5, importing=1.0, joining=2.0)
-    assert Task.read(task.write()) == task
-
-
-# the lines between processes and command
-
-
-def test_reports_are_found_among_other_output() -> None:
-    inner = [facts(0), facts(1)]
-    lines = [
-        "[0] [Gloo] Rank 0 is connected",
-        f"[0] {MARK}{json.dumps(facts(0))}",
-        f"[1] half a line {MARK}{json.dumps(begun(1, 'join'))}",
-        f"[0] {MARK}{json.dumps({'what': 'all', 'process': 0, 'reports': inner})}",
-    ]
-    found = read("\n".join(lines))
-    assert [r["what"] for r in found] == ["facts", "begun", "all", "facts"]
-    assert found[-1] == facts(1)
-
-
-# the text
-
-
-def examined(told: Sequence[Report], count: int, **how: Any) -> Examination:
-    seen = reports(told, count, **how)
-    checks, links = world.judge(seen)
-    return Examination(sections={"world": checks}, links=links, reports=seen)
-
-
-def test_the_matrices() -> None:
-    told = [{**r, "latency": (r["rank"] + 1) * 1e-4} if r["what"] == "link" else r for r in whole(3)]
-    lines = report.as_text(examined(told, 3)).splitlines()
-    top = next(k for k, line in enumerate(lines) if line.startswith("latency"))
-    assert [line.split() for line in lines[top + 1 : top + 5]] == [
-        ["0", "1", "2"],
-        ["0", "-", "100", "100"],
-        ["1", "200", "-", "200"],
-        ["2", "300", "300", "-"],
-    ]
-    assert "MiB/s" in lines[top + 6]
-    assert lines[top + 8].split() == ["0", "-", "1024", "1024"]
-    assert f"{LARGE * 4 // 2**20} MiB" in lines[top + 6]
-
-
-def test_failed_links_stand_in_the_matrix_and_last_words_below() -> None:
-    told = [*start(3), late(0, "link 0-1"), late(1, "link 0-1")]
-    found = examined(told, 3, code=3, words=["unidist: rank 0 of 3 failed first"])
-    text = report.as_text(found)
-    assert text.count("FAILED") == 1 + 4  # the check, and both ends in two matrices
-    assert "unidist: rank 0 of 3 failed first" in text
-    document = json.loads(report.as_json(found))
-    assert document["ok"] is False
-    assert [(each["ranks"], each["status"]) for each in document["links"]] == [
-        ([0, 1], "failed"),
-        ([0, 2], "not checked"),
-        ([1, 2], "not checked"),
-    ]
-    assert document["processes"][1] == {
-        **{"process": 1, "host": "a", "pid": 101, "versions": VERSIONS},
-        **{"ranks": [1], "devices": ["cpu:1"]},
-    }
-
-
-def test_many_ranks_are_listed() -> None:
-    count = 12
-    told = [*start(count), *tried(pairs(count)), *(op(k, name) for name in OPS for k in range(count))]
-    text = report.as_text(examined(told, count))
-    assert "12 of 12 are right, those of the ring" in text
-    assert len([line for line in text.splitlines() if line.rstrip().endswith("ok") and " - " in line]) == count
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_world_that_ends_badly_is_not_in_order(code: int) -> None:
-    assert examined(whole(2), 2, code=code).failed is (code != 0)
-
-
-def test_what_failed_is_told_first_among_what_is_said_of_a_step() -> None:
-    error = {"what": "error", "process": 1, "step": "join", "kind": "OSError", "message": "no such host"}
-    seen = reports([facts(0, count=2), facts(1, count=2), late(0, "join"), error], 2)
-    assert judging.told(seen, ("import", "join"), [0, 1]).startswith(
-        "process 1 (a, pid 101): OSError: no such host; process 0"
-    )

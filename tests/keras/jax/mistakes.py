@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from unidist.keras.partitioned import data, layouts, placing, redistribution, seeds
+from unidist.keras.partitioned import data, fanning, layouts, placing, redistribution, rowwise, seeds
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "padding counts as rows": (data.Padded, "cut", lambda self: self.array),
@@ -24,6 +24,8 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "placement",
         lambda variable, distribution: layouts.Placement(*[layouts.replicated(distribution)] * 3),
     ),
+    "rows are taken for alone": (rowwise, "is_row_wise", lambda *programs: True),
+    "gradients come twice": (fanning.Cut, "joined", lambda self, value: value * 2),
     "gradients in part": (redistribution, "_to_state", lambda placed, value: value / 2),
 }
 

@@ -58,6 +58,44 @@ def test_four_devices_train_as_one(
     assert found["sent"]["all_reduce"] + found["sent"]["reduce_scatter"] > 0
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_is_sent_is_the_closed_form(four: ProcessWorld, expected: Any, zero: int) -> None:
+    """A reduce_scatter and an all_gather a variable and step: 2 (n-1)/n P. At stage 3 the program asks for the values
+    again in backward, 3 (n-1)/n P; XLA's pipeline for CPUs keeps the first ones instead."""
+    found = four.call(RUN("sent"), "dp", zero)[0]
+    same(found, expected("sent", None, 0))
+    steps, weights = 3, found["weights' bytes"]
+    wanted = (steps * len(weights), steps * sum(weights) * 3 / 4)
+    assert found["sent"]["reduce_scatter"] == wanted
+    assert found["sent"]["all_gather"] == wanted
+    # The loss, its denominators and what fit shows of them.
+    assert found["sent"]["all_reduce"][1] <= steps * 4 * 8
+    # Not for the biases, nor for the kernel behind which there is nothing to learn.
+    assert found["gathers asked for"] == (0 if zero < 3 else len(weights) + 5)
+
+
+def test_on_two_axes_gradients_are_scattered_over_the_data(four: ProcessWorld, expected: Any) -> None:
+    for zero in (1, 3):
+        found = four.call(RUN("sent"), "2x2", zero)[0]
+        same(found, expected("sent", None, 0))
+        count, size = found["sent"]["reduce_scatter"]
+        assert count == 3 * len(found["weights' bytes"])
+        assert size >= 3 * sum(found["weights' bytes"]) / 2 / 2
+
+
+def test_a_layer_that_mixes_rows_is_left_to_the_compiler(four: ProcessWorld, expected: Any) -> None:
+    found = four.call(RUN("sent"), "dp", 3, False)[0]
+    same(found, expected("sent", None, 0, False))
+    assert found["sent"]["reduce_scatter"][0] == 3 * (len(found["weights' bytes"]) - 1)
+
+
+@pytest.mark.parametrize("mistake", ["rows are taken for alone", "gradients come twice"])
+def test_regions_that_are_wrong_change_the_numbers(four: ProcessWorld, expected: Any, mistake: str) -> None:
+    found = four.call("tests.keras.jax.mistakes:run_with", mistake, RUN("sent"), "dp", 1, False)[0]
+    with pytest.raises(AssertionError):
+        same(found, expected("sent", None, 0, False))
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "zero"), [("2x2 across", 3), ("dp", 1)])
 def test_two_processes_of_two_devices_train_as_one(pair: ProcessWorld, expected: Any, kind: str, zero: int) -> None:

@@ -125,3 +125,62 @@ def outside(zero: int) -> bool:
         model = made("mlp", "adam")
     called = keras.ops.convert_to_numpy(model(data["x"]))
     return bool(np.allclose(called, model.predict(data["x"], verbose=0), atol=1e-6))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Centred(keras.layers.Layer):
+    """A layer of the user's own with weights: alone it treats each row by itself, else it takes their mean away."""
+
+    def __init__(self, alone: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.alone = alone
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        return (x - keras.ops.mean(x, axis=-1 if self.alone else 0, keepdims=True)) * self.scale
+
+
+def sent(kind: str | None, zero: int, alone: bool = True) -> Result:
+    """Three batches that divide, of layers that all treat rows alone but one, if `alone` is false, and dropout."""
+    fresh()
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(24, 6, 12)).astype("float32"), rng.normal(size=(24, 4)).astype("float32")
+    with scope(strategy(kind, {".*column/kernel": (None, "model")}, zero=zero)):
+        model = keras.Sequential(
+            [
+                keras.Input((6, 12)),
+                keras.layers.Dense(32, "gelu", name="column"),
+                Centred(alone, name="centred"),
+                keras.layers.Dropout(0.2, seed=3, name="drop"),
+                keras.layers.LSTM(8, name="lstm"),
+                keras.layers.LayerNormalization(name="norm"),
+                keras.layers.Dense(4, name="head"),
+            ],
+            name="model",
+        )
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
+        with unidist.ledger() as book:
+            history = model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0).history
+        again = _gathers(model, x[:8]) if kind is not None else 0
+    ops = ("all_reduce", "reduce_scatter", "all_gather")
+    weights = model.trainable_variables
+    return {
+        "history": history,
+        "sent": {op: (book.count(op), book.bytes(op)) for op in ops},
+        "weights' bytes": [int(np.prod(v.shape)) * 4 for v in weights],
+        "gathers asked for": again,
+        **told(model),
+    }
+
+
+def _gathers(model: Any, x: Any) -> int:
+    """How many all_gathers a gradient asks the compiler for."""
+
+    def loss(values: Any) -> Any:
+        outputs, _ = model.stateless_call(values, [v.value for v in model.non_trainable_variables], x, training=True)
+        return keras.ops.mean(keras.ops.square(outputs))
+
+    program = jax.jit(jax.grad(loss)).lower([v.value for v in model.trainable_variables])
+    return int(program.as_text().count("stablehlo.all_gather"))

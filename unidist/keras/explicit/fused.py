@@ -77,7 +77,9 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
 
 def _step_size(optimizer: Any, learning_rate: Any, dtype: torch.dtype) -> torch.Tensor:
     """As Keras computes it, in the variables' precision."""
-    step = (optimizer.iterations.value + 1).to(dtype)
-    rate = ops.cast(learning_rate, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    # A variable, or a number of accumulations.
+    step = ops.cast(optimizer.iterations + 1, name)
+    rate = ops.cast(learning_rate, name)
     size: torch.Tensor = rate * torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
     return size

@@ -11,6 +11,7 @@ from keras.src.backend.jax import trainer as keras_trainer
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.layers.layer import Layer
 from keras.src.metrics.metric import Metric
+from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
 
@@ -18,7 +19,7 @@ from unidist.backends import registry
 from unidist.keras import making
 from unidist.keras import saving as keras_saving
 from unidist.keras.interception import around
-from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, saving, seeds, trainer
+from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, regions, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
 
 __all__ = ["align_seeds", "install", "prepare_devices"]
@@ -59,6 +60,7 @@ def _install_variables() -> None:
     around(BaseOptimizer, "_overwrite_model_variables_with_average_value", placing.overwriting)
     around(BaseOptimizer, "stateless_apply", redistribution.updating)
     around(Layer, "stateless_call", redistribution.calling)
+    around(Operation, "__call__", regions.calling_layer)
     around(Metric, "add_variable", placing.adding_to_metric)
     around(Metric, "stateless_update_state", trainer.measuring)
 

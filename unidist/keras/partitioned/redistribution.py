@@ -1,8 +1,10 @@
 """The one rule inside a compiled step: storage to compute before a layer's call, its gradient to state, and back.
 
-Each is a constraint that the compiler must fulfil, on global arrays: nothing that a model, a loss or a step written
-by hand computes changes by it. The compiler chooses the collectives: a partial gradient becomes a reduce_scatter on
-TPUs and GPUs, and an all_reduce of which each device keeps its part on CPUs, where XLA has no such pass.
+A layer that treats each row alone is called on each data shard's rows, with collectives of its own (regions.py). For
+all others each of the three is a constraint that the compiler must fulfil, on global arrays. Nothing that a model, a
+loss or a step written by hand computes changes by either. Of a constraint the compiler chooses the collectives: a
+partial gradient becomes a reduce_scatter on TPUs and GPUs, and an all_reduce of which each device keeps its part on
+CPUs, where XLA has no such pass.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from unidist.keras.partitioned import layouts, placing
+from unidist.keras.partitioned import fanning, layouts, placing, regions
+from unidist.keras.strategy import adopt
 
 
 def calling(original: Any) -> Any:
@@ -26,14 +29,28 @@ def calling(original: Any) -> Any:
         self: Any, trainable_variables: Any, non_trainable_variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
         distribution = placing.current()
+        region = None
         if distribution is not None and self.built:
+            region = _region(distribution, self.trainable_variables, trainable_variables)
             trainable_variables = _each(_to_compute, distribution, self.trainable_variables, trainable_variables)
             non_trainable_variables = _each(
                 _gathered, distribution, self.non_trainable_variables, non_trainable_variables
             )
-        return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
+        with regions.entering(region):
+            return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
 
     return stateless_call
+
+
+def _region(distribution: Any, variables: Any, values: Any) -> regions.Region | None:
+    """The variables that the data axes cut; None where they cut none."""
+    if len(variables) != len(values):
+        return None
+    axes = adopt(distribution).strategy.data_axes
+    found = {id(v): fanning.cut_of(layouts.placement(v, distribution), axes) for v in variables}
+    cuts = {key: cut for key, cut in found.items() if cut is not None}
+    held = {id(v): value for v, value in zip(variables, values, strict=True)}
+    return regions.Region(cuts, held) if cuts else None
 
 
 def updating(original: Any) -> Any:
