@@ -12,6 +12,7 @@ from keras.src.backend.jax import distribution_lib, trainer
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.layers.layer import Layer
 from keras.src.metrics.metric import Metric
+from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving import saving_api
 from keras.src.trainers import data_adapters
@@ -27,6 +28,7 @@ PLACES: dict[str, Any] = {
         ("add_variable_from_reference", "_overwrite_model_variables_with_average_value", "stateless_apply"),
     ),
     "Layer": (Layer, ("stateless_call",)),
+    "Operation": (Operation, ("__call__",)),
     "Metric": (Metric, ("add_variable",)),
     "JAXTrainer": (trainer.JAXTrainer, ("__init__", "_make_function")),
     "JAXEpochIterator": (trainer.JAXEpochIterator, ("_get_iterator",)),

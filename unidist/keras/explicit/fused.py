@@ -12,6 +12,9 @@ import torch
 from keras.src import ops
 from keras.src.backend.torch.optimizers.torch_adam import Adam
 
+from unidist.keras.explicit import placing
+from unidist.keras.explicit.context import Frame
+
 # In lower precision Keras rounds after every operation, and torch after the last.
 _DTYPES = (torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")
@@ -24,12 +27,13 @@ def takes(optimizer: Any) -> bool:
     return getattr(type(optimizer), "_parallel_update_step", None) is Adam._parallel_update_step
 
 
-def update(optimizer: Any, pairs: list[Pair], learning_rate: Any) -> list[Pair]:
+def update(optimizer: Any, frame: Frame, pairs: list[Pair], learning_rate: Any) -> list[Pair]:
     """Updates variables and their slots by (gradient, variable); gives back those that the kernel cannot take."""
     left: list[Pair] = []
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for grad, variable in pairs:
-        tensors = [variable.value, grad, *_slots(optimizer, variable)]
+        own, *slots = [_own(frame, v) for v in (variable, *_slots(optimizer, variable))]
+        tensors = [own, grad, *slots]
         if _fits(tensors):
             kinds.setdefault((grad.dtype, grad.device), []).append(tensors)
         else:
@@ -56,12 +60,17 @@ def update(optimizer: Any, pairs: list[Pair], learning_rate: Any) -> list[Pair]:
     return left
 
 
-def _slots(optimizer: Any, variable: Any) -> list[torch.Tensor]:
+def _own(frame: Frame, variable: Any) -> torch.Tensor:
+    """What `variable.value` is in an optimizer, found at once."""
+    return variable._place.own(frame) if placing.is_placed(variable) else variable.value  # type: ignore[no-any-return]
+
+
+def _slots(optimizer: Any, variable: Any) -> list[Any]:
     k = optimizer._get_variable_index(variable)
     slots = [optimizer._momentums[k], optimizer._velocities[k]]
     if optimizer.amsgrad:
         slots.append(optimizer._velocity_hats[k])
-    return [slot.value for slot in slots]
+    return slots
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
@@ -77,9 +86,6 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
 
 def _step_size(optimizer: Any, learning_rate: Any, dtype: torch.dtype) -> torch.Tensor:
     """As Keras computes it, in the variables' precision."""
-    name = str(dtype).removeprefix("torch.")
-    # A variable, or a number of accumulations.
-    step = ops.cast(optimizer.iterations + 1, name)
-    rate = ops.cast(learning_rate, name)
+    rate, step = (ops.cast(x, str(dtype).removeprefix("torch.")) for x in (learning_rate, optimizer.iterations + 1))
     size: torch.Tensor = rate * torch.sqrt(1 - optimizer.beta_2**step) / (1 - optimizer.beta_1**step)
     return size

@@ -84,7 +84,7 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
         return grad
     place = variable._place
     held, state = place.sharding, place.lies.state
-    if held == state or tuple(grad.shape) == state.local_shape(frame.rank):
+    if grad.shape == place.own(frame).shape or held == state:
         return grad
     pairs = zip(state.region(frame.rank), held.region(frame.rank), strict=True)
     return grad[tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)]
@@ -164,7 +164,7 @@ def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_r
         return _originals["parallel"](self, grads, trainable_variables, learning_rate)
     pairs = list(zip(grads, trainable_variables, strict=True))
     if fused.takes(self):
-        pairs = fused.update(self, pairs, learning_rate)
+        pairs = fused.update(self, frame, pairs, learning_rate)
     turn: list[tuple[Any, Any]] = []
     nbytes = 0
     for grad, variable in pairs:

@@ -118,6 +118,7 @@ class Parcel:
         )
         self.packed = tuple(k for k in range(len(self.cuts)) if k not in self.loose)
         self._packed_width = sum(self.cuts[k].width for k in self.packed)
+        self._own_shapes = [cut.part_shape(self.group.index) for cut in self.cuts]
         self._starts = dict.fromkeys(range(len(self.cuts)), 0)
         self._width = 0
         for k in (*self.packed, *self.loose):
@@ -179,8 +180,8 @@ class Parcel:
 
     def part(self, row: torch.Tensor, k: int) -> torch.Tensor:
         """This place's part of tensor k, as a view of a row."""
-        shape = self.cuts[k].part_shape(self.group.index)
-        return row.view(-1)[self._starts[k] : self._starts[k] + prod(shape)].view(shape)
+        shape = self._own_shapes[k]
+        return row.view(-1).narrow(0, self._starts[k], prod(shape)).view(shape)
 
     def _put(self, buffer: torch.Tensor, k: int, whole: torch.Tensor | None) -> None:
         """Writes a whole tensor's parts into the rows; zeros for None."""

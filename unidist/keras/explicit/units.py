@@ -25,6 +25,8 @@ from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.world import RankWorld
 
 UNIT_BYTES = 8 << 20
+# Of those that are joined behind the optimizer: the next step's first layer waits for its own unit alone.
+KEPT_UNIT_BYTES = 1 << 20
 # What the joining of updated variables may have under way at once.
 IN_FLIGHT_BYTES = 100 << 20
 
@@ -274,7 +276,7 @@ def _merged(layers: Iterable[list[Place]], rank: int) -> list[tuple[Axes, list[C
             sizes[key] += leaf.numel() * leaf.element_size()
             touched.add(key)
         for key in touched:
-            if sizes[key] >= UNIT_BYTES:
+            if sizes[key] >= (KEPT_UNIT_BYTES if key[2] else UNIT_BYTES):
                 del open_units[key]
     return units
 
