@@ -28,20 +28,25 @@ def unresolved(name: str) -> list[str]:
     raise socket.gaierror(-2, "Name or service not known")
 
 
-def test_a_hostname_that_does_not_resolve() -> None:
-    check = network.hostname("node7", 1, unresolved)
-    is_said(check, "failed", "'node7' does not resolve", "/etc/hosts")
+EITHER = pytest.mark.parametrize(("nodes", "status"), [(1, "warning"), (2, "failed")])
 
 
-@pytest.mark.parametrize(("nodes", "status"), [(1, "warning"), (2, "failed")])
+@EITHER
+def test_a_hostname_that_does_not_resolve(nodes: int, status: str) -> None:
+    check = network.hostname("node7", nodes, unresolved)
+    is_said(check, status, "'node7' does not resolve", "/etc/hosts")
+
+
+@EITHER
 def test_a_hostname_that_leads_to_the_loopback(nodes: int, status: str) -> None:
     check = network.hostname("node7", nodes, resolved("127.0.1.1"), lambda address: True)
     is_said(check, status, "node7 is 127.0.1.1: the loopback", "GLOO_SOCKET_IFNAME")
 
 
-def test_a_hostname_that_leads_to_another_machine() -> None:
-    check = network.hostname("node7", 1, resolved("10.0.0.9"), lambda address: False)
-    is_said(check, "failed", "this machine has no address 10.0.0.9", "/etc/hosts")
+@EITHER
+def test_a_hostname_that_leads_to_another_machine(nodes: int, status: str) -> None:
+    check = network.hostname("node7", nodes, resolved("10.0.0.9"), lambda address: False)
+    is_said(check, status, "this machine has no address 10.0.0.9", "/etc/hosts")
 
 
 def test_a_hostname_that_others_reach() -> None:

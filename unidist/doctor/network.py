@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from unidist.doctor.check import Check
+from unidist.doctor.check import Check, Status
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
 
 Lookup: TypeAlias = Callable[[str], list[str]]
@@ -67,24 +67,30 @@ def is_own(address: str) -> bool:
 def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> Check:
     """Whether the machine's own name leads to it: gloo, without an interface named, listens at that address."""
     asked = "the hostname resolves to an address at which other machines reach this one"
-    how = "in /etc/hosts give the hostname the address of the network card (`hostname -I`), or DNS"
-    advice = f"{how}; or export GLOO_SOCKET_IFNAME=INTERFACE on every node"
+    advice = (
+        "in /etc/hosts give the hostname the address of the network card (`hostname -I`), or DNS; or export "
+        "GLOO_SOCKET_IFNAME=INTERFACE on every node"
+    )
+    if nodes == 1:
+        # Gloo then takes the loopback.
+        advice = f"nothing on one machine; before you use several: {advice}"
+
+    def check(found: str, ok: bool = False) -> Check:
+        if ok:
+            return Check(name="hostname", asked=asked, status="ok", found=found)
+        status: Status = "failed" if nodes > 1 else "warning"
+        return Check(name="hostname", asked=asked, status=status, found=found, advice=advice)
+
     try:
         found = lookup(name)
     except OSError as error:
-        said = f"{name!r} does not resolve ({error})"
-        return Check(name="hostname", asked=asked, status="failed", found=said, advice=advice)
+        return check(f"{name!r} does not resolve ({error})")
     said = f"{name} is {', '.join(found)}"
     if foreign := [address for address in found if not own(address)]:
-        said = f"{said}, but this machine has no address {', '.join(foreign)}"
-        return Check(name="hostname", asked=asked, status="failed", found=said, advice=advice)
+        return check(f"{said}, but this machine has no address {', '.join(foreign)}")
     if all(is_loopback(address) for address in found):
-        said = f"{said}: the loopback, which other machines do not reach"
-        if nodes > 1:
-            return Check(name="hostname", asked=asked, status="failed", found=said, advice=advice)
-        advice = f"nothing on one machine; before you use several: {advice}"
-        return Check(name="hostname", asked=asked, status="warning", found=said, advice=advice)
-    return Check(name="hostname", asked=asked, status="ok", found=said)
+        return check(f"{said}: the loopback, which other machines do not reach")
+    return check(said, ok=True)
 
 
 def loopback() -> Check:

@@ -77,10 +77,9 @@ def calling_layer(original: Any) -> Any:
 
 def _of_unit(layer: Any) -> list[Any]:
     """The variables for whose sake a layer is called as one: its own, and all of one that calls another's `call`."""
-    found = (
-        layer.trainable_variables if isinstance(layer, (RNN, Wrapper)) else getattr(layer, "_trainable_variables", [])
-    )
-    return list(found)
+    if isinstance(layer, (RNN, Wrapper)):
+        return list(layer.trainable_variables)
+    return list(getattr(layer, "_trainable_variables", ()))
 
 
 class _UnprovenError(Exception):
@@ -162,8 +161,8 @@ class _Call:
         """Whether it is proven that each row of its outputs is made of that row of its inputs alone."""
         try:
             programs = [jax.make_jaxpr(self._traced)(*self._abstract(rows)) for rows in rowwise.SIZES]
-        except (_UnprovenError, TypeError, ValueError, IndexError, NotImplementedError):
-            # A layer that was made for one number of rows, say: it is called as it is.
+        except Exception:
+            # Whatever it has against other numbers of rows than its own. The call itself raises what it has to raise.
             return False
         return rowwise.is_row_wise(*programs)
 
@@ -183,14 +182,7 @@ class _Call:
         """The call as a program of each data shard on its rows."""
         cuts = [region.cuts.get(id(variable)) for variable in self.variables]
         cut = next(found for found in cuts if found is not None)
-        values = [
-            _outer_value(variable)
-            if own is None
-            else own.laid(region.values[id(variable)])
-            if own.stored
-            else region.values[id(variable)]
-            for variable, own in zip(self.variables, cuts, strict=True)
-        ]
+        values = [_given(variable, own, region) for variable, own in zip(self.variables, cuts, strict=True)]
         shards, rows = _count(cut.mesh, cut.axes), PartitionSpec(cut.axes)
         arrays = [
             _padded(self.leaves[place], -self.rows % shards) if own else self.leaves[place]
@@ -215,7 +207,11 @@ class _Call:
         return jax.tree.unflatten(trees[-1], outputs)
 
 
-def _outer_value(variable: Any) -> Any:
+def _given(variable: Any, cut: fanning.Cut | None, region: Region) -> Any:
+    """What the shards are given of a variable: their parts, their places of the stack, or all of it."""
+    if cut is not None:
+        value = region.values[id(variable)]
+        return cut.laid(value) if cut.stored else value
     found = get_stateless_scope().get_current_value(variable)
     return variable._value if found is None else found
 
