@@ -46,14 +46,15 @@ class Penalty(layers.Layer):
         return x
 
 
-def regularized() -> Any:
+def regularized(**norm: Any) -> Any:
     return keras.Sequential(
         [
             layers.Input((12,)),
             layers.Dense(16, "relu", name="a", kernel_regularizer="l2", activity_regularizer="l1"),
             Penalty(name="penalty"),
-            layers.Dense(8, name="b", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02)),
-            layers.BatchNormalization(name="norm"),
+            # A bias before batch statistics has no gradient but rounding noise.
+            layers.Dense(8, name="b", use_bias=False, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02)),
+            layers.BatchNormalization(name="norm", **norm),
             # On torch each rank draws for its own rows.
             layers.GaussianNoise(0.1 if keras.config.backend() == "jax" else 0.0, seed=5, name="noise"),
             layers.Dense(CLASSES, name="c"),
@@ -90,6 +91,10 @@ def covariance() -> Any:
     return Covariance(regularized().layers, name="plain")
 
 
+def synchronized() -> Any:
+    return regularized(synchronized=True)
+
+
 def besides() -> Any:
     return CovarianceBesides(regularized().layers, name="plain")
 
@@ -102,6 +107,15 @@ def lora() -> Any:
     for name in ("ids", "a", "b"):
         model.get_layer(name).enable_lora(4)
     return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "regularized": regularized,
+    "synchronized": synchronized,
+    "covariance": covariance,
+    "besides": besides,
+    "lora": lora,
+}
 
 
 def _sgd(**options: Any) -> Any:
@@ -209,9 +223,8 @@ def averaged_twice(kind: str | None, zero: int) -> int:
 def built(kind: str | None, zero: int, name: str) -> Result:
     """Losses added by layers, losses that mix rows, adapters of low rank on frozen, cut kernels."""
     fresh()
-    make = {"regularized": regularized, "covariance": covariance, "besides": besides, "lora": lora}[name]
     with scope(_strategy(kind, zero, FLAT_RULES.get(name, RULES))):
-        model = _crossed(make(), _adam())
+        model = _crossed(MODELS[name](), _adam())
     x, y = rows()
     return _fitted(model, (np.abs(x[:, :5] * 5).astype("int32") % 16) if name == "lora" else x, y)
 

@@ -98,6 +98,22 @@ def metrics_sent(zero: int, verbose: int) -> int:
     return book.count(purpose="metrics")
 
 
+def counts_with_metrics() -> tuple[list[int], list[float]]:
+    """Collectives of three steps without metrics and with four variables of them, and their bytes. The metrics are made
+    before there is a strategy."""
+    counts, sizes = [], []
+    x, y = rows(12)
+    for metrics in ([], ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]):
+        fresh()
+        with strategy("dp").scope():
+            model = contract._crossed(contract.plain(), contract._sgd(), metrics=metrics)
+        with unidist.ledger() as book:
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        counts.append(book.count())
+        sizes.append(float(book.bytes()))
+    return counts, sizes
+
+
 # what is held ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +182,26 @@ def masks() -> dict[int, list[Any]]:
     return {rank: [found["early"], found["between"]] for rank, found in seen.items()}
 
 
+def _between_rows(y: Any, y_pred: Any) -> Any:
+    kept = keras.ops.cast(y_pred != 0, "float32")
+    return keras.ops.mean(keras.ops.abs(kept[:4] - kept[4:]))
+
+
+def _between_units(y: Any, y_pred: Any) -> Any:
+    kept = keras.ops.cast(y_pred != 0, "float32")
+    return keras.ops.mean(keras.ops.abs(kept[:, :6] - kept[:, 6:]))
+
+
+def apart(kind: str | None, zero: int) -> dict[str, float]:
+    """How many units a dropout keeps of one half of the rows, or of the units, and not of the other."""
+    fresh()
+    with scope(contract._strategy(kind, zero, {".*a/kernel": (None, "model")})):
+        model = keras.Sequential([layers.Input((12,)), layers.Dense(12, name="a"), layers.Dropout(0.5)], name="drops")
+        model.compile("sgd", "mse", metrics=[_between_rows, _between_units])
+    history = model.fit(np.ones((8, 12), "float32"), np.ones((8, 12), "float32"), batch_size=8, verbose=0).history
+    return {name: history[name][0] for name in ("_between_rows", "_between_units")}
+
+
 def replicas(kind: str, zero: int) -> dict[tuple[str, str], list[str]]:
     """(path, region) -> a digest of each copy of it on this process's devices, after a training with dropout and
     batch statistics."""
@@ -232,6 +268,11 @@ class Squeezed(keras.Model):
         super().__init__(name="squeezed")
         self.up = layers.Dense(16, "tanh", name="a")
         self.down = layers.Dense(12, name="b")
+
+    def build(self, shape: Any) -> None:
+        self.up.build(shape)
+        self.down.build((None, 16))
+        self.built = True
 
     def call(self, x: Any) -> Any:
         found = self.down(self.up(x))

@@ -127,6 +127,21 @@ def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, whe
             np.testing.assert_array_equal(found["weights"][path], value)
 
 
+@pytest.mark.parametrize("setting", ["torch-4", "horovod-2"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_documented_steps_of_the_users_own(worlds: Worlds, setting: str, zero: int) -> None:
+    """All of them: tests/keras/torch/test_steps.py, in the simulator."""
+    worlds.get(setting).call("tests.keras.torch.cases:own_steps", zero)
+
+
+@pytest.mark.parametrize("how", ["shorter", "shorter arrays", "raises"])
+def test_own_parts_that_end_apart_are_told_over_horovod(worlds: Worlds, how: str) -> None:
+    """Over torch.distributed: tests/keras/torch/test_data.py."""
+    first, second = worlds.get("horovod-2").call("tests.keras.torch.cases:apart", how)
+    assert first[0] == "DesyncError"
+    assert second == (("OSError", "the disk of process 1 is gone") if how == "raises" else first)
+
+
 @pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
 def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, expected: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):

@@ -1,4 +1,5 @@
-"""The contract on TensorFlow DTensor: one device's numbers on the global batch, on four devices of one process.
+"""The contract on TensorFlow: one device's numbers on the global batch; over DTensor on four devices, of one process
+and of two, at every stage of ZeRO, and over Horovod.
 
 (On torch: test_contract; on JAX: tests/keras/jax.)
 """
@@ -14,23 +15,22 @@ import numpy as np
 import pytest
 
 from tests.keras.jax.comparing import same
+from tests.parity.test_contract import OTHERS, PROMISES
 from tests.parity.worlds import Alone, Worlds
 
 pytestmark = pytest.mark.processes
 
 RUN = "tests.keras.contract:{}".format
+COUNTED = "tests.keras.counted:{}".format
 ALONE = (None, 0)
-GRID = ("2x2", 0)
+# (setting, strategy, stage)
+WHERE = [("tensorflow-4", "2x2", 3), ("horovod-2-tensorflow", "dp", 0)]
+IN_PROCESSES = ("tensorflow-2x2", "2x2", 1)
+EVERYWHERE = [*WHERE, IN_PROCESSES]
+# Each promise at one stage of DTensor. Over Horovod gradients are whole everywhere, and Keras does the rest.
 OPTIMIZERS = [
-    "clipnorm",
-    "global clipnorm",
-    "clipvalue",
-    "ema",
-    "accumulation",
-    "decay",
-    "scaled",
-    "overflow",
-    "adafactor",
+    *(("tensorflow-4", "2x2", k % 4, name) for k, name in enumerate([*PROMISES, *OTHERS])),
+    *(("horovod-2-tensorflow", "dp", 0, name) for name in PROMISES[1::3]),
 ]
 
 
@@ -41,51 +41,119 @@ def expected(alone: Alone) -> Any:
 
 @pytest.fixture
 def everywhere(worlds: Worlds, expected: Any) -> Any:
-    def check(program: str, *args: Any) -> None:
-        (found,) = worlds.get("tensorflow-4").call(RUN(program), *GRID, *args)
-        same(found, expected(program, *ALONE, *args))
-        assert found["sharded"]
+    """Checks that a program gives one device's numbers on every process."""
+
+    def check(where: tuple[str, str, int], program: str, *args: Any) -> None:
+        setting, kind, zero = where
+        for found in worlds.get(setting).call(RUN(program), kind, zero, *args):
+            same(found, expected(program, *ALONE, *args))
+            assert bool(found["sharded"]) == (kind != "dp")
 
     return check
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(everywhere: Any, name: str) -> None:
-    everywhere("optimized", name)
+@pytest.mark.parametrize(("setting", "kind", "zero", "name"), OPTIMIZERS)
+def test_optimizers(everywhere: Any, setting: str, kind: str, zero: int, name: str) -> None:
+    everywhere((setting, kind, zero), "optimized", name)
 
 
-@pytest.mark.parametrize("name", ["regularized", "covariance", "lora"])
-def test_models_and_losses(everywhere: Any, name: str) -> None:
-    everywhere("built", name)
+@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("name", ["regularized", "covariance", "besides", "lora"])
+def test_models_and_losses(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
+    everywhere(where, "built", name)
 
 
+@pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize("name", ["binary", "own"])
-def test_metrics(everywhere: Any, name: str) -> None:
-    everywhere("measured", name)
+def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
+    everywhere(where, "measured", name)
 
 
+@pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
-def test_half_precision(worlds: Worlds, expected: Any, policy: str, bits: int) -> None:
+def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], policy: str, bits: int) -> None:
     """Sums in another order differ in the last of the bits that a number has, and Adam's steps are of 0.01."""
-    (found,) = worlds.get("tensorflow-4").call(RUN("mixed"), *GRID, policy)
+    setting, kind, zero = where
     alone = expected("mixed", *ALONE, policy)
-    for key in ("history", "evaluate"):
-        np.testing.assert_allclose(np.ravel(found[key]["loss"]), np.ravel(alone[key]["loss"]), rtol=2.0 ** (1 - bits))
-    for path, value in alone["weights"].items():
-        np.testing.assert_allclose(found["weights"][path], value, atol=2.0 ** (2 - bits), err_msg=path)
-    assert found["sharded"]
+    for found in worlds.get(setting).call(RUN("mixed"), kind, zero, policy):
+        for key in ("history", "evaluate"):
+            loss, wanted = np.ravel(found[key]["loss"]), np.ravel(alone[key]["loss"])
+            np.testing.assert_allclose(loss, wanted, rtol=2.0 ** (1 - bits))
+        for path, value in alone["weights"].items():
+            np.testing.assert_allclose(found["weights"][path], value, atol=2.0 ** (2 - bits), err_msg=path)
+        assert bool(found["sharded"]) == (kind != "dp")
 
 
+@pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize("program", ["toggled", "few"])
-def test_loops(everywhere: Any, program: str) -> None:
-    everywhere(program)
+def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
+    everywhere(where, program)
 
 
-def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds) -> None:
-    once, again = (worlds.get("tensorflow-4").call(RUN("seeded"), *GRID)[0] for _ in range(2))
-    assert once["history"] == again["history"]
-    for path, value in once["weights"].items():
-        np.testing.assert_array_equal(again["weights"][path], value)
+@pytest.mark.parametrize("where", EVERYWHERE, ids=str)
+def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
+    setting, kind, zero = where
+    once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
+    for found in (*once, *again):
+        assert found["history"] == once[0]["history"]
+        for path, value in once[0]["weights"].items():
+            np.testing.assert_array_equal(found["weights"][path], value)
+
+
+@pytest.mark.parametrize("where", EVERYWHERE, ids=str)
+def test_dropout_draws_apart_for_rows_and_units_that_are_cut(worlds: Worlds, where: tuple[str, str, int]) -> None:
+    """Of independent numbers about half differ; of equal ones none."""
+    setting, kind, zero = where
+    for found in worlds.get(setting).call(COUNTED("apart"), kind, zero):
+        assert 0.25 < found["_between_rows"] < 0.75
+        assert 0.25 < found["_between_units"] < 0.75
+
+
+@pytest.mark.parametrize("where", [("tensorflow-4", "2x2", 0), *EVERYWHERE[1:]], ids=str)
+def test_copies_of_a_value_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
+    """After a training with dropout and batch statistics, on each device that holds the whole of it."""
+    setting, kind, zero = where
+    copies: dict[tuple[str, str], list[str]] = {}
+    for found in worlds.get(setting).call(COUNTED("replicas"), kind, zero):
+        for key, digests in found.items():
+            copies.setdefault(key, []).extend(digests)
+    assert any("moving_variance" in path for path, _ in copies)
+    for key, digests in copies.items():
+        assert len(digests) > 1
+        assert len(set(digests)) == 1, key
+
+
+@pytest.mark.parametrize("where", EVERYWHERE, ids=str)
+def test_one_devices_overflow_skips_the_step_on_all(worlds: Worlds, where: tuple[str, str, int]) -> None:
+    setting, kind, zero = where
+    for found in worlds.get(setting).call(COUNTED("overflowed"), kind, zero):
+        assert 2.0**97 in [float(slot) for slot in found["slots"] if slot.ndim == 0]
+        for path, value in found["before"].items():
+            np.testing.assert_array_equal(found["weights"][path], value)
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+def test_losses_that_are_added_alone(worlds: Worlds, alone: Alone, where: tuple[str, str, int]) -> None:
+    setting, kind, zero = where
+    wanted = alone.world("tensorflow").call(COUNTED("unsupervised"), *ALONE)[0]
+    for found in worlds.get(setting).call(COUNTED("unsupervised"), kind, zero):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+def test_batch_statistics_that_are_asked_for_of_all_replicas(everywhere: Any, where: tuple[str, str, int]) -> None:
+    """synchronized=True, which Keras takes on TensorFlow alone. Those of all rows are computed without it too."""
+    everywhere(where, "built", "synchronized")
+
+
+@pytest.mark.parametrize("where", [("tensorflow-4", "2x2", 1), *EVERYWHERE[1:]], ids=str)
+@pytest.mark.parametrize("how", ["trackers", "two optimizers"])
+def test_documented_steps_of_the_users_own(worlds: Worlds, alone: Alone, where: tuple[str, str, int], how: str) -> None:
+    setting, kind, zero = where
+    wanted = alone.world("tensorflow").call("tests.parity.steps:run", how, *ALONE)[0]
+    for found in worlds.get(setting).call("tests.parity.steps:run", how, kind, zero):
+        same(found, wanted)
+        assert bool(found["sharded"]) == (kind != "dp")
 
 
 WRITERS = [("tensorflow-4", "2x2"), ("tensorflow-2x2", "2x2"), ("horovod-2-tensorflow", "dp")]
@@ -106,6 +174,13 @@ def test_callbacks_write_once_and_decide_alike(
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["last.weights.h5", "log.csv"]
     logs = [list(csv.DictReader((tmp_path / n / "log.csv").read_text().splitlines())) for n in ("one", "two")]
     assert [row["epoch"] for row in logs[0]] == [row["epoch"] for row in logs[1]] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("setting", "kind"), WRITERS)
+def test_tensorboard_is_written_once(setting: str, kind: str, worlds: Worlds, tmp_path: Path) -> None:
+    for found in worlds.get(setting).call(RUN("boarded"), kind, 0, str(tmp_path)):
+        assert found == [str(tmp_path)]
+    assert len([p for p in (tmp_path / "train").iterdir() if "tfevents" in p.name]) == 1
 
 
 @pytest.mark.parametrize(("setting", "kind"), WRITERS[1:])

@@ -52,6 +52,8 @@ model.fit(Data(), epochs=1000, verbose=0, callbacks=[Interrupt()])
     [
         ("torch", "is interrupted", "KeyboardInterrupt"),
         ("torch", "raises", "the disk of process 1 is gone"),
+        ("horovod", "is interrupted", "KeyboardInterrupt"),
+        ("horovod", "raises", "the disk of process 1 is gone"),
         ("jax", "is interrupted", "KeyboardInterrupt"),
         ("tensorflow", "is interrupted", "KeyboardInterrupt"),
         ("tensorflow", "raises", "the disk of process 1 is gone"),

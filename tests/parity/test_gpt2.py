@@ -17,6 +17,8 @@ pytestmark = pytest.mark.processes
 _TRAININGS = [
     *(("sim-torch", DATA_4, zero) for zero in (0, 1, 2, 3)),
     *(("torch-2", DATA_2, zero) for zero in (0, 1, 2, 3)),
+    ("torch-4", DATA_4, 2),
+    ("torch-4", GRID, 3),
     *(("horovod-2", DATA_2, zero) for zero in (0, 1, 2, 3)),
     *(("jax-4", DATA_4, zero) for zero in (0, 1, 2, 3)),
     ("sim-torch", GRID, 3),

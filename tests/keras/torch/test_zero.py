@@ -125,28 +125,43 @@ def test_large_tensors_move_by_themselves(strategy, monkeypatch):
         assert book.bytes(op) == before.bytes(op)
 
 
+def test_values_updated_in_parts_come_by_units_of_their_own_size(monkeypatch):
+    monkeypatch.setattr(units, "KEPT_UNIT_BYTES", 1)
+    x, y = features(rows=8, out=4)
+    with unidist.ledger() as book:
+        model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=3).model
+    assert book.count("all_gather", purpose="parameters") == 3 * len(model.layers)
+    assert sent(book, "all_gather") == 3 * Fraction(3, 4) * trainable_bytes(model)
+
+
 def test_what_is_under_way_is_not_written_to(monkeypatch):
     """Values are sent from where the optimizer writes: it waits for those that no layer has read since."""
     monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
     x, y = features(rows=8, out=4)
     model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=1).model
-    place = model.trainable_variables[0]._place
-    waited = []
+    first = model.trainable_variables[0]
+    place = first._place
+    sent = {}
 
     class Slow:
         buffer = None
 
+        def __init__(self, rank):
+            self.rank = rank
+
         def wait(self):
-            waited.append(self)
+            sent[self.rank] = place.states[self.rank].detach().clone()
 
     def on_rank(frame):
-        unit = place.units[frame.rank]
-        unit._coming = Slow()
-        model.optimizer.apply([keras.ops.zeros(place.lies.state.local_shape(frame.rank))], [first])
+        place.units[frame.rank]._coming = Slow(frame.rank)
+        with torch.no_grad():
+            model.optimizer.apply([torch.ones_like(place.own(frame))], [first])
 
-    first = model.trainable_variables[0]
+    before = {rank: part.detach().clone() for rank, part in place.states.items()}
     place.world.run(on_rank)
-    assert len(waited) == len(place.world.ranks)
+    for rank, part in place.states.items():
+        assert torch.equal(sent[rank], before[rank])
+        assert not torch.equal(part, before[rank])
 
 
 @pytest.mark.parametrize("zero", [0, 1])

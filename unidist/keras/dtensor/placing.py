@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import tensorflow as tf
 from keras.src import backend
 from tensorflow.experimental import dtensor
 
@@ -120,6 +121,22 @@ def _place_variable(variable: Any, found: VariableLayouts, distribution: Unidist
         spread = values.SpreadVariable(values.put(host, storage), trainable=variable.trainable, name=variable.name)
     spread.compute, spread.state = compute, state
     variable._value = spread
+
+
+def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Builds and places an optimizer that is none of the model's own: a train_step may have several, of which Keras
+    knows one. While a step is traced, outside of its program."""
+    distribution = next((found for v in variables if (found := getattr(v, PLACED, None)) is not None), None)
+    if distribution is None or (optimizer.built and all(hasattr(v, PLACED) for v in optimizer.variables)):
+        return
+    # Not on DTensor's device, where a step is traced.
+    with tf.init_scope(), tf.device("CPU:0"):
+        if not optimizer.built:
+            optimizer.build(variables)
+        for variable in optimizer.variables:
+            if not hasattr(variable, PLACED):
+                _place_variable(variable, _layouts_of(variable, distribution, False), distribution)
+        _key_anew(optimizer)
 
 
 def _key_anew(optimizer: Any) -> None:

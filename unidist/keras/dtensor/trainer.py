@@ -274,6 +274,7 @@ def applying(original: Any) -> Any:
         grads, own = list(grads), list(own)
         if not any(isinstance(getattr(v, "_value", None), values.SpreadVariable) for v in own):
             return original(self, grads, trainable_variables)
+        placing.place_optimizer(self, own)
         laid = [_laid(grad, variable) for grad, variable in zip(grads, own, strict=True)]
         mesh = next(v._value.layout.mesh for v in own if isinstance(v._value, values.SpreadVariable))
         with values.updating(), dtensor.default_mesh(mesh) if tf.executing_eagerly() else contextlib.nullcontext():

@@ -151,10 +151,12 @@ def _added_losses(self: Any) -> list[Any]:
 
 
 def _share_of(rows: Rows, value: torch.Tensor) -> torch.Tensor:
-    # A mean over no rows is not a number, and counts nothing. What is a number stays in the graph: where values are
-    # stored as shards, backward of a regularizer fetches them, which all ranks must.
-    counts = rows.local or value.is_meta or bool(torch.isfinite(value))
-    return value * rows.share if counts else torch.zeros_like(value)
+    part = value * rows.share
+    if rows.local:
+        return part
+    # A mean over no rows is not a number, and counts nothing. It stays in the graph: all ranks must come to what
+    # backward does, as to fetch the values that it reads.
+    return torch.where(torch.isfinite(value), part, torch.zeros_like(part))
 
 
 def _over_all_shards(here: Frame, values: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -70,6 +70,7 @@ def _install_trainer() -> None:
     around(steps, "__init__", making.making_model)
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)
+    around(steps, "_symbolic_build", trainer.building)
     around(steps, "_make_function", trainer.making_function)
     around(steps, "compute_metrics", trainer.measuring)
     around(keras_trainer, "jit", trainer.compiling)

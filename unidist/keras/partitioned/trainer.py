@@ -90,6 +90,19 @@ def measuring(original: Any) -> Any:
     return measure
 
 
+def building(original: Any) -> Any:
+    """Trainer._symbolic_build: metrics that were made outside of the scope are the model's own from now on."""
+
+    @functools.wraps(original)
+    def _symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        distribution = placing.current()
+        if distribution is not None and not placing.waits_for_plan(self, distribution):
+            placing.place_model(self, distribution)
+
+    return _symbolic_build
+
+
 def making_function(original: Any) -> Any:
     """JAXTrainer._make_function: every step places its batch, and tells the ledger what it communicates."""
 

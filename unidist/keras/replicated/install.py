@@ -13,6 +13,7 @@ from keras.src.layers.layer import Layer
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from keras.src.saving import saving_lib
 
@@ -34,7 +35,9 @@ def install() -> None:
     for name in _ENTRANCES:
         setattr(TensorFlowTrainer, name, _in_session(getattr(TensorFlowTrainer, name)))
     _patch(TensorFlowTrainer, "__init__", _made)
-    _patch(BaseOptimizer, "apply", _apply)
+    # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
+    for optimizer in (BaseOptimizer, LossScaleOptimizer):
+        optimizer.apply = _of_all_ranks(optimizer.apply)
     _patch(BatchNormalization, "_moments", _moments)
     _patch(SeedGenerator, "next", _next)
     _patch(Layer, "losses", property(_added_losses, doc=Layer.losses.__doc__))
@@ -75,18 +78,23 @@ def _made(self: Any, *args: Any, **kwargs: Any) -> None:
         object.__setattr__(self, "_unidist_distribution", distribution)
 
 
-def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    """Optimizers see the gradients of the whole batch. (A LossScaleOptimizer calls the one it holds.)"""
-    here = engine.current()
-    if here is None or here.is_reducing:
-        return _originals["apply"](self, grads, trainable_variables)
-    here.is_reducing = True
-    try:
-        given = trainable_variables if trainable_variables is not None else self._trainable_variables
-        reduced = here.traced.mean_gradients(list(grads), [tuple(v.shape) for v in given])
-        return _originals["apply"](self, reduced, trainable_variables)
-    finally:
-        here.is_reducing = False
+def _of_all_ranks(original: Any) -> Any:
+    """An optimizer's apply that is given the gradients of the whole batch."""
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        here = engine.current()
+        if here is None or here.is_reducing:
+            return original(self, grads, trainable_variables)
+        here.is_reducing = True
+        try:
+            given = trainable_variables if trainable_variables is not None else self._trainable_variables
+            reduced = here.traced.mean_gradients(list(grads), [tuple(v.shape) for v in given])
+            return original(self, reduced, trainable_variables)
+        finally:
+            here.is_reducing = False
+
+    return apply
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:

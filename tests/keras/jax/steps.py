@@ -1,0 +1,56 @@
+"""Steps of a user's own, as Keras's guides to training with JAX write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import keras
+
+from tests.keras import contract
+from tests.keras.jax.programs import Result, fresh, scope, told
+
+
+class Measured(keras.Sequential):
+    """Computes loss and metrics statelessly: the loss from compute_loss, each metric from its own variables."""
+
+    def losing(self, trainable: Any, other: Any, x: Any, y: Any) -> Any:
+        y_pred, other = self.stateless_call(trainable, other, x, training=True)
+        return self.compute_loss(x, y, y_pred), (y_pred, other)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        trainable, other, slots, states = state
+        x, y = data
+        gradients = jax.value_and_grad(self.losing, has_aux=True)
+        (loss, (y_pred, other)), grads = gradients(trainable, other, x, y)
+        trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
+        logs, states = self.told(states, loss, y, y_pred)
+        return logs, (trainable, other, slots, states)
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        trainable, other, states = state
+        x, y = data
+        y_pred, other = self.stateless_call(trainable, other, x, training=False)
+        logs, states = self.told(states, self.compute_loss(x, y, y_pred), y, y_pred)
+        return logs, (trainable, other, states)
+
+    def told(self, states: Any, loss: Any, y: Any, y_pred: Any) -> tuple[dict[str, Any], list[Any]]:
+        new: list[Any] = []
+        logs = {}
+        for metric in self.metrics:
+            mine = states[len(new) : len(new) + len(metric.variables)]
+            mine = metric.stateless_update_state(mine, *((loss,) if metric.name == "loss" else (y, y_pred)))
+            logs[metric.name] = metric.stateless_result(mine)
+            new += mine
+        return logs, new
+
+
+def run(kind: str | None, zero: int) -> Result:
+    fresh()
+    x, y = contract.rows()
+    with scope(contract._strategy(kind, zero)):
+        model = Measured(contract.plain().layers, name="plain")
+        contract._crossed(model, contract._adam(), metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=contract.BATCH, epochs=2, shuffle=False, verbose=0).history
+    evaluated = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+    return {"history": history, "evaluate": evaluated, **told(model)}
