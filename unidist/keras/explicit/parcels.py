@@ -2,7 +2,7 @@
 
 Small ones lie side by side in one padded buffer, whose row r holds the r-th part of each, so that one reduce_scatter
 or all_gather moves them all. A tensor takes as many columns as its largest part has elements; where it divides evenly
-there is no padding. Large ones whose parts are pieces of memory move by themselves, from and to where they are.
+there is no padding. On CPUs large ones whose parts are pieces of memory move by themselves, from and to where they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from unidist.algebra import Axes, Sharding
 from unidist.backends.local import Handle
 from unidist.keras.explicit.world import RankWorld
 
-# Bytes of a tensor from which on copying it into a buffer and out of it costs more than a collective of its own.
+# Bytes of a tensor from which on copying it into a buffer and out of it costs more than a collective of its own. So it is
+# on CPUs; elsewhere starting a collective is what costs.
 LOOSE_BYTES = 1 << 20
 
 
@@ -92,6 +93,12 @@ class Moving:
             handle.wait()
 
 
+def _is_large(whole: torch.Tensor) -> bool:
+    """Whether it is better not copied."""
+    large = whole.numel() * whole.element_size() >= LOOSE_BYTES
+    return large and whole.device.type == "cpu" and whole.is_contiguous()
+
+
 class Parcel:
     """Tensors of one dtype, cut among one group, on one rank.
 
@@ -114,7 +121,7 @@ class Parcel:
         self.loose = tuple(
             k
             for k, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True))
-            if cut.is_in_pieces and whole.is_contiguous() and whole.numel() * whole.element_size() >= LOOSE_BYTES
+            if cut.is_in_pieces and _is_large(whole)
         )
         self.packed = tuple(k for k in range(len(self.cuts)) if k not in self.loose)
         self._packed_width = sum(self.cuts[k].width for k in self.packed)
