@@ -1,6 +1,6 @@
 """What torch's ranks hold, send and draw, counted: the closed forms of ZeRO, in the simulator and in real processes.
 
-(On JAX and TensorFlow the compilers choose what is sent: tests/keras/jax, test_tensorflow.py.)
+(On JAX: tests/keras/jax/test_zero.py. On TensorFlow the compiler chooses what is sent: test_tensorflow.py.)
 """
 
 from __future__ import annotations

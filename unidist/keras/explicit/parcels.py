@@ -17,8 +17,8 @@ from unidist.algebra import Axes, Sharding
 from unidist.backends.local import Handle
 from unidist.keras.explicit.world import RankWorld
 
-# Bytes of a tensor from which on copying it into a buffer and out of it costs more than a collective of its own. So it is
-# on CPUs; elsewhere starting a collective is what costs.
+# Bytes of a tensor from which on copying it into a buffer and out of it costs more than a collective of its own, on
+# CPUs. Elsewhere starting a collective is what costs.
 LOOSE_BYTES = 1 << 20
 
 
