@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.launch import programs
-from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wait_until
+from tests.launch.runs import ROOT, alive, finish, only_prefixed, pids, run, start, wait_until
 from unidist.launch import Request
 from unidist.launch import run as launch_run
 from unidist.launch.request import free_port
@@ -122,6 +124,32 @@ def test_a_signal_to_the_launcher_ends_all(backend: str, number: int, code: int,
     assert done.err.splitlines()[-1] == f"unidist: {signal.Signals(number).name}: all processes were ended"
     assert "Traceback" not in done.err
     assert all_ended(tmp_path, 6)
+
+
+LOST = """
+import runpy, signal, sys, time, weakref
+agent = runpy.run_path(sys.argv[1], run_name="agent")
+from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
+
+class Thing: ...
+
+signal.signal(signal.SIGTERM, _terminate_process_handler)
+sys.unraisablehook = agent["sent_again"]
+thing = Thing()
+reference = weakref.ref(thing, lambda _: (signal.raise_signal(signal.SIGTERM), None))
+try:
+    del thing
+    time.sleep(20)
+except SignalException as error:
+    sys.exit(128 + error.sigval)
+"""
+
+
+def test_a_signal_whose_exception_is_lost_comes_again() -> None:
+    agent = ROOT / "unidist" / "backends" / "torch" / "agent.py"
+    done = subprocess.run([sys.executable, "-P", "-c", LOST, str(agent)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,16 @@ def configuration(task: dict[str, Any]) -> LaunchConfig:
     )
 
 
+def sent_again(lost: sys.UnraisableHookArgs) -> None:
+    """A signal's exception that was raised where none goes on, as in a weakref's callback: the signal comes again."""
+    if isinstance(lost.exc_value, SignalException):
+        threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.sigval)).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def main(task: dict[str, Any]) -> int:
+    sys.unraisablehook = sent_again
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
     logging.raiseExceptions = False
