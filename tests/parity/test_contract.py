@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.keras.jax.comparing import same
+from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.parity.worlds import SETTINGS, Alone, Worlds
 from tests.visible import WITH_TENSORFLOW
 
@@ -98,16 +97,11 @@ def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> Non
 @pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
 def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], policy: str, bits: int) -> None:
-    """Sums in another order differ in the last of the bits that a number has, and Adam's steps are of 0.01."""
     setting, kind, zero = where
     alone = expected("mixed", *ALONE, policy)
     for found in worlds.get(setting).call(RUN("mixed"), kind, zero, policy):
         assert set(found["dtypes"]) == {"float32"}
-        for key in ("history", "evaluate"):
-            loss, wanted = np.ravel(found[key]["loss"]), np.ravel(alone[key]["loss"])
-            np.testing.assert_allclose(loss, wanted, rtol=2.0 ** (1 - bits))
-        for path, value in alone["weights"].items():
-            np.testing.assert_allclose(found["weights"][path], value, atol=2.0 ** (2 - bits), err_msg=path)
+        same_in_half_precision(found, alone, bits)
         assert found["sharded"]
 
 
@@ -122,9 +116,7 @@ def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, whe
     setting, kind, zero = where
     once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
     for found in (*once, *again):
-        assert found["history"] == once[0]["history"]
-        for path, value in once[0]["weights"].items():
-            np.testing.assert_array_equal(found["weights"][path], value)
+        same_bits(found, once[0])
 
 
 @pytest.mark.parametrize("setting", ["torch-4", "horovod-2"])

@@ -24,6 +24,22 @@ def close(found: Any, expected: Any, what: str = "") -> None:
         np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE, err_msg=what)
 
 
+def same_in_half_precision(found: dict[str, Any], alone: dict[str, Any], bits: int) -> None:
+    """Sums in another order differ in the last of the bits that a number has, and Adam's steps are of 0.01."""
+    for key in ("history", "evaluate"):
+        loss, wanted = np.ravel(found[key]["loss"]), np.ravel(alone[key]["loss"])
+        np.testing.assert_allclose(loss, wanted, rtol=2.0 ** (1 - bits))
+    for path, value in alone["weights"].items():
+        np.testing.assert_allclose(found["weights"][path], value, atol=2.0 ** (2 - bits), err_msg=path)
+
+
+def same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same losses and weights to the last bit."""
+    assert found["history"] == expected["history"]
+    for path, value in expected["weights"].items():
+        np.testing.assert_array_equal(found["weights"][path], value)
+
+
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """The same numbers of every kind that the expected run told."""
     kinds = [key for key in NUMBERS if key in expected]

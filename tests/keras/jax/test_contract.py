@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.keras.jax.comparing import same
+from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.keras.jax.worlds import joined, virtual, with_tensorflow
 from tests.launch.runs import run
 from unidist.testing.processes import ProcessWorld
@@ -99,14 +99,9 @@ def test_metrics_are_reduced_with_the_gradients(four: ProcessWorld) -> None:
 @pytest.mark.parametrize(("kind", "zero"), [("2x2", 0), ("dp", 3)])
 @pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
 def test_half_precision(four: ProcessWorld, expected: Any, kind: str, zero: int, policy: str, bits: int) -> None:
-    """Sums in another order differ in the last of the bits that a number has, and Adam's steps are of 0.01."""
     found, alone = four.call(RUN("mixed"), kind, zero, policy)[0], expected("mixed", *ALONE, policy)
     assert found["dtypes"] == ["float32"]
-    for key in ("history", "evaluate"):
-        loss, wanted = np.ravel(found[key]["loss"]), np.ravel(alone[key]["loss"])
-        np.testing.assert_allclose(loss, wanted, rtol=2.0 ** (1 - bits))
-    for path, value in alone["weights"].items():
-        np.testing.assert_allclose(found["weights"][path], value, atol=2.0 ** (2 - bits), err_msg=path)
+    same_in_half_precision(found, alone, bits)
 
 
 @pytest.mark.parametrize(("program", "kind", "zero"), [("toggled", "2x2", 3), ("few", "dp", 3), ("few", "2x2", 0)])
@@ -119,9 +114,7 @@ def test_dropout_and_noise_are_one_devices(four: ProcessWorld, expected: Any, ki
     """And two runs with one seed are the same to the last bit."""
     once, again = (four.call(RUN("seeded"), kind, zero)[0] for _ in range(2))
     same(once, expected("seeded", *ALONE))
-    assert once["history"] == again["history"]
-    for path, value in once["weights"].items():
-        np.testing.assert_array_equal(again["weights"][path], value)
+    same_bits(again, once)
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("dp", 1), ("2x2", 3)])

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from unidist.algebra import Axes
-from unidist.keras.partitioned.layouts import Placement, of_native
+from unidist.keras.partitioned.layouts import Placement, of_native, places
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,7 @@ def cut_of(placed: Placement, data_axes: Axes) -> Cut | None:
     others = state[dim][: -len(axes)]
     if state[dim][len(others) :] != axes:
         return None
-    outer = 1
-    for axis in others:
-        outer *= mesh.shape[axis]
-    return Cut(mesh, axes, dim, outer, stored=dim < len(storage) and storage[dim] == state[dim])
+    return Cut(mesh, axes, dim, places(mesh, others), stored=dim < len(storage) and storage[dim] == state[dim])
 
 
 def by_shard(cut: Cut, program: Callable[..., Any], takes: Any, gives: Any) -> Callable[..., Any]:

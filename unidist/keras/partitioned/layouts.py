@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras.distribution import TensorLayout
 from keras.src.backend import random_seed_dtype
 
-from unidist.algebra import Layout, Sharding
+from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import LayoutError
 from unidist.keras.strategy import UnidistDistribution, adopt, keras_layout
 from unidist.planner.layout_map import check_variable
@@ -42,11 +43,12 @@ def of_native(sharding: Any) -> Layout:
 
 def parts_of_dim(sharding: NamedSharding, dim: int) -> int:
     """Into how many parts a sharding cuts a dim."""
-    axes = of_native(sharding).dim_axes(dim)
-    count = 1
-    for axis in axes:
-        count *= sharding.mesh.shape[axis]
-    return count
+    return places(sharding.mesh, of_native(sharding).dim_axes(dim))
+
+
+def places(mesh: Any, axes: Axes) -> int:
+    """How many places some axes of a JAX mesh have together."""
+    return prod(mesh.shape[axis] for axis in axes)
 
 
 # On a variable: the layout that it was given by hand, or None; and that it belongs to a metric.

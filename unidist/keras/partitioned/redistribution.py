@@ -31,23 +31,28 @@ def calling(original: Any) -> Any:
         distribution = placing.current()
         region = None
         if distribution is not None and self.built:
-            region = _region(distribution, self.trainable_variables, trainable_variables)
-            trainable_variables = _each(_to_compute, distribution, self.trainable_variables, trainable_variables)
-            non_trainable_variables = _each(
-                _gathered, distribution, self.non_trainable_variables, non_trainable_variables
-            )
+            variables = self.trainable_variables
+            placed = _placements(variables, distribution)
+            region = _region(distribution, variables, placed, trainable_variables)
+            trainable_variables = _each(_to_compute, placed, trainable_variables)
+            others = _placements(self.non_trainable_variables, distribution)
+            non_trainable_variables = _each(_gathered, others, non_trainable_variables)
         with regions.entering(region):
             return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
 
     return stateless_call
 
 
-def _region(distribution: Any, variables: Any, values: Any) -> regions.Region | None:
+def _placements(variables: Any, distribution: Any) -> list[layouts.Placement]:
+    return [layouts.placement(variable, distribution) for variable in variables]
+
+
+def _region(distribution: Any, variables: Any, placed: list[layouts.Placement], values: Any) -> regions.Region | None:
     """The variables that the data axes cut; None where they cut none."""
     if len(variables) != len(values):
         return None
     axes = adopt(distribution).strategy.data_axes
-    found = {id(v): fanning.cut_of(layouts.placement(v, distribution), axes) for v in variables}
+    found = {id(v): fanning.cut_of(lies, axes) for v, lies in zip(variables, placed, strict=True)}
     cuts = {key: cut for key, cut in found.items() if cut is not None}
     held = {id(v): value for v, value in zip(variables, values, strict=True)}
     return regions.Region(cuts, held) if cuts else None
@@ -61,25 +66,22 @@ def updating(original: Any) -> Any:
         distribution = placing.current()
         if distribution is None or not self.built:
             return original(self, optimizer_variables, grads, trainable_variables)
-        variables = self._trainable_variables
-        grads = _each(_to_state, distribution, variables, grads)
-        values = _each(_to_state, distribution, variables, trainable_variables)
+        placed = _placements(self._trainable_variables, distribution)
+        grads = _each(_to_state, placed, grads)
+        values = _each(_to_state, placed, trainable_variables)
         values, optimizer_variables = original(self, optimizer_variables, grads, values)
-        return _each(_to_storage, distribution, variables, values), optimizer_variables
+        return _each(_to_storage, placed, values), optimizer_variables
 
     return stateless_apply
 
 
-def _each(move: Callable[..., Any], distribution: Any, variables: Any, values: Any) -> Any:
+def _each(move: Callable[..., Any], placed: list[layouts.Placement], values: Any) -> Any:
     """The values moved, where each belongs to one variable. Keras itself refuses lists that do not match."""
-    if len(variables) != len(values):
+    if len(placed) != len(values):
         return values
     return [
-        value if value is None or not _is_moved(placed) else move(placed, value)
-        for value, placed in (
-            (value, layouts.placement(variable, distribution))
-            for variable, value in zip(variables, values, strict=True)
-        )
+        value if value is None or not _is_moved(lies) else move(lies, value)
+        for lies, value in zip(placed, values, strict=True)
     ]
 
 

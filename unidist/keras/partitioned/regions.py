@@ -24,8 +24,7 @@ from keras.layers import RNN, Wrapper
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-from unidist.algebra import Axes
-from unidist.keras.partitioned import fanning, rowwise
+from unidist.keras.partitioned import fanning, layouts, rowwise
 
 _active = threading.local()
 # Cheap to have again from gathered values, which are not to be kept for backward in any form.
@@ -116,7 +115,6 @@ class _Call:
         has_rows: which of these have rows.
     """
 
-    layer: Any
     function: Callable[..., Any]
     variables: list[Any]
     leaves: list[Any]
@@ -134,7 +132,7 @@ class _Call:
         others = (leaves[place] for place, own in zip(arrays, has_rows, strict=True) if not own)
         if rows is None or any(jnp.issubdtype(other.dtype, jnp.inexact) for other in others):
             return None
-        return cls(layer, function, layer.variables, leaves, tree, arrays, has_rows)
+        return cls(function, layer.variables, leaves, tree, arrays, has_rows)
 
     @property
     def rows(self) -> int:
@@ -183,7 +181,7 @@ class _Call:
         cuts = [region.cuts.get(id(variable)) for variable in self.variables]
         cut = next(found for found in cuts if found is not None)
         values = [_given(variable, own, region) for variable, own in zip(self.variables, cuts, strict=True)]
-        shards, rows = _count(cut.mesh, cut.axes), PartitionSpec(cut.axes)
+        shards, rows = layouts.places(cut.mesh, cut.axes), PartitionSpec(cut.axes)
         arrays = [
             _padded(self.leaves[place], -self.rows % shards) if own else self.leaves[place]
             for place, own in zip(self.arrays, self.has_rows, strict=True)
@@ -214,13 +212,6 @@ def _given(variable: Any, cut: fanning.Cut | None, region: Region) -> Any:
         return cut.laid(value) if cut.stored else value
     found = get_stateless_scope().get_current_value(variable)
     return variable._value if found is None else found
-
-
-def _count(mesh: Any, axes: Axes) -> int:
-    count = 1
-    for axis in axes:
-        count *= mesh.shape[axis]
-    return count
 
 
 def _spec(cut: fanning.Cut | None) -> PartitionSpec:
