@@ -1,23 +1,36 @@
-"""For all tests: no launcher above us, few threads for each of many processes, and no process left behind."""
+"""For all tests: no launcher above us, few threads for each of many processes, and no process left behind.
+
+JAX's compiled programs of one run, by whichever process, are kept in one place until its end.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from unidist.backends.environment import without_launcher
+from unidist.testing import forkserver
+
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     for name in set(os.environ) - set(without_launcher(os.environ)):
         del os.environ[name]
     for name in [n for n in os.environ if n.startswith(("SLURM_", "UNIDIST_"))]:
         del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Workers of pytest-xdist inherit the folder of the process that starts them.
+    if _CACHE not in os.environ:
+        folder = os.environ[_CACHE] = tempfile.mkdtemp(prefix="unidist-jax-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     # Keras imports TensorFlow where it finds it: only those that need it let it (tests/visible.py).
     hidden = str(Path(__file__).parent.parent / "ci" / "without_tensorflow")
     sys.path.insert(0, hidden)
@@ -28,6 +41,7 @@ def pytest_configure() -> None:
 def no_process_stays() -> Iterator[None]:
     """Set up before all other fixtures, so torn down after them: whatever they started must have ended by then."""
     yield
+    forkserver.close_all()
     assert _children() == {}, "processes that a test started are still running"
 
 

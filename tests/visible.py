@@ -1,4 +1,7 @@
-"""The environment of processes that may import TensorFlow, which tests/conftest.py hides from all others."""
+"""Environments of the processes that tests start: which may import TensorFlow, and how XLA compiles.
+
+tests/conftest.py hides TensorFlow from all others.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,15 @@ WITH_TENSORFLOW = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }
+
+# XLA partitions programs as ever, and then spends less time on making each faster: they run for a few steps only. Its
+# emitters of fused kernels take longer than all the rest.
+QUICK_XLA = " ".join(
+    (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+)
+QUICK_JAX = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import unidist
+from tests import preloaded
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
 from unidist.backends.protocol import ALL_DTYPES
@@ -38,13 +39,13 @@ def join(timeout: float | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, setup=join) as processes:
+    with ProcessWorld(2, setup=join, preload=preloaded.TORCH) as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4, setup=join) as processes:
+    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as processes:
         yield processes
 
 
@@ -173,7 +174,7 @@ def left_and_joined_again() -> tuple[int, int, list[str]]:
 
 
 def test_a_world_is_left_and_joined_again() -> None:
-    with ProcessWorld(2, setup=join) as world:
+    with ProcessWorld(2, setup=join, preload=preloaded.TORCH) as world:
         assert world.call(left_and_joined_again) == [(rank, 2, ["cpu:0", "cpu:1"]) for rank in (0, 1)]
 
 
@@ -212,7 +213,7 @@ def alone() -> tuple[int, list[str], float]:
 
 
 def test_a_world_of_one_needs_no_launcher() -> None:
-    with ProcessWorld(1, launcher=None) as world:
+    with ProcessWorld(1, launcher=None, preload=preloaded.TORCH) as world:
         assert world.call(alone) == [(1, ["cpu:0"], 3.0)]
 
 
@@ -243,7 +244,7 @@ def not_the_devices_of_this_world() -> None:
 
 
 def test_devices_that_are_not_there() -> None:
-    with ProcessWorld(1, launcher=None) as world:
+    with ProcessWorld(1, launcher=None, preload=preloaded.TORCH) as world:
         world.call(not_the_devices_of_this_world)
 
 
@@ -255,7 +256,7 @@ def nobody_comes() -> str:
 
 
 def test_a_world_that_does_not_come_together() -> None:
-    with ProcessWorld(1, launcher=None) as world:
+    with ProcessWorld(1, launcher=None, preload=preloaded.TORCH) as world:
         (text,) = world.call(nobody_comes)
         assert "process 1 of 2 could not reach the others at 127.0.0.1:1 within 2 s" in text
 
@@ -313,7 +314,9 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_lost_peer_is_told(how: str) -> None:
     """Horovod tells of a process that ended. Of one that lives and does not come it says nothing: we do."""
-    with ProcessWorld(2, setup=join, setup_args=(2.0 if how == "stalls" else 60.0,)) as processes:
+    with ProcessWorld(
+        2, setup=join, setup_args=(2.0 if how == "stalls" else 60.0,), preload=preloaded.TORCH
+    ) as processes:
         outcomes = processes.outcomes(lose, how)
     assert outcomes[0].failure is None, outcomes[0].failure
     assert len(outcomes[0].value) >= 4
@@ -353,7 +356,9 @@ def stall_in_fit(seconds: float) -> str:
 
 
 def test_a_rank_that_stalls_in_the_middle_of_fit_is_told() -> None:
-    with ProcessWorld(2, setup=join, setup_args=(3.0,), env={"KERAS_BACKEND": "torch"}) as processes:
+    with ProcessWorld(
+        2, setup=join, setup_args=(3.0,), env={"KERAS_BACKEND": "torch"}, preload=preloaded.KERAS["torch"]
+    ) as processes:
         text = processes.call(stall_in_fit, 8.0)[0]
     assert re.match(r"all_reduce for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
 
@@ -402,7 +407,9 @@ def lose_over_tensorflow(how: str) -> tuple[float, str]:
 def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
     env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     limit = 2.0 if how == "stalls" else 60.0
-    with ProcessWorld(2, setup=join_tensorflow, setup_args=(limit,), env=env) as processes:
+    with ProcessWorld(
+        2, setup=join_tensorflow, setup_args=(limit,), env=env, preload=preloaded.TENSORFLOW
+    ) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
         outcomes = processes.outcomes(lose_over_tensorflow, how)
@@ -435,7 +442,7 @@ def keras_on_tensorflow() -> str:
 
 def test_what_keras_on_tensorflow_cannot_is_refused_with_the_remedy() -> None:
     env = {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with ProcessWorld(1, launcher=None, env=env) as world:
+    with ProcessWorld(1, launcher=None, env=env, preload=preloaded.KERAS["tensorflow"]) as world:
         assert "jit_compile=False" in world.call(keras_on_tensorflow)[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import unidist
+from tests import preloaded
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
@@ -85,12 +86,14 @@ class TestTwoProcesses(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:torch_world"
     processes = 2
+    preload = preloaded.TORCH
 
 
 class TestFourProcesses(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:torch_world_of_four"
     processes = 4
+    preload = preloaded.TORCH
     timeout = 200.0
 
 
@@ -98,6 +101,7 @@ class TestTwoProcessesOfTensorFlow(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:tensorflow_world"
     processes = 2
+    preload = preloaded.TENSORFLOW
     env: ClassVar = WITH_TENSORFLOW
 
 
@@ -105,5 +109,6 @@ class TestFourProcessesOfTensorFlow(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:tensorflow_world_of_four"
     processes = 4
+    preload = preloaded.TENSORFLOW
     env: ClassVar = WITH_TENSORFLOW
     timeout = 200.0

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import unidist
+from tests import preloaded
 from unidist import DistributedArray, Layout, Mesh
 from unidist.algebra import Sharding, plan
 from unidist.backends.jax.hlo import collectives_of
@@ -29,7 +30,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def eight() -> Iterator[ProcessWorld]:
-    with ProcessWorld(1, launcher=None, setup=start) as world:
+    with ProcessWorld(1, launcher=None, setup=start, preload=preloaded.JAX) as world:
         yield world
 
 

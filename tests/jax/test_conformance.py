@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import unidist
+from tests import preloaded
+from tests.visible import QUICK_JAX
 from unidist.algebra import Sharding
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
-
-# Every pair of layouts is a program of its own: compiling it takes all the time, running it none.
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +75,9 @@ class TestEightDevices(ConformanceSuite):
     backend = "jax"
     world = f"{__name__}:eight_devices"
     processes = 1
+    preload = preloaded.JAX
     launcher = None
-    env = QUICK
+    env = QUICK_JAX  # every pair of layouts is a program of its own: compiling takes all the time
     timeout = 280.0
 
 
@@ -86,8 +86,9 @@ class TestSixDevicesOf64Bits(ConformanceSuite):
     backend = "jax"
     world = f"{__name__}:six_wide_devices"
     processes = 1
+    preload = preloaded.JAX
     launcher = None
-    env = QUICK
+    env = QUICK_JAX  # every pair of layouts is a program of its own: compiling takes all the time
     timeout = 280.0
 
 
@@ -97,6 +98,7 @@ class TestTwoProcesses(ConformanceSuite):
     backend = "jax"
     world = f"{__name__}:two_devices_each"
     processes = 2
+    preload = preloaded.JAX
     launcher = "jax"
-    env = QUICK
+    env = QUICK_JAX  # every pair of layouts is a program of its own: compiling takes all the time
     timeout = 280.0

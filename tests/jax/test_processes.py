@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import unidist
+from tests import preloaded
 from unidist import Layout, Mesh
 from unidist.backends.environment import Launch
 from unidist.backends.jax import joining
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=200) as world:
+    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=200, preload=preloaded.JAX) as world:
         yield world
 
 
@@ -159,7 +160,10 @@ class TwoByHand:
     """Two processes without a launcher, which are told their index."""
 
     def __init__(self) -> None:
-        self.worlds = [ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(k)}, timeout=120) for k in (0, 1)]
+        self.worlds = [
+            ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(k)}, timeout=120, preload=preloaded.JAX)
+            for k in (0, 1)
+        ]
 
     def call(self, function: Any, *arguments: Any) -> list[Any]:
         """Results or failures, by process."""
@@ -201,7 +205,7 @@ def test_processes_that_disagree_are_told(by_hand: TwoByHand) -> None:
 def test_a_process_that_does_not_come_is_named() -> None:
     port = free_port()
     for index, words in ((0, "processes [1] of 2 did not come"), (1, f"could not reach process 0 at 127.0.0.1:{port}")):
-        with ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(index)}) as world:
+        with ProcessWorld(1, launcher=None, env={"UNIDIST_TEST_INDEX": str(index)}, preload=preloaded.JAX) as world:
             with pytest.raises(ProcessFailedError) as caught:
                 world.call(join_by_hand, port, (2, 2), 2.0)
             assert caught.value.kind == BackendNotAvailableError.__name__
@@ -215,7 +219,7 @@ def join_too_late(port: int) -> None:
 
 
 def test_jax_that_has_started_cannot_join() -> None:
-    with ProcessWorld(1, launcher=None) as world:
+    with ProcessWorld(1, launcher=None, preload=preloaded.JAX) as world:
         with pytest.raises(ProcessFailedError) as caught:
             world.call(join_too_late, free_port())
         assert caught.value.kind == BackendMismatchError.__name__
@@ -256,7 +260,7 @@ def lose_one(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["gather", "barrier"])
 def test_a_lost_process_is_an_error_and_soon(how: str) -> None:
-    with ProcessWorld(2, launcher="jax", setup=start) as world:
+    with ProcessWorld(2, launcher="jax", setup=start, preload=preloaded.JAX) as world:
         begin = time.monotonic()
         outcomes = world.outcomes(lose_one, how)
         assert outcomes[1].failure is not None

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parity import worlds as worlds_module
+from tests import preloaded
 from tests.parity.compare import assert_same_values
-from tests.parity.worlds import Worlds
+from tests.parity.worlds import SETTINGS, Worlds
+from tests.visible import QUICK_JAX
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
-SETTINGS = ("sim-torch", "torch-4", "jax-4")
+ON_FOUR = ("sim-torch", "torch-4", "jax-4")
 
 
 class Plain:
@@ -35,8 +36,8 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Plain]:
-    env = {"KERAS_BACKEND": "jax", "JAX_NUM_CPU_DEVICES": "4", **worlds_module.QUICK_JAX}
-    with ProcessWorld(1, launcher=None, env=env) as world:
+    env = {"KERAS_BACKEND": "jax", "JAX_NUM_CPU_DEVICES": "4", **QUICK_JAX}
+    with ProcessWorld(1, launcher=None, env=env, preload=preloaded.KERAS["jax"]) as world:
         yield Plain(world)
 
 
@@ -46,7 +47,7 @@ def assert_same_training(found: Any, wanted: Any) -> None:
     assert_same_values({"predict": found["predict"]}, {"predict": wanted["predict"]})
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ON_FOUR)
 @pytest.mark.parametrize("script", ["data_parallel", "data_parallel_by_default", "model_parallel"])
 def test_a_training_script_gives_kerass_own_numbers(setting: str, script: str, worlds: Worlds, plain: Plain) -> None:
     for told, count, sent in worlds.get(setting).call("tests.parity.scripts:traffic_of", script):
@@ -55,7 +56,7 @@ def test_a_training_script_gives_kerass_own_numbers(setting: str, script: str, w
         assert sent > 0
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ON_FOUR)
 def test_meshes_of_one_shape_and_other_orders_are_not_confused(setting: str, worlds: Worlds, plain: Plain) -> None:
     wanted = plain.run("model_parallel")
     for trainings in worlds.get(setting).call("tests.parity.scripts:two_meshes"):
@@ -64,7 +65,7 @@ def test_meshes_of_one_shape_and_other_orders_are_not_confused(setting: str, wor
             assert_same_training(found, wanted)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ON_FOUR)
 def test_questions_get_kerass_answers(setting: str, worlds: Worlds, plain: Plain) -> None:
     wanted = plain.run("what_keras_tells")
     assert wanted["layouts"]["net/up/kernel"] == (None, "model")
@@ -74,11 +75,11 @@ def test_questions_get_kerass_answers(setting: str, worlds: Worlds, plain: Plain
 
 @pytest.mark.parametrize(("setting", "devices"), [("torch-2", 2), ("jax-2x2", 4)])
 def test_initialize_takes_what_the_launcher_told(setting: str, devices: int) -> None:
-    with worlds_module.SETTINGS[setting].world() as world:
+    with SETTINGS[setting].world() as world:
         assert world.call("tests.parity.scripts:initialize_first") == [devices] * 2
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ON_FOUR)
 def test_distribute_tensor_puts_each_part_where_the_mesh_says(setting: str, worlds: Worlds, plain: Plain) -> None:
     wanted = plain.run("distributed_tensor")
     assert len(wanted["shards"]) == 4

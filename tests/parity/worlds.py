@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import preloaded
 from tests.parity.train import Result, Spec, start
-from tests.visible import WITH_TENSORFLOW
+from tests.visible import QUICK_JAX, WITH_TENSORFLOW
 from unidist.testing.processes import Launcher, ProcessWorld
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +18,6 @@ MODEL_4 = Spec("model", (("model", 4),))
 GRID = Spec("model", (("data", 2), ("model", 2)))
 DATA_2 = Spec("data", (("data", 2),))
 MODEL_2 = Spec("model", (("model", 2),))
-
-# XLA partitions programs as ever, and then spends less time on making each faster: they run for a few steps only.
-QUICK_JAX = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Setting:
             setup=start,
             setup_args=(self.backend, self.devices),
             timeout=120.0,
+            preload=(*preloaded.KERAS[self.keras], "tests.parity.train"),
         )
 
 

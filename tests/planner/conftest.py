@@ -7,14 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import preloaded
 from tests.planner import programs
+from tests.visible import QUICK_JAX
 from unidist.testing.processes import ProcessWorld
 
-_ENV = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+_ENV = {"KERAS_BACKEND": "jax", **QUICK_JAX}
 
 
 def _world(devices: int | None) -> ProcessWorld:
-    return ProcessWorld(1, launcher=None, env=_ENV, setup=programs.start, setup_args=(devices,), timeout=250)
+    return ProcessWorld(
+        1,
+        launcher=None,
+        env=_ENV,
+        setup=programs.start,
+        setup_args=(devices,),
+        timeout=250,
+        preload=preloaded.KERAS["jax"],
+    )
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import unidist
+from tests import preloaded
 from tests.visible import WITH_TENSORFLOW
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
@@ -50,6 +51,7 @@ class TestEightDevices(ConformanceSuite):
     backend = "tensorflow"
     world = f"{__name__}:eight_devices"
     processes = 1
+    preload = preloaded.TENSORFLOW
     launcher = None
     env = WITH_TENSORFLOW
     timeout = 280.0
@@ -61,5 +63,6 @@ class TestTwoProcesses(ConformanceSuite):
     backend = "tensorflow"
     world = f"{__name__}:two_devices_each"
     processes = 2
+    preload = preloaded.TENSORFLOW
     env = WITH_TENSORFLOW
     timeout = 280.0

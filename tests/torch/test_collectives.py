@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import unidist
+from tests import preloaded
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
 from unidist.backends.protocol import ALL_DTYPES, Cluster
@@ -31,13 +32,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
-    with ProcessWorld(request.param, setup=join, env=STRICT) as processes:
+    with ProcessWorld(request.param, setup=join, env=STRICT, preload=preloaded.TORCH) as processes:
         yield processes
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4, setup=join, env=STRICT) as processes:
+    with ProcessWorld(4, setup=join, env=STRICT, preload=preloaded.TORCH) as processes:
         yield processes
 
 
@@ -378,7 +379,7 @@ def _place_of_process(world: ProcessWorld, port: int) -> list[Any]:
 
 def test_joining_by_address_and_leaving() -> None:
     # JAX's launcher tells each process its index; without the address that is no launch.
-    with ProcessWorld(2, launcher="jax", env={"JAX_COORDINATOR_ADDRESS": None}) as processes:
+    with ProcessWorld(2, launcher="jax", env={"JAX_COORDINATOR_ADDRESS": None}, preload=preloaded.TORCH) as processes:
         for _ in range(2):
             found = _place_of_process(processes, free_port())
             assert found == [[1, 1, ["cpu:0", "cpu:1"], [0.0, 1.0, 2.0, 3.0, 4.0]]] * 2
@@ -401,7 +402,7 @@ def adopt() -> list[Any]:
 
 
 def test_a_process_group_that_is_there_is_used_and_left_alive() -> None:
-    with ProcessWorld(2) as processes:
+    with ProcessWorld(2, preload=preloaded.TORCH) as processes:
         assert processes.call(adopt) == [[True, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]] * 2
 
 
@@ -426,7 +427,7 @@ def alone() -> None:
 
 
 def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
-    with ProcessWorld(1, launcher=None) as processes:
+    with ProcessWorld(1, launcher=None, preload=preloaded.TORCH) as processes:
         processes.call(alone)
 
 
@@ -440,7 +441,7 @@ def nobody_comes(port: int) -> str:
 
 
 def test_a_world_that_does_not_come_together() -> None:
-    with ProcessWorld(1, launcher=None) as processes:
+    with ProcessWorld(1, launcher=None, preload=preloaded.TORCH) as processes:
         (text,) = processes.call(nobody_comes, free_port())
         assert "process 0 of 2 could not join" in text
         assert "within 2 s" in text
@@ -485,7 +486,9 @@ def lose(how: str) -> dict[str, tuple[float, str, str]]:
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_lost_peer_is_told(how: str) -> None:
-    with ProcessWorld(2, setup=join_for_seconds, setup_args=(8.0 if how == "sleeps" else 60.0,)) as processes:
+    with ProcessWorld(
+        2, setup=join_for_seconds, setup_args=(8.0 if how == "sleeps" else 60.0,), preload=preloaded.TORCH
+    ) as processes:
         outcomes = processes.outcomes(lose, how)
         assert outcomes[0].failure is None, outcomes[0].failure
         for name, (seconds, text, cause) in outcomes[0].value.items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import unidist
+from tests import preloaded
 from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.local import LocalViewBackend
@@ -20,7 +21,7 @@ FEATURES, HIDDEN, STEPS = 6, 10, 4
 
 @pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
-    with ProcessWorld(request.param, setup=join, timeout=280) as processes:
+    with ProcessWorld(request.param, setup=join, timeout=280, preload=(*preloaded.TORCH, "torch._dynamo")) as processes:
         yield processes
 
 

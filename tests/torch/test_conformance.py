@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import unidist
+from tests import preloaded
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
@@ -38,10 +39,12 @@ class TestTwoProcesses(ConformanceSuite):
     backend = "torch"
     world = f"{__name__}:world"
     processes = 2
+    preload = preloaded.TORCH
 
 
 class TestFourProcesses(ConformanceSuite):
     backend = "torch"
     world = f"{__name__}:world"
     processes = 4
+    preload = preloaded.TORCH
     timeout = 200.0

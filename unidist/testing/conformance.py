@@ -20,7 +20,7 @@ class TestMineInProcesses(ConformanceSuite):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import pytest
@@ -42,6 +42,7 @@ class ConformanceSuite:
         launcher: whose environment the processes see: "torchrun", "jax" or None.
         env: further environment variables of the processes.
         timeout: seconds that a check may take.
+        preload: what the processes find imported, as of ProcessWorld.
     """
 
     backend: ClassVar[str] = ""
@@ -51,6 +52,7 @@ class ConformanceSuite:
     launcher: ClassVar[Launcher | None] = "torchrun"
     env: ClassVar[Mapping[str, str | None]] = {}
     timeout: ClassVar[float] = 120.0
+    preload: ClassVar[Sequence[str]] = ()
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -61,7 +63,10 @@ class ConformanceSuite:
                 world = laws.make_world(cls.world)
                 yield lambda name: laws.run_check(name, world)
             return
-        with ProcessWorld(cls.processes, launcher=cls.launcher, env=cls.env, timeout=cls.timeout) as processes:
+        started = ProcessWorld(
+            cls.processes, launcher=cls.launcher, env=cls.env, timeout=cls.timeout, preload=cls.preload
+        )
+        with started as processes:
             yield lambda name: _run_in(processes, cls.world, name)
             if processes.pids:
                 processes.call("unidist.testing.laws:leave_here")

@@ -18,15 +18,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import IO, Any, Literal, TypeAlias
 
 from unidist.backends.environment import without_launcher
 from unidist.launch.request import free_port as free_port
+from unidist.testing import forkserver
 
 Launcher: TypeAlias = Literal["torchrun", "jax"]
 Target: TypeAlias = str | Callable[..., Any]
+# Starts a process that writes its errors to a file.
+Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | forkserver.Forked]
 
 # One thread pool for each of many processes on few cores would spoil the world.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -98,6 +102,8 @@ class ProcessWorld:
         setup: "module:function" or a module-level function, called once in each process when it starts.
         setup_args: its arguments.
         timeout: seconds that one call (and starting with the setup) may take. Then every process is ended.
+        preload: names of modules that the processes find imported, before their environment has a launcher's
+            variables: they are forked from servers that stay (`unidist.testing.forkserver`). () for new ones.
 
     Processes start at `start()`, at the context's beginning, or at the first call. A call that leaves some process
     without an answer ends the world, and the next call starts a new one on another port: one hanging or killed
@@ -113,6 +119,7 @@ class ProcessWorld:
         setup: Target | None = None,
         setup_args: tuple[Any, ...] = (),
         timeout: float = 120.0,
+        preload: Sequence[str] = (),
     ) -> None:
         self.count = count
         self.timeout = timeout
@@ -120,6 +127,7 @@ class ProcessWorld:
         self._env = dict(env or {})
         self._setup = None if setup is None else target_name(setup)
         self._setup_args = setup_args
+        self._preload = tuple(preload)
         self._children: list[_Child] = []
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
@@ -147,7 +155,8 @@ class ProcessWorld:
         self._replies = queue.SimpleQueue()
         try:
             for index in range(self.count):
-                self._children.append(_Child(index, self._environment(index, port), self._replies))
+                own = launcher_environment(self._launcher, self.count, index, port)
+                self._children.append(_Child(self._starter(index, own), index, self._replies))
             if self._setup is not None:
                 _first_failure(self._outcomes(self._setup, self._setup_args, {}, self.timeout))
         except BaseException:
@@ -183,10 +192,18 @@ class ProcessWorld:
         for child in children:
             child.end(max(0.0, deadline - time.monotonic()))
 
-    def _environment(self, index: int, port: int) -> dict[str, str]:
+    def _starter(self, index: int, own: Mapping[str, str]) -> Starter:
+        env = self._environment(own)
+        if not self._preload:
+            return partial(_new_process, env)
+        # pytest says there which test runs: a server serves them all.
+        common = {name: value for name, value in self._environment({}).items() if not name.startswith("PYTEST_")}
+        return partial(_forked, forkserver.server(common, self._preload, index % forkserver.TWINS), env)
+
+    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
         env = _DEFAULTS | without_launcher(os.environ)
         env.pop("UNIDIST_BACKEND", None)
-        env |= launcher_environment(self._launcher, self.count, index, port)
+        env |= own
         for name, value in self._env.items():
             env.pop(name, None)
             if value is not None:
@@ -232,18 +249,34 @@ class ProcessWorld:
         return ProcessFailedError(index, self.count, kind, message, detail)
 
 
+def _new_process(env: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "unidist.testing.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=output,
+        env=env,
+    )
+
+
+def _forked(server: forkserver.ForkServer, env: Mapping[str, str], output: IO[bytes]) -> forkserver.Forked:
+    read, to_child = os.pipe()
+    from_child, write = os.pipe()
+    try:
+        process = server.fork(env, read, write, output.fileno())
+    finally:
+        os.close(read)
+        os.close(write)
+    process.stdin, process.stdout = os.fdopen(to_child, "wb", 0), os.fdopen(from_child, "rb")
+    return process
+
+
 class _Child:
     """One process and the thread that reads its replies."""
 
-    def __init__(self, index: int, env: dict[str, str], replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
+    def __init__(self, start: Starter, index: int, replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "unidist.testing.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._output,
-            env=env,
-        )
+        self.process = start(self._output)
         self._reader = threading.Thread(target=self._read, args=(index, replies), daemon=True)
         self._reader.start()
         self.send(pickle.dumps(list(sys.path)))

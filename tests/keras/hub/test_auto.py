@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import unidist
+from tests import preloaded
 from tests.keras.hub import table, tasks, zoo
 from unidist.testing.processes import ProcessWorld
 
@@ -115,7 +116,12 @@ def test_the_maps_that_keras_hub_ships_are_taken(name: str, shape: tuple[int, in
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_layouts_are_found_in_two_processes(backend: str) -> None:
     with ProcessWorld(
-        2, env={"KERAS_BACKEND": "torch"}, setup=tasks.start, setup_args=(backend, None), timeout=200
+        2,
+        env={"KERAS_BACKEND": "torch"},
+        setup=tasks.start,
+        setup_args=(backend, None),
+        timeout=200,
+        preload=preloaded.KERAS["torch"],
     ) as world:
         world.call(tasks.check_found_layouts)
         world.call(tasks.check_one_line, backend)

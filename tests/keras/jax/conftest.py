@@ -12,14 +12,22 @@ from unidist.testing.processes import ProcessWorld
 
 @pytest.fixture(scope="session")
 def one() -> Iterator[ProcessWorld]:
-    with ProcessWorld(1, launcher=None, env=worlds.environment(), setup=worlds.one_device, timeout=200) as world:
+    with ProcessWorld(
+        1, launcher=None, env=worlds.environment(), setup=worlds.one_device, timeout=200, preload=worlds.PRELOAD
+    ) as world:
         yield world
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[ProcessWorld]:
     with ProcessWorld(
-        1, launcher=None, env=worlds.environment(), setup=worlds.virtual, setup_args=(4,), timeout=200
+        1,
+        launcher=None,
+        env=worlds.environment(),
+        setup=worlds.virtual,
+        setup_args=(4,),
+        timeout=200,
+        preload=worlds.PRELOAD,
     ) as world:
         yield world
 
@@ -27,6 +35,12 @@ def four() -> Iterator[ProcessWorld]:
 @pytest.fixture(scope="session")
 def pair() -> Iterator[ProcessWorld]:
     with ProcessWorld(
-        2, launcher="jax", env=worlds.environment(), setup=worlds.joined, setup_args=(2,), timeout=200
+        2,
+        launcher="jax",
+        env=worlds.environment(),
+        setup=worlds.joined,
+        setup_args=(2,),
+        timeout=200,
+        preload=worlds.PRELOAD,
     ) as world:
         yield world

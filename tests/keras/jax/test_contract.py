@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import preloaded
 from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.keras.jax.worlds import joined, virtual, with_tensorflow
 from tests.launch.runs import run
 from unidist.testing.processes import ProcessWorld
 
 RUN = "tests.keras.contract:{}".format
+PRELOAD = (*preloaded.KERAS["jax"], "tensorflow")
 COUNTED = "tests.keras.counted:{}".format
 ALONE = (None, 0)
 # Each promise under one strategy; among them every stage of ZeRO, with and without a model axis.
@@ -151,7 +153,7 @@ def test_copies_of_a_value_are_the_same_to_the_last_bit(pair: ProcessWorld) -> N
 @pytest.mark.processes
 def test_tensorboard_is_written_once(tmp_path: Path) -> None:
     env = with_tensorflow()
-    with ProcessWorld(2, launcher="jax", env=env, setup=joined, setup_args=(2,), timeout=200) as world:
+    with ProcessWorld(2, launcher="jax", env=env, setup=joined, setup_args=(2,), timeout=200, preload=PRELOAD) as world:
         for found in world.call(RUN("boarded"), "dp", 3, str(tmp_path)):
             assert found == [str(tmp_path)]
     assert len([p for p in (tmp_path / "train").iterdir() if "tfevents" in p.name]) == 1
@@ -175,7 +177,9 @@ def test_callbacks_write_once_and_decide_alike(pair: ProcessWorld, expected: Any
 
 
 def test_tf_data(expected: Any) -> None:
-    with ProcessWorld(1, launcher=None, env=with_tensorflow(), setup=virtual, setup_args=(4,), timeout=200) as world:
+    with ProcessWorld(
+        1, launcher=None, env=with_tensorflow(), setup=virtual, setup_args=(4,), timeout=200, preload=PRELOAD
+    ) as world:
         same(world.call(RUN("streamed"), "dp", 1, "tf.data")[0], expected("streamed", *ALONE, "arrays"))
 
 

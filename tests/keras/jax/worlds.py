@@ -6,11 +6,14 @@ import os
 import warnings
 from pathlib import Path
 
+from tests import preloaded
+from tests.visible import QUICK_JAX
+
 # Compiling is most of the time that a test takes.
-_ENV = {
-    "KERAS_BACKEND": "jax",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-}
+_ENV = {"KERAS_BACKEND": "jax", **QUICK_JAX}
+
+
+PRELOAD = (*preloaded.KERAS["jax"], "tests.keras.contract")
 
 
 def strict() -> None:

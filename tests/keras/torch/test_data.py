@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import unidist
+from tests import preloaded
 from tests.keras.torch import cases
 from tests.keras.torch.sources import SOURCES, check
 from unidist.testing.processes import ProcessWorld
@@ -27,14 +28,22 @@ def test_tf_data(count, backend):
     launcher = None if backend == "sim" else "torchrun"
     env = {"KERAS_BACKEND": "torch", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with ProcessWorld(
-        count, launcher=launcher, env=env, setup=cases.start, setup_args=(backend,), timeout=240
+        count,
+        launcher=launcher,
+        env=env,
+        setup=cases.start,
+        setup_args=(backend,),
+        timeout=240,
+        preload=(*preloaded.KERAS["torch"], "tensorflow"),
     ) as processes:
         processes.call(cases.source, "tf.data")
 
 
 @pytest.fixture(scope="module")
 def world():
-    with ProcessWorld(2, env={"KERAS_BACKEND": "torch"}, setup=cases.start, timeout=180) as processes:
+    with ProcessWorld(
+        2, env={"KERAS_BACKEND": "torch"}, setup=cases.start, timeout=180, preload=preloaded.KERAS["torch"]
+    ) as processes:
         yield processes
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import unidist
+from tests import preloaded
 from tests.keras.torch import programs
 from unidist.testing.processes import ProcessWorld
 
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, env={"KERAS_BACKEND": "torch"}, setup=programs.start, timeout=200) as found:
+    with ProcessWorld(
+        2, env={"KERAS_BACKEND": "torch"}, setup=programs.start, timeout=200, preload=preloaded.KERAS["torch"]
+    ) as found:
         yield found
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 import unidist
+from tests import preloaded
 from tests.keras.torch import state_dicts
 from unidist.testing.processes import ProcessWorld
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, env={"KERAS_BACKEND": "torch"}, setup=state_dicts.start, timeout=120) as found:
+    with ProcessWorld(
+        2, env={"KERAS_BACKEND": "torch"}, setup=state_dicts.start, timeout=120, preload=preloaded.KERAS["torch"]
+    ) as found:
         yield found
 
 

@@ -1,0 +1,32 @@
+"""What the processes of a world find imported: they are forked from one that has (unidist.testing.forkserver).
+
+The programs that `unidist run` starts, and those of the documents, import everything themselves.
+"""
+
+from __future__ import annotations
+
+TORCH = (
+    "torch.distributed",
+    "horovod.torch",
+    "unidist.backends.torch.backend",
+    "unidist.backends.horovod.backend",
+    "unidist.backends.horovod.over_torch",
+    "unidist.backends.sim.backend",
+    "unidist.testing.laws",
+)
+JAX = ("jax", "jax.numpy", "unidist.backends.jax.backend", "unidist.backends.sim.backend", "unidist.testing.laws")
+TENSORFLOW = (
+    "tensorflow",
+    "tensorflow.experimental.dtensor",
+    "horovod.tensorflow",
+    "unidist.backends.tensorflow.backend",
+    "unidist.backends.horovod.backend",
+    "unidist.backends.horovod.over_tensorflow",
+    "unidist.testing.laws",
+)
+# With Keras, on the backend that KERAS_BACKEND names.
+KERAS = {
+    "torch": (*TORCH, "keras", "unidist.keras.explicit.install"),
+    "jax": (*JAX, "keras", "unidist.keras.partitioned.install"),
+    "tensorflow": (*TENSORFLOW, "keras", "unidist.keras.dtensor.install", "unidist.keras.replicated.install"),
+}
