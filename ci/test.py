@@ -3,11 +3,14 @@
 
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
-import-linter and mypy, then every test in one pytest run of two workers, the fast folders first. Ends at the first
-failure of a check, or at the twentieth of a test.
+import-linter and mypy, then every test in one pytest run of two workers: tests/unit, then the longest files first
+(ci/timing.py). Ends at the first failure of a check, or at the twentieth of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
+    python3 ci/test.py --all ...            matrices that are sampled are run whole
+    python3 ci/test.py --repeat N TEST ...  these tests N times over, one after the other; how often they failed
+    python3 ci/test.py --measure            all of it, and what its time went to; writes ci/durations.json anew
     python3 ci/test.py --checks             only ruff, import-linter and mypy
     python3 ci/test.py --python             only the environment; prints its Python
 """
@@ -16,22 +19,24 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 import venv
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 HOROVOD = ROOT / "ci" / "install_horovod.sh"
 EXTRAS = ("dev", "torch", "jax", "demo")
-# Fast first: a failure shows early.
-FOLDERS = ("unit", "sim", "torch", "horovod", "jax", "tensorflow", "launch", "planner", "keras", "parity", "docs")
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
@@ -39,7 +44,11 @@ CHECKS = (
     ("mypy",),
 )
 # Two: a test starts up to four processes of its own. By files: the processes and references of one are shared.
-WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+WORKERS = 2
+SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
+DURATIONS = ROOT / "ci" / "durations.json"
+MEASURING = ROOT / "ci" / "measuring"
 KEPT_DAYS = 30
 
 
@@ -50,14 +59,59 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--python"]:
         print(python)
         return 0
-    tests = arguments or [f"tests/{folder}" for folder in FOLDERS if (ROOT / "tests" / folder).is_dir()]
-    if not arguments or arguments == ["--checks"]:
+    if not arguments or arguments in (["--checks"], ["--measure"]):
         for check in CHECKS:
             if code := run(python.parent / check[0], *check[1:]):
                 return code
-        if arguments:
-            return 0
-    return run(python, "-m", "pytest", "--maxfail=20", "--durations=10", *WORKERS, *tests)
+    if arguments == ["--checks"]:
+        return 0
+    if arguments[:1] == ["--repeat"]:
+        return repeat(python, int(arguments[1]), arguments[2:])
+    if arguments == ["--measure"]:
+        return measure(python)
+    return run(python, *PYTEST, *(arguments or ["tests"]))
+
+
+def repeat(python: Path, times: int, tests: list[str]) -> int:
+    """Runs the tests again and again, to find one that fails now and then."""
+    codes = [run(python, *PYTEST, "-n", "0", *tests) for _ in range(times)]
+    failed = sum(code != 0 for code in codes)
+    say(f"{failed} of {times} runs failed")
+    return int(failed > 0)
+
+
+def measure(python: Path) -> int:
+    """All tests, with what each process says of its time; the order of the next runs follows."""
+    with tempfile.TemporaryDirectory(prefix="unidist-measured-") as folder:
+        told = Path(folder) / "times.json"
+        paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(MEASURING)))}
+        code = run(python, *PYTEST, "tests", env={"TIMES": str(told), "MEASURED": folder, **paths})
+        if told.exists():
+            DURATIONS.write_text(summary(json.loads(told.read_text()), Path(folder)))
+            say(f"wrote {DURATIONS.relative_to(ROOT)}")
+    return code
+
+
+def summary(told: dict[str, Any], folder: Path) -> str:
+    """What ci/durations.json holds: seconds by file, and of all seconds of the cores the share of each kind."""
+    spent: dict[str, float] = {"imports": 0.0, "compiling": 0.0}
+    for record in folder.glob("*.process"):
+        for name, seconds in json.loads(record.read_text()).items():
+            spent[name] += seconds
+    cores = os.cpu_count() or 1
+    used = sum(file["cpu"] for file in told["files"].values())
+    shares = {name: seconds / (told["seconds"] * cores) for name, seconds in spent.items()}
+    # A worker that waits for a world uses no core itself, but its tests do not go on.
+    shares["starting worlds"] = told["starting"] / (told["seconds"] * WORKERS)
+    shares["waiting"] = max(0.0, 1 - used / (told["seconds"] * cores))
+    files = {name: {kind: round(s, 1) for kind, s in took.items()} for name, took in sorted(told["files"].items())}
+    content = {
+        "minutes": round(told["seconds"] / 60, 1),
+        "cores": cores,
+        "shares of all cores' time": {name: round(share, 3) for name, share in shares.items()},
+        "files": files,
+    }
+    return json.dumps(content, indent=1) + "\n"
 
 
 def environment() -> Path:
@@ -98,12 +152,13 @@ def forget_unused(base: Path) -> None:
             shutil.rmtree(done.parent)
 
 
-def run(*command: str | Path) -> int:
+def run(*command: str | Path, env: Mapping[str, str] | None = None) -> int:
     """Runs a command in the checkout, with this checkout's package and without the caller's Python settings."""
     say(" ".join(str(part) for part in command))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     path = os.pathsep.join((str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)))
-    return subprocess.run(command, cwd=ROOT, env={**kept, "PATH": path, "PYTHONPATH": str(ROOT)}).returncode
+    ours = {"PATH": path, "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run(command, cwd=ROOT, env={**kept, **ours}).returncode
 
 
 def say(text: str) -> None:

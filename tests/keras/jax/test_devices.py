@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import preloaded
 from tests.keras.jax import worlds
 from unidist.testing.processes import ProcessWorld
 
@@ -15,7 +14,7 @@ COUNTING = "tests.keras.jax.counting"
 
 @pytest.fixture
 def fresh() -> Iterator[ProcessWorld]:
-    with ProcessWorld(1, launcher=None, env=worlds.environment(), timeout=100, preload=preloaded.KERAS["jax"]) as world:
+    with ProcessWorld(1, launcher=None, env=worlds.environment(), timeout=100) as world:
         yield world
 
 

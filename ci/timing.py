@@ -1,0 +1,154 @@
+"""A pytest plugin: how long each file of tests takes, and which begin first.
+
+Files come in the order of ci/durations.json, the longest first, so that no worker is left with a long one at the end;
+those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder, and
+written to the file named by the variable TIMES, if there is one, with the seconds for which workers waited for worlds of
+processes to start.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unidist.testing.processes import ProcessWorld
+
+DURATIONS = Path(__file__).parent / "durations.json"
+FIRST = "tests/unit/"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Spent:
+    """Seconds, of a clock and of the cores: of the worker, and of all processes that it started."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.wall + other.wall, self.cpu + other.cpu)
+
+
+class Timing:
+    """What this process spent on each file, and what the workers that it started say of theirs."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, Spent] = {}
+        self.starting = 0.0
+        self._file: str | None = None
+        self._since = Spent()
+        self._began = time.monotonic()
+
+    # a worker -----------------------------------------------------------------------------------------------------
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
+
+        def turn(item: pytest.Item) -> tuple[bool, float]:
+            file = file_of(item)
+            return not file.startswith(FIRST), -known.get(file, {"wall": 0.0})["wall"]
+
+        items.sort(key=turn)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        if file_of(item) != self._file:
+            self._turn_to(file_of(item))
+        result = yield
+        if nextitem is None:
+            self._turn_to(None)
+        return result
+
+    def _turn_to(self, file: str | None) -> None:
+        now = Spent(time.monotonic(), spent_by_all())
+        if self._file is not None:
+            took = Spent(now.wall - self._since.wall, now.cpu - self._since.cpu)
+            self.files[self._file] = self.files.get(self._file, Spent()) + took
+        self._file, self._since = file, now
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["files"] = {name: asdict(spent) for name, spent in self.files.items()}
+            output["starting"] = self.starting
+
+    # the process that is asked for the tests ----------------------------------------------------------------------
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        output = getattr(node, "workeroutput", {})
+        self.starting += output.get("starting", 0.0)
+        for name, spent in output.get("files", {}).items():
+            self.files[name] = self.files.get(name, Spent()) + Spent(**spent)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.files:
+            return
+        took = time.monotonic() - self._began
+        if target := os.environ.get("TIMES"):
+            files = {name: asdict(spent) for name, spent in self.files.items()}
+            Path(target).write_text(json.dumps({"seconds": took, "starting": self.starting, "files": files}))
+        terminalreporter.section("minutes by folder (a worker's clock; all cores)")
+        for name, spent in sorted(by_folder(self.files).items(), key=lambda row: -row[1].wall):
+            terminalreporter.write_line(f"{spent.wall / 60:6.2f} {spent.cpu / 60:6.2f}  {name}")
+        longest = sorted(self.files.items(), key=lambda row: -row[1].wall)[:10]
+        terminalreporter.section("the longest files")
+        for name, spent in longest:
+            terminalreporter.write_line(f"{spent.wall / 60:6.2f} {spent.cpu / 60:6.2f}  {name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    timing = Timing()
+    config.pluginmanager.register(timing, "timing")
+    start = ProcessWorld.start
+
+    @functools.wraps(start)
+    def timed(world: ProcessWorld) -> None:
+        began = time.monotonic()
+        start(world)
+        timing.starting += time.monotonic() - began
+
+    ProcessWorld.start = timed  # type: ignore[method-assign]
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def by_folder(files: dict[str, Spent]) -> dict[str, Spent]:
+    found: dict[str, Spent] = {}
+    for name, spent in files.items():
+        folder = name.rpartition("/")[0]
+        found[folder] = found.get(folder, Spent()) + spent
+    return found
+
+
+def spent_by_all() -> float:
+    """Seconds of cores that this process has used, those that it started, and those that they did."""
+    used: dict[int, int] = {}
+    started: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        # proc(5): ppid is field 4; utime, stime and those of children that were waited for are fields 14 to 17.
+        started.setdefault(int(fields[1]), []).append(int(name))
+        used[int(name)] = sum(int(field) for field in fields[11:15])
+    total, left = 0, [os.getpid()]
+    while left:
+        pid = left.pop()
+        total += used.get(pid, 0)
+        left += started.get(pid, [])
+    return total / _TICKS
