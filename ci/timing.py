@@ -1,9 +1,8 @@
 """A pytest plugin: how long each file of tests takes, and which begin first.
 
 Files come in the order of ci/durations.json, the longest first, so that no worker is left with a long one at the end;
-those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder, and
-written to the file named by the variable TIMES, if there is one, with the seconds for which workers waited for worlds of
-processes to start.
+those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder. The
+file named by the variable TIMES, if there is one, gets it by file, and for how long workers waited for worlds to start.
 """
 
 from __future__ import annotations

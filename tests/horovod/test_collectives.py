@@ -16,6 +16,7 @@ import pytest
 
 import unidist
 from tests import preloaded
+from tests.visible import WITH_TENSORFLOW
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
 from unidist.backends.protocol import ALL_DTYPES
@@ -405,10 +406,9 @@ def lose_over_tensorflow(how: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
-    env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     limit = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(
-        2, setup=join_tensorflow, setup_args=(limit,), env=env, preload=preloaded.TENSORFLOW
+        2, setup=join_tensorflow, setup_args=(limit,), env=WITH_TENSORFLOW, preload=preloaded.TENSORFLOW
     ) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
@@ -441,7 +441,7 @@ def keras_on_tensorflow() -> str:
 
 
 def test_what_keras_on_tensorflow_cannot_is_refused_with_the_remedy() -> None:
-    env = {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {"KERAS_BACKEND": "tensorflow", **WITH_TENSORFLOW}
     with ProcessWorld(1, launcher=None, env=env, preload=preloaded.KERAS["tensorflow"]) as world:
         assert "jit_compile=False" in world.call(keras_on_tensorflow)[0]
 

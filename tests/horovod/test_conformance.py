@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 import unidist
 from tests import preloaded
+from tests.visible import WITH_TENSORFLOW
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
-
-# Other tests run without it (tests/conftest.py).
-WITH_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def torch_world(layout_pairs: int = 60) -> World:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import keras
 import keras_hub
@@ -14,6 +13,7 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.keras.hub import tasks, zoo
+from tests.visible import QUICK_JAX, WITH_TENSORFLOW
 from unidist.testing.processes import ProcessWorld
 
 
@@ -168,13 +168,12 @@ def test_an_encoder_and_a_decoder_generate() -> None:
 
 # Strings go through tf.data: in processes of their own, which see TensorFlow.
 PRELOAD = (*preloaded.KERAS["torch"], "keras_hub", "tensorflow")
-SEES_TENSORFLOW = {"PYTHONPATH": str(Path(__file__).parents[3]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+ENV = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
 
 
 @pytest.fixture(scope="module")
 def two_processes() -> Iterator[ProcessWorld]:
-    env = {**SEES_TENSORFLOW, "KERAS_BACKEND": "torch"}
-    with ProcessWorld(2, env=env, setup=tasks.start, setup_args=("torch", 2), timeout=200, preload=PRELOAD) as world:
+    with ProcessWorld(2, env=ENV, setup=tasks.start, setup_args=("torch", 2), timeout=200, preload=PRELOAD) as world:
         yield world
 
 
@@ -195,9 +194,8 @@ def test_backbones_in_two_processes(two_processes: ProcessWorld) -> None:
 
 @pytest.mark.processes
 def test_text_in_the_simulator() -> None:
-    env = {**SEES_TENSORFLOW, "KERAS_BACKEND": "torch"}
     with ProcessWorld(
-        1, launcher=None, env=env, setup=tasks.start, setup_args=("sim", 4), timeout=200, preload=PRELOAD
+        1, launcher=None, env=ENV, setup=tasks.start, setup_args=("sim", 4), timeout=200, preload=PRELOAD
     ) as world:
         world.call(tasks.check_text, ("bert",), 4)
 
@@ -205,15 +203,9 @@ def test_text_in_the_simulator() -> None:
 @pytest.mark.processes
 def test_generating_on_jax() -> None:
     """JAX's compiler partitions the weights; generating is Keras's own program."""
-    flags = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env, preload = {"KERAS_BACKEND": "jax", **QUICK_JAX}, preloaded.KERAS["jax"]
     with ProcessWorld(
-        1,
-        launcher=None,
-        env=flags,
-        setup=tasks.start,
-        setup_args=("jax", 2),
-        timeout=200,
-        preload=preloaded.KERAS["jax"],
+        1, launcher=None, env=env, setup=tasks.start, setup_args=("jax", 2), timeout=200, preload=preload
     ) as world:
         world.call(tasks.check_generating, 2, False)
         assert "uneven=True is for torch" in world.call(tasks.uneven_is_refused)[0]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 
 from tests import preloaded
-from tests.visible import QUICK_JAX
+from tests.visible import QUICK_JAX, WITH_TENSORFLOW
 
 # Compiling is most of the time that a test takes.
 _ENV = {"KERAS_BACKEND": "jax", **QUICK_JAX}
@@ -57,4 +56,4 @@ def environment() -> dict[str, str]:
 
 def with_tensorflow() -> dict[str, str]:
     """For tf.data, which the other tests do without (tests/conftest.py)."""
-    return {**_ENV, "PYTHONPATH": str(Path(__file__).parents[3]), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**_ENV, **WITH_TENSORFLOW}

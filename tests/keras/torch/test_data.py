@@ -11,6 +11,7 @@ import unidist
 from tests import preloaded
 from tests.keras.torch import cases
 from tests.keras.torch.sources import SOURCES, check
+from tests.visible import WITH_TENSORFLOW
 from unidist.testing.processes import ProcessWorld
 
 WITHOUT_TENSORFLOW = [name for name in SOURCES if name != "tf.data"]
@@ -26,7 +27,7 @@ def test_sources_in_the_simulator(name):
 @pytest.mark.parametrize(("count", "backend"), [(1, "sim"), (2, "torch")])
 def test_tf_data(count, backend):
     launcher = None if backend == "sim" else "torchrun"
-    env = {"KERAS_BACKEND": "torch", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
     with ProcessWorld(
         count,
         launcher=launcher,
