@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--python"]:
         print(python)
         return 0
-    if not arguments or arguments in (["--checks"], ["--measure"]):
+    if not arguments or arguments in (["--checks"], ["--measure"], ["--all"]):
         for check in CHECKS:
             if code := run(python.parent / check[0], *check[1:]):
                 return code
@@ -69,7 +69,9 @@ def main(arguments: list[str]) -> int:
         return repeat(python, int(arguments[1]), arguments[2:])
     if arguments == ["--measure"]:
         return measure(python)
-    return run(python, *PYTEST, *(arguments or ["tests"]))
+    whole = {"TESTS_ALL": "1"} if "--all" in arguments else {}
+    tests = [argument for argument in arguments if argument != "--all"]
+    return run(python, *PYTEST, *(tests or ["tests"]), env=whole)
 
 
 def repeat(python: Path, times: int, tests: list[str]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import sampling
 from unidist.backends.environment import without_launcher
 from unidist.testing import forkserver
 
@@ -35,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hidden = str(Path(__file__).parent.parent / "ci" / "without_tensorflow")
     sys.path.insert(0, hidden)
     os.environ["PYTHONPATH"] = os.pathsep.join([hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_report_header() -> str:
+    return (
+        "matrices of cases: all" if sampling.WHOLE else f"matrices of cases: every pair of values, seed {sampling.SEED}"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,6 +37,11 @@ class Spec:
         stage = f"-zero{self.zero}" if self.zero else ""
         return self.kind + "-" + "x".join(f"{axis}{size}" for axis, size in self.axes) + stage
 
+    @property
+    def shape(self) -> str:
+        """The kind and the axes, without their sizes."""
+        return "-".join((self.kind, *(axis for axis, _ in self.axes)))
+
     def size(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
 
