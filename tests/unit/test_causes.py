@@ -34,10 +34,13 @@ CONSEQUENCES = [
     raised(LOST, "OSError: cannot save what is half done", by=DURING),
     raised("horovod.common.exceptions.HorovodInternalError: Horovod has been shut down.\nSecond line"),
     raised("torch.distributed.DistBackendError: NCCL error: remote process exited"),
-    raised("jax.errors.JaxRuntimeError: FAILED_PRECONDITION: Gloo AllReduce failed: [pair.cc:1] Read error [::1]:1"),
+    raised("jax.errors.JaxRuntimeError: UNKNOWN: Gloo AllGather failed: [gloo/pair.cc:547] Connection closed by peer")
+    + "\nFor simplicity, JAX has removed its internal frames from the traceback of the following exception.",
     raised("tensorflow.python.framework.errors_impl.UnavailableError: {{function_node }} Socket closed"),
     "F0101 client.h:80] Terminating process because the JAX distributed service detected fatal errors. "
-    "This most likely indicates that another task died; see the other task logs for more details.",
+    "This most likely indicates that another task died; see the other task logs for more details."
+    + "\n    @     0x7fb9160f0321  tsl::RPCState<>::OnCompleted()"
+    * 40,
 ]
 CAUSES = [
     "",

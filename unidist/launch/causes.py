@@ -24,8 +24,8 @@ _LOST_ANOTHER = re.compile(
     r"|gloo.*(connection (closed|reset|refused|aborted)|broken pipe|(read|write) error|timed out|timeout)",
     re.IGNORECASE,
 )
-# JAX's coordination service, which aborts a process without a traceback.
-_ABORTED = "This most likely indicates that another task died"
+# JAX's coordination service, which aborts a process without a traceback of Python's, but with one of C++ after it.
+_ABORTED, _LINES_AFTER = "This most likely indicates that another task died", 100
 _TORCHS_PREFIX = re.compile(r"\[rank\d+\]: ?")
 
 
@@ -60,7 +60,7 @@ class Judge:
             return False
         found = self._console.traceback(failure.rank)
         if found is None:
-            return any(_ABORTED in line for line in self._console.last_lines(failure.rank))
+            return any(_ABORTED in line for line in self._console.last_lines(failure.rank, _LINES_AFTER))
         return any(_LOST_ANOTHER.search(line) for line in _errors(found[1]))
 
 

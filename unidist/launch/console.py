@@ -58,9 +58,9 @@ class Console:
             start = starts.pop()
         return lines[start][0], [line for _, line in lines[start:]]
 
-    def last_lines(self, rank: int) -> list[str]:
+    def last_lines(self, rank: int, count: int = _SHOWN_WITHOUT_TRACEBACK) -> list[str]:
         """The end of a rank's error stream."""
-        return [line for _, line in self._errors[rank]][-_SHOWN_WITHOUT_TRACEBACK:]
+        return [line for _, line in self._errors[rank]][-count:]
 
     def _pipe(self, rank: int, target: TextIO, *, keep: bool) -> int:
         reading, writing = os.pipe()
