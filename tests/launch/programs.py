@@ -69,7 +69,14 @@ def inner():
         os.kill(os.getpid(), 9)
     raise ValueError("the cause")
 
+def ends_late(*error):
+    sys.__excepthook__(*error)
+    {leave}
+    time.sleep(2)
+
 if rank == 1:
+    if "ends late" in sys.argv:
+        sys.excepthook = ends_late
     try:
         inner()
     except ValueError as error:
@@ -84,6 +91,7 @@ TORCH_FAILS = LEAVE_PIDS + _FAILS.format(
 dist.init_process_group("gloo")
 rank = dist.get_rank()""",
     meet="dist.barrier()",
+    leave="dist.destroy_process_group()",
     reduce="dist.all_reduce(torch.ones(1))",
 )
 
@@ -93,6 +101,7 @@ import horovod.torch as hvd
 hvd.init()
 rank = hvd.rank()""",
     meet="hvd.barrier()",
+    leave="hvd.shutdown()",
     reduce="hvd.allreduce(torch.ones(1))",
 )
 
@@ -106,6 +115,7 @@ from jax.experimental import multihost_utils
 
 rank = launch.process_index""",
     meet='multihost_utils.sync_global_devices("all have come")',
+    leave="pass",
     reduce="multihost_utils.process_allgather(jax.numpy.ones(()))",
 )
 

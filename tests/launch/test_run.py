@@ -233,10 +233,24 @@ def test_a_reader_that_goes_away_ends_all(tmp_path: Path) -> None:
     assert all_ended(tmp_path, 6)
 
 
-def test_a_rank_that_exits_without_a_word_is_named_before_those_that_miss_it(tmp_path: Path) -> None:
-    """Horovod tells the others of its end, and their tracebacks come first."""
-    script = program(tmp_path, FAILS["horovod"])
-    done = run(["-n", "2", "--backend", "horovod", script, "exit", "in a collective"], tmp_path)
-    assert done.code == 41, done.err
-    assert "rank 1 of 2 failed first, with exit code 41" in done.err
+@pytest.mark.parametrize(("backend", "how", "code"), [("horovod", "exit", 41), ("torch", "kill", 137)])
+def test_a_rank_that_ends_without_a_word_is_named_before_those_that_miss_it(
+    backend: str, how: str, code: int, tmp_path: Path
+) -> None:
+    """The others learn of its end, and their tracebacks come first."""
+    script = program(tmp_path, FAILS[backend])
+    done = run(["-n", "2", "--backend", backend, script, how, "in a collective"], tmp_path)
+    assert done.code == code, done.err
+    said = "exit code 41" if code == 41 else "signal SIGKILL"
+    assert f"rank 1 of 2 failed first, with {said}" in done.err
     assert all_ended(tmp_path, 6)
+
+
+def test_a_rank_that_ends_after_those_that_miss_it_is_named(tmp_path: Path) -> None:
+    """Its traceback is there and its connections are closed, but it has not ended when the others have."""
+    done = run(["-n", "3", "--backend", "torch", program(tmp_path, FAILS["torch"]), "ends late"], tmp_path)
+    assert "Connection" in done.err
+    assert "rank 1 of 3 failed first, with exit code 1" in done.err
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == "[1] RuntimeError: on rank 1"
+    assert all_ended(tmp_path, 9)

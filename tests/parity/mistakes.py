@@ -173,6 +173,18 @@ def lose_a_process(lost: int, folder: str) -> None:
         raise SystemExit(1) from error
 
 
+def apart_at_the_gate() -> Told:
+    """Each process comes to something else, and no collective follows that would hang without a gate."""
+    import unidist
+    from unidist.keras.dtensor import worlds
+
+    def come() -> None:
+        with worlds.together(f"what process {unidist.process_index()} does"):
+            pass
+
+    return told_by(come)
+
+
 def stall(how: str) -> Told:
     """Process 1 stops in the middle of fit, alive, or goes another way."""
     import keras
@@ -185,8 +197,8 @@ def stall(how: str) -> Told:
     class Stall(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 2 and how == "late":
-                worlds.backend().world.gate.timeout = 2.0
-                time.sleep(6.0 if second else 0.0)
+                worlds.backend().world.gate.timeout = 1.0
+                time.sleep(3.0 if second else 0.0)
             if second and batch == 2 and how == "elsewhere":
                 np.asarray(self.model.weights[0])
 

@@ -107,6 +107,11 @@ def test_a_machine_that_lacks_something(
     assert [check.name for check in checks if check.status != "ok"] == [name]
 
 
+def test_connections_to_all_nodes_count_as_open_files() -> None:
+    checks = machine.check(replace(HEALTHY, files=(1024, 4096)), {}, 4, 64)
+    is_said(of(checks, "open files"), "warning", "1024", "ulimit -n 1280")
+
+
 def test_what_the_system_does_not_tell_is_not_in_order() -> None:
     checks = machine.check(replace(HEALTHY, memory=None, shared=None), {}, 1, 1)
     assert {check.name for check in checks if check.status == "not checked"} == {"memory", "shared memory"}

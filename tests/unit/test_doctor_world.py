@@ -115,6 +115,16 @@ def test_a_wrong_value_on_one_link() -> None:
     assert one(checks, "links").found == "2 of 3 are right"
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_one_end_does_not_tell_for_the_other(silent: int) -> None:
+    told = [*start(2), link(1 - silent, (0, 1))]
+    waiting = one(judged(told, 2, code=3), "links")
+    assert (waiting.status, waiting.found[:23]) == ("not checked", "1 of 1 links, the first")
+    check = one(judged([*told, late(silent, "link 0-1")], 2, code=3), "link 0-1")
+    assert check.status == "failed"
+    assert f"process {silent} (a, pid {100 + silent}): nothing came for 60 s" in check.found
+
+
 def test_a_rank_that_all_failed_links_share_is_named() -> None:
     bad = [(0, 1), (1, 2)]
     told = [
@@ -198,6 +208,14 @@ def test_a_link_that_is_much_slower_than_the_others_is_told() -> None:
     assert "slow: 64 MiB/s, the usual is 1024 MiB/s" in one(checks, "link 1-2").found
     told = [{**r, "latency": 2e-3} if r["what"] == "link" and r["pair"] == [0, 2] else r for r in whole(3)]
     assert "late: 2000 us, the usual is 100 us" in one(judged(told, 3), "link 0-2").found
+
+
+@pytest.mark.parametrize("end", [0, 2])
+def test_a_link_that_one_end_alone_sees_as_slow_is_told(end: int) -> None:
+    told = [{**r, "bandwidth": 2.0**26} if r == link(end, (0, 2)) else r for r in whole(3)]
+    assert one(judged(told, 3), "link 0-2").status == "warning"
+    told = [{**r, "latency": 2e-3} if r == link(end, (0, 2)) else r for r in whole(3)]
+    assert one(judged(told, 3), "link 0-2").status == "warning"
 
 
 def test_a_wrong_sum_names_who_sees_it() -> None:

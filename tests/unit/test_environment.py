@@ -51,6 +51,7 @@ def launch(launcher: str, address: str | None, count: int, index: int, local: in
         # torchrun under srun: the inner one counts.
         ({**SLURM, **TORCHRUN}, launch("torchrun", "node0:29500", 8, 5, 1)),
         ({**SLURM, **JAX}, launch("jax", "node0:1234", 4, 3, 0)),
+        ({**SLURM, **HOROVOD}, launch("horovod", None, 3, 2, 0)),
     ],
 )
 def test_detect(environ: dict[str, str], expected: Launch | None) -> None:

@@ -171,6 +171,58 @@ def test_keras_on_another_backend_is_refused_with_the_way_out(monkeypatch: pytes
     assert unidist.use("sim").name == "sim"
 
 
+class Serving(World):
+    """Runs with Keras on two backends."""
+
+    keras_backends = ("torch", "jax")
+
+    def __init__(self, devices: Any = None, framework: str = "") -> None:
+        super().__init__(devices)
+
+
+class Preferring(Serving):
+    prefers_first = True
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where Keras's own configuration is; both backends are installed."""
+    unidist.register("serving", f"{__name__}:Serving")
+    unidist.register("preferring", f"{__name__}:Preferring")
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    return tmp_path / "keras.json"
+
+
+def chosen(name: str, **options: Any) -> str | None:
+    """What Keras will run on."""
+    unidist.use(name, **options)
+    found = os.environ.get("KERAS_BACKEND")
+    os.environ.pop("KERAS_BACKEND", None)
+    return found
+
+
+def test_keras_own_configuration_chooses_among_those_that_serve(served: Path) -> None:
+    assert chosen("serving") == "torch"
+    served.write_text('{"backend": "jax"}')
+    assert chosen("serving") is None, "Keras reads it by itself"
+    assert chosen("preferring") == "torch"
+    assert chosen("serving", framework="jax") == "jax"
+    served.write_text('{"backend": "tensorflow"}')
+    assert chosen("serving") == "torch"
+    served.write_text("no JSON")
+    assert chosen("serving") == "torch"
+
+
+def test_what_the_shell_says_of_keras_is_taken_or_refused(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert chosen("serving") == "jax"
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    with pytest.raises(BackendMismatchError, match=r"needs Keras on torch or jax, but KERAS_BACKEND is 'tensorflow'"):
+        unidist.use("serving")
+    assert chosen("serving", framework="jax") == "jax", "the framework that was asked for is the only one"
+
+
 # Joining -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,10 +248,14 @@ def test_under_a_launcher_the_world_is_joined_by_itself(worldly: None, monkeypat
         unidist.initialize("host:1", 4, 1)
     with pytest.raises(BackendMismatchError, match="asks for process None of 8"):
         unidist.initialize(process_count=8)
-    unidist.initialize()
+    unidist.initialize("host:1", 4, 2)
     assert adapter.joined == [Cluster()]
     with pytest.raises(BackendMismatchError, match="second time"):
         unidist.initialize()
+    adapter = registry.use("worldly", cluster=Cluster(timeout=7.0))
+    assert isinstance(adapter, World)
+    assert adapter.joined == [Cluster(timeout=7.0)]
+    unidist.initialize()
 
 
 def test_the_simulator_refuses_to_be_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:

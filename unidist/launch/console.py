@@ -11,7 +11,7 @@ from typing import TextIO
 _KEPT = 400
 _SHOWN_WITHOUT_TRACEBACK = 20
 # Both may have torch's "[rank3]: " before them.
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -50,7 +50,7 @@ class Console:
     def traceback(self, rank: int) -> tuple[float, list[str]] | None:
         """(when it began, its lines) of the last traceback on a rank's error stream, with those it is chained to."""
         lines = list(self._errors[rank])
-        starts = [i for i, (_, line) in enumerate(lines) if line.endswith(_TRACEBACK)]
+        starts = [i for i, (_, line) in enumerate(lines) if line.endswith(TRACEBACK)]
         if not starts:
             return None
         start = starts.pop()
@@ -58,9 +58,9 @@ class Console:
             start = starts.pop()
         return lines[start][0], [line for _, line in lines[start:]]
 
-    def last_lines(self, rank: int) -> list[str]:
+    def last_lines(self, rank: int, count: int = _SHOWN_WITHOUT_TRACEBACK) -> list[str]:
         """The end of a rank's error stream."""
-        return [line for _, line in self._errors[rank]][-_SHOWN_WITHOUT_TRACEBACK:]
+        return [line for _, line in self._errors[rank]][-count:]
 
     def _pipe(self, rank: int, target: TextIO, *, keep: bool) -> int:
         reading, writing = os.pipe()

@@ -7,7 +7,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,10 +23,6 @@ _AGENT = Path(registry.__file__).parent / "torch" / "agent.py"
 _RENDEZVOUS = Path(registry.__file__).parent / "horovod" / "rendezvous.py"
 # JAX's preemption service would keep the SIGTERM, with which the launcher ends processes, for itself.
 _DEFAULTS = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
-
-# Seconds after the first failure of a Horovod process: until its last words are read, and until a process that began
-# to fail before it has ended too.
-_WORDS_ARRIVE, _CAUSE_ARRIVES = 0.1, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Job(ABC):
 
     @abstractmethod
     def poll(self) -> list[Failure] | None:
-        """None while all is well and something runs, [] when all ended well, else what failed."""
+        """None while all is well and something runs, [] when all ended well, else what has failed so far."""
 
     def groups(self) -> list[int]:
         """The process groups that were made; a group whose leader has been reaped may still have members."""
@@ -145,7 +140,6 @@ class HorovodProcesses(LocalProcesses):
         self._server: subprocess.Popen[bytes] | None = None
         self._environ: Mapping[str, str] = {}
         self._console: Console | None = None
-        self._failed_since = 0.0
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         """Starts the server; the processes follow when it tells where it is (node 0) or has found node 0's."""
@@ -172,7 +166,7 @@ class HorovodProcesses(LocalProcesses):
         if server is None or server.stdout is None or console is None:
             return None
         if self._children:
-            return self._without_consequences(super().poll(), console)
+            return super().poll()
         if not select.select([server.stdout], [], [], 0)[0]:
             return None
         line = server.stdout.readline()
@@ -180,19 +174,6 @@ class HorovodProcesses(LocalProcesses):
             return [Failure(None, server.wait() or 1)]
         self._start_each(self._environ, json.loads(line), console)
         return None
-
-    def _without_consequences(self, failures: list[Failure] | None, console: Console) -> list[Failure] | None:
-        """A process that fails tells the others through Horovod while it ends, so they may end before it does. Until
-        the one is there, or it is too late, those that only say that another was lost are no failures."""
-        if not failures:
-            return failures
-        now = time.monotonic()
-        self._failed_since = self._failed_since or now
-        first = [failure for failure in failures if not _lost_another(failure, console)]
-        # What a process wrote last may come after its end is known.
-        if now - self._failed_since < _WORDS_ARRIVE or (not first and now - self._failed_since < _CAUSE_ARRIVES):
-            return None
-        return first or failures
 
     def groups(self) -> list[int]:
         return [*super().groups(), *([] if self._server is None else [self._server.pid])]
@@ -208,20 +189,22 @@ class HorovodProcesses(LocalProcesses):
 
 
 class ElasticAgent(Job):
-    """torch: torchrun's agent, in a process of its own, starts the others and tells how they ended."""
+    """torch: torchrun's agent, in a process of its own, starts the others and tells which of them have failed."""
 
     def __init__(self, request: Request) -> None:
         _one_device_a_process(request)
         super().__init__(request)
-        self._verdict: BinaryIO | None = None
+        self._told: BinaryIO | None = None
+        self._failures = b""
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         request = self.request
         streams = [console.attach(request.rank(local_index)) for local_index in range(request.processes)]
-        reading, verdict = os.pipe()
-        self._verdict = os.fdopen(reading, "rb")
-        task = {**asdict(request), "streams": streams, "verdict": verdict}
-        passed = [verdict, *(descriptor for pair in streams for descriptor in pair)]
+        reading, telling = os.pipe()
+        os.set_blocking(reading, False)
+        self._told = os.fdopen(reading, "rb", buffering=0)
+        task = {**asdict(request), "streams": streams, "failures": telling}
+        passed = [telling, *(descriptor for pair in streams for descriptor in pair)]
         try:
             self._children.append(
                 subprocess.Popen(
@@ -237,22 +220,21 @@ class ElasticAgent(Job):
                 os.close(descriptor)
 
     def poll(self) -> list[Failure] | None:
-        code = self._children[0].poll()
-        if code is None or self._verdict is None:
+        if self._told is None:
             return None
-        verdict = self._verdict.read()
-        if not verdict:
-            return [Failure(None, code or 1)]
-        return [Failure(rank, exit_code) for rank, exit_code in json.loads(verdict)]
+        # Asked before reading: what an agent that has ended told is then all there.
+        code = self._children[0].poll()
+        while more := self._told.read(4096):
+            self._failures += more
+        *lines, _ = self._failures.split(b"\n")
+        failures = [Failure(*json.loads(line)) for line in lines]
+        if code and not failures:
+            return [Failure(None, code)]
+        return failures if failures or code is not None else None
 
     def close(self) -> None:
-        if self._verdict is not None:
-            self._verdict.close()
-
-
-def _lost_another(failure: Failure, console: Console) -> bool:
-    found = console.traceback(failure.rank) if failure.rank is not None else None
-    return found is not None and any(name in found[1][-1] for name in ("HorovodInternalError", "ProcessLostError"))
+        if self._told is not None:
+            self._told.close()
 
 
 def _one_device_a_process(request: Request) -> None:

@@ -16,6 +16,7 @@ from typing import TextIO
 from unidist.backends import registry
 from unidist.backends.environment import without_launcher
 from unidist.errors import CapabilityError
+from unidist.launch.causes import Judge
 from unidist.launch.console import Console
 from unidist.launch.ending import end, mark
 from unidist.launch.jobs import JOBS, Failure, Job
@@ -75,11 +76,15 @@ def _supervise(job: Job, console: Console, give_up: Callable[[], str | None]) ->
     run_id = uuid.uuid4().hex
     reason: str | None = None
     failures: list[Failure] | None = None
+    judge = Judge(console, job.request.processes)
     with _signals() as received:
         try:
             job.start(_environ(job.request.backend, run_id), console)
-            while not received and not console.closed.is_set() and (failures := job.poll()) is None:
-                if reason := give_up():
+            while not received and not console.closed.is_set():
+                failures = job.poll()
+                if failures == [] or (failures and judge.is_settled(failures)):
+                    break
+                if failures is None and (reason := give_up()):
                     break
                 time.sleep(_POLL)
         finally:
@@ -95,7 +100,7 @@ def _supervise(job: Job, console: Console, give_up: Callable[[], str | None]) ->
         return GIVEN_UP
     if failures is None:
         return 128 + signal.SIGPIPE
-    return _report(failures, job.request, console) if failures else 0
+    return _report(judge.first(failures), job.request, console) if failures else 0
 
 
 def _environ(backend: str, run_id: str) -> dict[str, str]:
@@ -113,10 +118,8 @@ def _keras(backend: str, said: str | None) -> str:
     return said if said is not None and said in served else served[0]
 
 
-def _report(failures: list[Failure], request: Request, console: Console) -> int:
+def _report(first: Failure, request: Request, console: Console) -> int:
     """Says which rank failed first, with its traceback last. The exit code of the run."""
-    # Those that fail within one poll are told apart by when their tracebacks began.
-    first = min(failures, key=lambda failure: _began(failure, console))
     code = first.exit_code
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     if first.rank is None:
@@ -130,11 +133,6 @@ def _report(failures: list[Failure], request: Request, console: Console) -> int:
         for line in lines:
             console.say(f"[{first.rank}] {line}")
     return code if code > 0 else 128 - code
-
-
-def _began(failure: Failure, console: Console) -> float:
-    found = console.traceback(failure.rank) if failure.rank is not None else None
-    return found[0] if found else float("inf")
 
 
 @contextmanager

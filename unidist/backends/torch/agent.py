@@ -1,10 +1,10 @@
-"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and tells how they ended.
+"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and tells which failed.
 
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
 Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its
-standard output and error) and `verdict` (the descriptor on which [[rank, exit code], ...] of the failed workers is
-written at the end).
+standard output and error) and `failures` (the descriptor on which a line [rank, exit code] is written for each worker
+that has failed, as soon as it has). The others go on: who started this process ends them, and it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
@@ -71,20 +72,36 @@ def sent_again(lost: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(lost)
 
 
+def telling(
+    wait: Callable[..., RunProcsResult | None], first_rank: int, stream: TextIO
+) -> Callable[..., RunProcsResult | None]:
+    """The workers' `wait`, which would end all at the first failure and so hide which was the cause."""
+    told: set[int] = set()
+
+    def waiting(workers: SubprocessContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        codes = {local: handler.proc.poll() for local, handler in workers.subprocess_handlers.items()}
+        for local in [local for local, code in codes.items() if code and local not in told]:
+            told.add(local)
+            print(json.dumps([first_rank + local, codes[local]]), file=stream, flush=True)
+        return None if None in codes.values() else wait(workers, timeout, period)
+
+    return waiting
+
+
 def main(task: dict[str, Any]) -> int:
     sys.unraisablehook = sent_again
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
     logging.raiseExceptions = False
-    failed: list[tuple[int, int]] = []
-    try:
-        launch_agent(configuration(task), sys.executable, list(task["command"]))
-    except ChildFailedError as error:
-        failed = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
-    except SignalException as error:
-        return 128 + error.sigval
-    with os.fdopen(task["verdict"], "w") as stream:
-        json.dump(failed, stream)
+    with os.fdopen(task["failures"], "w") as stream:
+        first_rank = task["node_rank"] * task["processes"]
+        SubprocessContext.wait = telling(SubprocessContext.wait, first_rank, stream)  # type: ignore[method-assign]
+        try:
+            launch_agent(configuration(task), sys.executable, list(task["command"]))
+        except ChildFailedError:
+            return 0
+        except SignalException as error:
+            return 128 + error.sigval
     return 0
 
 

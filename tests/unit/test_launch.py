@@ -1,0 +1,218 @@
+"""The launcher without worlds: what processes are told, what a run comes to, how processes end. Jobs are planted."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unidist.backends import registry
+from unidist.backends.environment import without_launcher
+from unidist.launch import LaunchError, Request, ending, jobs, program, run
+from unidist.launch.console import Console
+from unidist.launch.jobs import JOBS, Failure, Job
+from unidist.launch.request import split_address
+from unidist.launch.run import GIVEN_UP
+
+COMMAND = ("-m", "train")
+
+# what processes are told
+
+
+def told(backend: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[dict[str, str]]:
+    """The environment of each process that a job would start."""
+    seen: list[dict[str, str]] = []
+
+    def start(command: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
+        seen.append(env)
+        return SimpleNamespace(pid=0, poll=lambda: 0)
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", start)
+    job = JOBS[backend](Request(backend=backend, command=COMMAND, **how))
+    job.start({"HOME": "/root"}, Console(io.StringIO(), io.StringIO()))
+    return seen
+
+
+SECOND_NODE = {"processes": 3, "nodes": 2, "node_rank": 1, "address": "node0:1234"}
+
+
+def test_jax_on_the_second_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = told("jax", monkeypatch, **SECOND_NODE, devices_per_process=2)
+    assert [env["JAX_PROCESS_ID"] for env in seen] == ["3", "4", "5"]
+    assert [env["JAX_LOCAL_PROCESS_ID"] for env in seen] == ["0", "1", "2"]
+    assert [env["JAX_LOCAL_DEVICE_IDS"] for env in seen] == ["0,1", "2,3", "4,5"]
+    for env in seen:
+        assert (env["JAX_COORDINATOR_ADDRESS"], env["JAX_NUM_PROCESSES"]) == ("node0:1234", "6")
+        assert (env["JAX_NUM_CPU_DEVICES"], env["HOME"]) == ("2", "/root")
+        assert "JAX_COORDINATOR_BIND_ADDRESS" not in env
+        assert not [name for name in without_launcher(env) if name.startswith(("JAX_PROC", "JAX_LOCAL", "JAX_COORD"))]
+
+
+def test_jax_on_one_node_listens_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = told("jax", monkeypatch, processes=2)
+    assert first["JAX_COORDINATOR_BIND_ADDRESS"] == first["JAX_COORDINATOR_ADDRESS"]
+    assert first["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
+    assert second["JAX_COORDINATOR_ADDRESS"] == first["JAX_COORDINATOR_ADDRESS"]
+    assert (first["JAX_LOCAL_DEVICE_IDS"], second["JAX_LOCAL_DEVICE_IDS"]) == ("0", "1")
+
+
+def test_tensorflow_on_the_second_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = told("tensorflow", monkeypatch, **SECOND_NODE, devices_per_process=2)
+    assert [env["RANK"] for env in seen] == ["3", "4", "5"]
+    assert [env["LOCAL_RANK"] for env in seen] == ["0", "1", "2"]
+    for env in seen:
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["UNIDIST_CPU_DEVICES"]) == ("6", "3", "2")
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
+
+
+def test_the_last_port_is_65535() -> None:
+    assert split_address("[fe80::1]:65535") == ("fe80::1", 65535)
+    for text in ("a:65536", "a:0", "a:-1", ":80", "a"):
+        with pytest.raises(LaunchError, match=r"must be host:port with a port of 1\.\.65535"):
+            split_address(text)
+
+
+# what a run comes to
+
+
+class Planted(Job):
+    """Starts nothing, and comes to what is planted."""
+
+    found: list[Failure] | None = None
+    environ: Mapping[str, str] = {}
+    polls = 0
+
+    def start(self, environ: Mapping[str, str], console: Console) -> None:
+        Planted.environ = environ
+        for local_index in range(self.request.processes):
+            for descriptor in console.attach(self.request.rank(local_index)):
+                os.close(descriptor)
+
+    def poll(self) -> list[Failure] | None:
+        self.polls += 1
+        assert self.polls < 100, "nobody ended this run"
+        return self.found
+
+
+def come_to(
+    found: list[Failure] | None, monkeypatch: pytest.MonkeyPatch, backend: str = "jax", reason: str | None = None
+) -> tuple[int, str]:
+    """The exit code of a run of two processes, and what it says."""
+    monkeypatch.setitem(JOBS, backend, Planted)
+    monkeypatch.setattr(registry, "find", lambda name: None)
+    monkeypatch.setattr(Planted, "found", found)
+    request, err = Request(backend=backend, command=COMMAND, processes=2), io.StringIO()
+    return run(request, out=io.StringIO(), err=err, give_up=lambda: reason), err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "said"),
+    [
+        ([], 0, ""),
+        ([Failure(1, 41)], 41, "unidist: rank 1 of 2 failed first, with exit code 41; the others were ended; it said"),
+        ([Failure(0, -9)], 137, "unidist: rank 0 of 2 failed first, with signal SIGKILL; the others were ended; it"),
+        ([Failure(None, 3)], 3, "unidist: the agent that starts the processes ended with exit code 3; what it said"),
+        (None, GIVEN_UP, "unidist: it takes too long: all processes were ended\n"),
+    ],
+    ids=str,
+)
+def test_the_exit_code_and_the_last_word(
+    found: list[Failure] | None, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = come_to(found, monkeypatch, reason="it takes too long" if found is None else None)
+    assert got[0] == code
+    assert got[1].startswith(said)
+    assert bool(got[1]) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shell", "keras"),
+    [
+        ("torch", None, "torch"),
+        ("torch", "jax", "torch"),
+        ("tensorflow", "torch", "tensorflow"),
+        ("horovod", None, "torch"),
+        ("horovod", "tensorflow", "tensorflow"),
+        ("horovod", "jax", "torch"),
+    ],
+)
+def test_keras_runs_on_what_the_shell_says_where_the_backend_serves_it(
+    backend: str, shell: str | None, keras: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    if shell is not None:
+        monkeypatch.setenv("KERAS_BACKEND", shell)
+    monkeypatch.setenv("RANK", "7")
+    come_to([], monkeypatch, backend)
+    assert (Planted.environ["UNIDIST_BACKEND"], Planted.environ["KERAS_BACKEND"]) == (backend, keras)
+    assert "RANK" not in Planted.environ
+
+
+# how processes end
+
+
+def sleeper(how: str, *runs: str) -> subprocess.Popen[bytes]:
+    """A shell of these runs, the outermost first, that waits."""
+    environ = dict(os.environ)
+    for run_id in runs:
+        ending.mark(environ, run_id)
+    text = f"trap {how} TERM; echo ready; while :; do sleep 0.02; done"
+    child = subprocess.Popen(["bash", "-c", text], env=environ, stdout=subprocess.PIPE, start_new_session=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    child.stdout.close()
+    return child
+
+
+def ended(child: subprocess.Popen[bytes], run_id: str, grace: float) -> int | None:
+    """How it ends when its run is; None where that takes longer than 10 seconds."""
+    arguments = (run_id, [child.pid], lambda: child.poll() is None, grace, lambda: False)
+    worker = threading.Thread(target=ending.end, args=arguments, daemon=True)
+    worker.start()
+    worker.join(10.0)
+    code = child.poll()
+    child.kill()
+    child.wait()
+    return code
+
+
+def test_who_listens_ends_by_itself_and_who_does_not_is_killed() -> None:
+    assert ended(sleeper("'sleep 0.2; exit 5'", "polite"), "polite", 9.0) == 5
+    assert ended(sleeper("''", "stubborn"), "stubborn", 0.2) == -signal.SIGKILL
+
+
+def test_a_run_inside_another_belongs_to_both() -> None:
+    child = sleeper("''", "outer run", "inner run")
+    found = [child.pid in ending.marked(name) for name in ("outer run", "inner run", "run", "outer")]
+    assert ended(child, "outer run", 0.0) == -signal.SIGKILL
+    assert found == [True, True, False, False]
+
+
+HANGS_AT_ITS_EXIT = "import atexit, sys, time\natexit.register(time.sleep, 60)\nprint(sys.argv[1:])\n"
+
+
+def test_a_failed_program_is_not_kept_by_its_exit_handlers(tmp_path: Path) -> None:
+    ways = {"raise ValueError('mine')": 1, "sys.exit(41)": 41, "sys.exit('words')": 1}
+    children = []
+    for k, how in enumerate(ways):
+        (tmp_path / f"way{k}.py").write_text(HANGS_AT_ITS_EXIT + how)
+        command = [sys.executable, program.__file__, f"way{k}.py", "-x"]
+        children.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    try:
+        said = [child.communicate(timeout=20) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == list(ways.values())
+    assert [out for out, _ in said] == [b"['-x']\n"] * 3
+    assert b"runpy" not in said[0][1]
+    assert said[0][1].endswith(b"ValueError: mine\n")

@@ -1,0 +1,78 @@
+"""Which process failed first: one rule for all jobs of what is a cause and what a consequence.
+
+- A process that the launcher ends is no failure: failures are taken before anything is ended, by signals too.
+- A process whose errors say that it lost another failed in consequence. While there are only such, the one that was
+  lost may still be ending: it is waited for, and not for long.
+- Of several causes the first is the one whose traceback began first; one without, from when its end was seen.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+
+from unidist.launch.console import TRACEBACK, Console
+from unidist.launch.jobs import Failure
+
+# Seconds after a failure until its last words are read, and after the first until what caused it has ended too.
+_WORDS_ARRIVE, _CAUSE_ARRIVES = 0.1, 3.0
+# Ours, and what programs see that use a framework without us. gloo has no type of its own: torch and JAX pass its words
+# on. A connection of the program's own, as to where it reads its data, may be a cause.
+_LOST_ANOTHER = re.compile(
+    r"ProcessLostError|HorovodInternalError|Dist(Backend|Network|Store)Error|errors_impl\.UnavailableError"
+    r"|gloo.*(connection (closed|reset|refused|aborted)|broken pipe|(read|write) error|timed out|timeout)",
+    re.IGNORECASE,
+)
+# JAX's coordination service, which aborts a process without a traceback of Python's, but with one of C++ after it.
+_ABORTED, _LINES_AFTER = "This most likely indicates that another task died", 100
+_TORCHS_PREFIX = re.compile(r"\[rank\d+\]: ?")
+
+
+class Judge:
+    """Decides when it is known which process failed first, and which it was."""
+
+    def __init__(self, console: Console, processes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._processes, self._clock = console, processes, clock
+        self._seen: dict[int | None, float] = {}
+
+    def is_settled(self, failures: Sequence[Failure]) -> bool:
+        """Whether nobody needs to be waited for any more. To be asked with all failures whenever there are some."""
+        now = self._clock()
+        for failure in failures:
+            self._seen.setdefault(failure.rank, now)
+        heard = [failure for failure in failures if now - self._seen[failure.rank] >= _WORDS_ARRIVE]
+        if any(not self._is_consequence(failure) for failure in heard) or len(heard) == self._processes:
+            return True
+        return now - min(self._seen.values()) >= _CAUSE_ARRIVES
+
+    def first(self, failures: Sequence[Failure]) -> Failure:
+        """The one that failed first."""
+        causes = [failure for failure in failures if not self._is_consequence(failure)]
+        return min(causes or failures, key=self._began)
+
+    def _began(self, failure: Failure) -> float:
+        found = self._console.traceback(failure.rank) if failure.rank is not None else None
+        return found[0] if found else self._seen[failure.rank]
+
+    def _is_consequence(self, failure: Failure) -> bool:
+        if failure.rank is None:
+            return False
+        found = self._console.traceback(failure.rank)
+        if found is None:
+            return any(_ABORTED in line for line in self._console.last_lines(failure.rank, _LINES_AFTER))
+        return any(_LOST_ANOTHER.search(line) for line in _errors(found[1]))
+
+
+def _errors(lines: Sequence[str]) -> list[str]:
+    """The errors of a traceback and those it is chained to, each as its line "type: message"."""
+    errors: list[str] = []
+    within = False
+    for line in lines:
+        said = _TORCHS_PREFIX.sub("", line, count=1)
+        if said.endswith(TRACEBACK):
+            within = True
+        elif within and said.strip("^~ ") and not said.startswith(" "):
+            errors.append(said)
+            within = False
+    return errors
