@@ -113,12 +113,17 @@ def _join(frame: Frame, variables: Any) -> None:
 
 def _accumulate(optimizer: Any, frame: Frame) -> None:
     """A step of an accumulation whose gradients wait on their ranks: the accumulators take nothing."""
-    if optimizer.use_ema:
-        with frame.reading_shards():
-            variables = optimizer._trainable_variables
-            _originals["apply"](optimizer, [torch.zeros_like(v.value) for v in variables], variables)
-    else:
+    variables = optimizer._trainable_variables
+    is_constrained = any(v.constraint is not None for v in variables)
+    if not optimizer.use_ema and not is_constrained:
         optimizer._iterations.assign_add(1)
+        return
+    frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
+    writes = is_constrained or bool(frequency and (int(optimizer.iterations) + 1) % frequency == 0)
+    with frame.reading_shards():
+        _originals["apply"](optimizer, [torch.zeros_like(v.value) for v in variables], variables)
+    if writes:
+        _join(frame, variables)
 
 
 def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
