@@ -187,6 +187,7 @@ class Reducer:
         self._finished = 0
         self._running = False
         self._hooks: list[Any] = []
+        self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
         self.launched_early = 0
         self.watched = [w for w in watched if w.leaf.requires_grad]
         for members in self._by_kind():
@@ -195,7 +196,10 @@ class Reducer:
             for member in bucket.members:
                 self._bucket_of[id(member.leaf)] = bucket
         for member in self.watched:
-            self._hooks.append(member.leaf.register_hook(self._arriving))
+            # Before gradients are accumulated: autograd.grad, which accumulates none, is no backward of ours.
+            accumulating = torch.autograd.graph.get_gradient_edge(member.leaf).node
+            self._accumulating.append(accumulating)
+            self._hooks.append(accumulating.register_prehook(self._arriving))
             self._hooks.append(member.leaf.register_post_accumulate_grad_hook(self._arrived))
 
     def _by_kind(self) -> list[list[Watched]]:
@@ -225,11 +229,12 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._accumulating.clear()
 
     # what happens in backward -------------------------------------------------------------------------------------
 
     @_untraced
-    def _arriving(self, grad: torch.Tensor) -> None:
+    def _arriving(self, grads: tuple[torch.Tensor, ...]) -> None:
         if self._running:
             return
         self._running = True
