@@ -151,6 +151,37 @@ def test_a_first_layer_that_mixes_its_features_is_no_column() -> None:
     assert unidist.plan(model, MESH).pairs == ()
 
 
+def test_a_subclass_with_its_own_call_may_mix_its_features() -> None:
+    import keras
+
+    class OwnDense(keras.layers.Dense):  # type: ignore[misc]
+        def call(self, x):
+            return keras.ops.softmax(super().call(x))
+
+    class OwnEinsum(keras.layers.EinsumDense):  # type: ignore[misc]
+        def call(self, x):
+            return keras.ops.flip(super().call(x), axis=-1)
+
+    class OwnTable(keras.layers.Embedding):  # type: ignore[misc]
+        def call(self, x):
+            return keras.ops.matmul(keras.ops.one_hot(x, self.input_dim), self.embeddings)
+
+    for first in (OwnDense(16, name="a"), OwnEinsum("bi,io->bo", (16,), name="a")):
+        model = keras.Sequential([keras.Input((8,)), first, keras.layers.Dense(8, name="b")])
+        assert unidist.plan(model, MESH).pairs == ()
+    table = unidist.plan(keras.Sequential([keras.Input((4,), dtype="int32"), OwnTable(16, 6)]), MESH).rows[0]
+    assert (table.layout, table.reason) == (unidist.Layout("model"), "gathered: for each call of its layer")
+
+
+def test_two_products_that_take_one_output_are_no_rows() -> None:
+    import keras
+
+    x = keras.Input((8,))
+    y = keras.layers.Dense(16, name="first")(x)
+    ends = [keras.layers.Dense(8, name=name)(y) for name in ("left", "right")]
+    assert unidist.plan(keras.Model(x, ends[0] + ends[1]), MESH).pairs == ()
+
+
 def test_an_output_that_also_leaves_the_model_is_no_pair() -> None:
     import keras
 

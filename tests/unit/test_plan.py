@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,17 @@ def test_the_strategies_of_the_design_send_what_it_says() -> None:
 def test_free_cuts_come_before_what_is_sent() -> None:
     assert steps(Layout(partial="data"), Layout("data", "model")) == [("slice", "model"), ("reduce_scatter", "data")]
     assert steps(Layout("data"), Layout(None, "data", fanout="model")) == [("retype", "model"), ("all_to_all", "data")]
+
+
+def test_no_step_but_a_scaling_is_by_a_mean() -> None:
+    """Adapters reduce by sum, max, min and prod alone: means are sums that are scaled."""
+    states: list[dict[str, Any]] = [{}, {"fanout": "a"}, {"partial": {"a": "mean"}}, {"partial": {"a": "sum"}}]
+    ways = [Layout(**state) for state in states] + [Layout("a"), Layout(None, "a"), Layout("b", partial={"a": "mean"})]
+    ways += [Layout(partial={"a": "mean", "b": op}) for op in ("mean", "sum")]
+    mesh = Mesh({"a": 2, "b": 2})
+    for src, dst in itertools.product(ways, ways):
+        moves = plan(Sharding(mesh, src, (8, 8)), Sharding(mesh, dst, (8, 8)))
+        assert {step.reduce for step in (*moves, *moves.adjoint) if step.op != "scale"} <= {"sum"}
 
 
 def test_plans_are_cached_and_refuse_another_mesh_or_shape() -> None:

@@ -104,7 +104,7 @@ class Step:
         Raises:
             LayoutError: a reduction by max, min or prod, which has no adjoint.
         """
-        if self.op in ("all_reduce", "reduce_scatter", "mask") and self.reduce not in ("sum", "mean"):
+        if self.op in ("all_reduce", "reduce_scatter", "mask") and self.reduce != "sum":
             raise LayoutError(f"{self.op} by {self.reduce} over {self.axes} is not linear and has no adjoint")
         before = self.after.with_layout(self.after.layout.dual())
         after = self.before.with_layout(self.before.layout.dual())

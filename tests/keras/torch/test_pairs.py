@@ -130,6 +130,61 @@ def test_attention_pairs_by_heads():
     assert [len(pair.columns) for pair in pairs_of(found.model)] == [3]
 
 
+def two_rows():
+    """Two row layers take what one column gives."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a")(inputs)
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h) + layers.Dense(8, name="b2")(h)))
+
+
+LIMIT = 1.0
+
+
+def scaled_where_large(h):
+    """Rows in which any feature is large are halved, in all features."""
+    return h * ops.where(ops.max(h, axis=-1, keepdims=True) > LIMIT, 0.5, 1.0)
+
+
+def scaled():
+    inputs = layers.Input((12,))
+    h = scaled_where_large(layers.Dense(16, name="a")(inputs))
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h)))
+
+
+def scaled_beside():
+    """What comes from one of two columns is sound."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a")(inputs) + scaled_where_large(layers.Dense(16, name="a2")(inputs))
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h)))
+
+
+def leaking():
+    """What exceeds a limit in any feature also leaves the model."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a")(inputs)
+    more = ops.relu(ops.max(h, axis=-1, keepdims=True) - LIMIT)
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h)) + more)
+
+
+def whole_again():
+    """What exceeds a limit in any feature also goes to another column layer."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a")(inputs)
+    more = layers.Dense(8, name="a2")(ops.relu(ops.max(h, axis=-1, keepdims=True) - LIMIT))
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h) + more))
+
+
+@pytest.mark.parametrize("build", [two_rows, scaled, scaled_beside, leaking, whole_again])
+def test_equal_numbers_on_the_rows_of_the_proof_are_no_proof(build):
+    """On the first rows, which are small, each of these pairs would give one device's outputs and gradients."""
+    rules = {r".*(a|a2)/kernel": (None, "model"), r".*(a|a2)/bias": ("model",), r".*(b|b2)/kernel": ("model", None)}
+    x, y = features(rows=8)
+    x[:2] *= 0.05
+    found = train(build, x, y, model_parallel(rules), shuffle=False)
+    assert_equal(found, train(build, x, y, shuffle=False))
+    assert pairs_of(found.model) == []
+
+
 def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
     x, y = features(rows=8)
     with unidist.ledger() as traffic:

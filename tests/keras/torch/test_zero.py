@@ -164,44 +164,6 @@ def test_what_is_under_way_is_not_written_to(monkeypatch):
         assert not torch.equal(part, before[rank])
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_steps_of_an_accumulation_send_no_gradients(zero):
-    x, y = features(rows=24)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
-
-    strategy = unidist.DataParallel(zero=zero)
-    wanted = train(mlp, x, y, optimizer=optimizer)
-    with unidist.ledger() as book:
-        assert_equal(train(mlp, x, y, strategy, optimizer=optimizer), wanted)
-    assert book.count(purpose="gradient") == 4  # of 12 steps
-
-
-def test_what_waits_in_an_accumulation_is_saved(tmp_path):
-    """Two epochs of two steps, three steps a full accumulation: the file has what one device's has."""
-    x, y = features(rows=8)
-
-    def run(strategy, name):
-        found = train(
-            mlp,
-            x,
-            y,
-            strategy,
-            epochs=1,
-            optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
-        )
-        found.model.save(tmp_path / name)
-        model = keras.saving.load_model(tmp_path / name)
-        return [np.asarray(v) for v in model.optimizer.variables]
-
-    wanted = run(None, "one.keras")
-    assert max(np.abs(v).max() for v in wanted[2:]) > 0
-    for zero in (0, 1, 3):
-        for a, b in zip(run(unidist.DataParallel(zero=zero), f"{zero}.keras"), wanted, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6)
-
-
 # what is held ---------------------------------------------------------------------------------------------------------
 
 

@@ -79,46 +79,51 @@ def _targets(optimizer: Any, trainable_variables: Any) -> list[Any]:
 
 
 def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
-    """A gradient of the whole that layers see, cut to the part that this rank updates."""
+    """A gradient of the whole variable, as a step of the user's own may make it, cut to the part that this rank
+    updates."""
     if grad is None or not placing.is_placed(variable):
         return grad
     place = variable._place
-    held, state = place.sharding, place.lies.state
-    if grad.shape == place.own(frame).shape or held == state:
+    state = place.lies.state
+    if grad.shape == place.own(frame).shape or tuple(grad.shape) != state.shape:
         return grad
-    pairs = zip(state.region(frame.rank), held.region(frame.rank), strict=True)
-    return grad[tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)]
+    return grad[state.slices(frame.rank)]
 
 
 def _join(frame: Frame, variables: Any) -> None:
-    """What ranks have updated in parts becomes whole where it is stored whole. What was fetched before is let go: a
-    step may read it again."""
+    """What ranks have updated in parts becomes what is stored, where that is more than a part. What was fetched before
+    is let go: a step may read it again."""
     placed = [v._place for v in variables if placing.is_placed(v)]
     for unit in {id(u): u for p in placed if not p.is_kept and (u := p.units.get(frame.rank))}.values():
         unit.is_pinned = False
         unit.free()
-    places = [place for place in placed if place.is_kept]
-    apart = [place for place in places if place.lies.state != place.lies.stored]
+    apart = [place for place in placed if place.lies.state != place.lies.stored]
     fetchers = {}
     for place in apart:
         unit = place.units.get(frame.rank)
-        if unit is not None:
+        if unit is not None and unit.is_kept:
             fetchers[id(unit.fetcher)] = unit.fetcher
             continue
-        whole = frame.world.backend.redistribute(place.own(frame).detach(), place.lies.state, place.lies.stored)
-        place.shards[frame.rank].data.copy_(whole)
+        # Stored in parts of several parts: a rule cuts by one data axis, and ZeRO by the others.
+        stored = frame.world.backend.redistribute(place.own(frame).detach(), place.lies.state, place.lies.stored)
+        place.shards[frame.rank].data.copy_(stored)
     for fetcher in fetchers.values():
         fetcher.join(apart)
 
 
 def _accumulate(optimizer: Any, frame: Frame) -> None:
     """A step of an accumulation whose gradients wait on their ranks: the accumulators take nothing."""
-    if optimizer.use_ema:
-        with frame.reading_shards():
-            variables = optimizer._trainable_variables
-            _originals["apply"](optimizer, [torch.zeros_like(v.value) for v in variables], variables)
-    else:
+    variables = optimizer._trainable_variables
+    is_constrained = any(v.constraint is not None for v in variables)
+    if not optimizer.use_ema and not is_constrained:
         optimizer._iterations.assign_add(1)
+        return
+    frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
+    writes = is_constrained or bool(frequency and (int(optimizer.iterations) + 1) % frequency == 0)
+    with frame.reading_shards():
+        _originals["apply"](optimizer, [torch.zeros_like(v.value) for v in variables], variables)
+    if writes:
+        _join(frame, variables)
 
 
 def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:

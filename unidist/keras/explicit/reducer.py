@@ -187,6 +187,7 @@ class Reducer:
         self._finished = 0
         self._running = False
         self._hooks: list[Any] = []
+        self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
         self.launched_early = 0
         self.watched = [w for w in watched if w.leaf.requires_grad]
         for members in self._by_kind():
@@ -194,8 +195,11 @@ class Reducer:
         for bucket in self.buckets:
             for member in bucket.members:
                 self._bucket_of[id(member.leaf)] = bucket
-                self._hooks.append(member.leaf.register_hook(self._keeper(member.leaf)))
         for member in self.watched:
+            # Before gradients are accumulated: autograd.grad, which accumulates none, is no backward of ours.
+            accumulating = torch.autograd.graph.get_gradient_edge(member.leaf).node
+            self._accumulating.append(accumulating)
+            self._hooks.append(accumulating.register_prehook(self._arriving))
             self._hooks.append(member.leaf.register_post_accumulate_grad_hook(self._arrived))
 
     def _by_kind(self) -> list[list[Watched]]:
@@ -225,24 +229,31 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._accumulating.clear()
 
     # what happens in backward -------------------------------------------------------------------------------------
 
-    def _keeper(self, p: torch.nn.Parameter) -> Any:
-        def before_accumulation(grad: torch.Tensor) -> None:
-            # What an earlier backward left is reduced already: it must not be summed again.
-            if not self.is_paused and not self.is_holding and p.grad is not None:
-                self._kept[id(p)] = p.grad.clone()
-                p.grad = None
+    @_untraced
+    def _arriving(self, grads: tuple[torch.Tensor, ...]) -> None:
+        if self._running:
+            return
+        self._running = True
+        self.launched_early = 0
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if not self.is_paused and not self.is_holding:
+            self._set_aside()
 
-        return before_accumulation
+    def _set_aside(self) -> None:
+        """What an earlier backward left is reduced already: it must not be summed again, whether or not more of it
+        comes."""
+        for member in [m for bucket in self.buckets for m in bucket.members]:
+            if member.target.grad is not None:
+                # It is a view of what the bucket will be reduced into.
+                self._kept[id(member.leaf)] = member.target.grad.clone()
+                member.target.grad = None
 
     @_untraced
     def _arrived(self, p: torch.nn.Parameter) -> None:
-        if not self._running:
-            self._running = True
-            self.launched_early = 0
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket = self._bucket_of.get(id(p))
         if bucket is None or self.is_paused:
             return
@@ -253,10 +264,6 @@ class Reducer:
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
-        if isinstance(bucket, CutBucket):
-            for member in bucket.members:
-                if member.target.grad is not None:  # a view of the row that will be written to
-                    self._kept[id(member.leaf)] = member.target.grad.clone()
         with events.for_purpose("gradient"), torch.no_grad():
             bucket.launch()
             self._next += 1

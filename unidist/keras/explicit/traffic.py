@@ -113,7 +113,8 @@ class Traffic:
         return bool((int(self.model.optimizer._iterations.value) + 1) % steps)
 
     def flush(self, frame: Frame) -> None:
-        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it."""
+        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it. It waits no
+        more, so the next step's zero_grad forgets it."""
         reducer = self._reducers[frame.rank]
         if not reducer.is_holding:
             return
@@ -124,7 +125,6 @@ class Traffic:
                 grad = variable._place.own(frame).grad
                 if grad is not None:
                     optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].assign_add(grad)
-                variable._place.forget_gradients(frame.rank)
 
 
 def _check_fetched(model: Any, layers: list[Any]) -> None:

@@ -1,0 +1,124 @@
+"""What a layer does with its cut kernel: known by its class, and on a shard only what treats each element alone."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tests.keras.torch.models import assert_equal, features, model_parallel, pairs_of, train
+
+COLUMNS = {".*a/kernel": (None, "model")}
+ROWS = {".*a/kernel": ("model", None)}
+
+
+def total_of_squares(x):
+    """An activation without a name that Keras knows: it looks at all elements."""
+    return x / (1 + ops.sum(ops.square(x), axis=-1, keepdims=True))
+
+
+LASTS = {
+    "dense": lambda given: layers.Dense(8, given, name="a"),
+    "einsum": lambda given: layers.EinsumDense("bi,io->bo", (8,), given, "o", name="a"),
+}
+
+
+@pytest.mark.parametrize(
+    ("last", "activation", "kind"),
+    [
+        ("dense", "softmax", "column"),
+        ("dense", "softmax", "row"),
+        ("dense", total_of_squares, "column"),
+        ("einsum", "softmax", "column"),
+    ],
+)
+def test_an_activation_of_all_units_gets_them_all(last, activation, kind):
+    """At the model's end, where no row layer could take its shards."""
+    x, y = features(out=8)
+
+    def build():
+        return keras.Sequential([layers.Input((12,)), LASTS[last](activation)])
+
+    found = train(build, x, y, model_parallel(COLUMNS if kind == "column" else ROWS))
+    assert_equal(found, train(build, x, y))
+    assert [rule.kind for rule in found.model._unidist_engine.rules] == [kind]
+
+
+class OwnCall(layers.Dense):
+    def call(self, x):
+        return ops.softmax(super().call(x))
+
+
+class OwnInvocation(layers.Dense):
+    def __call__(self, x, **options):
+        return super().__call__(x / 2, **options)
+
+
+class OwnKernel(layers.Dense):
+    """Kernels whose columns sum up to nothing."""
+
+    @property
+    def kernel(self):
+        return self._kernel - ops.mean(self._kernel, axis=1, keepdims=True)
+
+
+class OwnEinsum(layers.EinsumDense):
+    def call(self, x):
+        return ops.flip(super().call(x), axis=-1)
+
+
+class OwnEmbeddings(layers.Embedding):
+    def call(self, x):
+        return ops.softmax(super().call(x))
+
+
+class Renamed(layers.Dense):
+    """All its computing is Dense's."""
+
+
+OWN = {
+    "call": lambda: OwnCall(16, name="a"),
+    "invocation": lambda: OwnInvocation(16, name="a"),
+    "kernel": lambda: OwnKernel(16, name="a", use_bias=False),
+    "einsum": lambda: OwnEinsum("bi,io->bo", (16,), name="a"),
+}
+
+
+@pytest.mark.parametrize("rules", [COLUMNS, ROWS], ids=["columns", "rows"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_subclass_that_computes_otherwise_gathers_its_weights(name, rules):
+    x, y = features()
+
+    def build():
+        return keras.Sequential([layers.Input((12,)), OWN[name](), layers.Dense(3, name="c")])
+
+    found = train(build, x, y, model_parallel(rules))
+    assert_equal(found, train(build, x, y))
+    assert [rule.kind for rule in found.model._unidist_engine.rules] == ["gather"]
+
+
+@pytest.mark.parametrize("rule", [("model", None), (None, "model")])
+def test_a_table_that_computes_otherwise_gathers_its_weights(rule):
+    def build():
+        table = OwnEmbeddings(8, 4, name="a")
+        return keras.Sequential([layers.Input((5,), dtype="int32"), table, layers.Flatten(), layers.Dense(3, name="c")])
+
+    x = np.arange(50).reshape(10, 5) % 8
+    _, y = features()
+    found = train(build, x, y, model_parallel({".*a/embeddings": rule}))
+    assert_equal(found, train(build, x, y))
+    assert [rule.kind for rule in found.model._unidist_engine.rules] == ["gather"]
+
+
+def test_a_subclass_that_computes_alike_keeps_its_rule():
+    x, y = features()
+
+    def build():
+        return keras.Sequential(
+            [layers.Input((12,)), Renamed(16, "relu", name="a"), Renamed(8, name="b"), layers.Dense(3, name="c")]
+        )
+
+    found = train(build, x, y, model_parallel())
+    assert_equal(found, train(build, x, y))
+    assert len(pairs_of(found.model)) == 1
