@@ -92,6 +92,11 @@ def test_free_cuts_come_before_what_is_sent() -> None:
     assert steps(Layout("data"), Layout(None, "data", fanout="model")) == [("retype", "model"), ("all_to_all", "data")]
 
 
+def test_of_ways_that_send_alike_the_one_is_taken_whose_gradient_sends_less() -> None:
+    """What arrives partial over the model axis is summed after the gradient is cut, not before."""
+    assert steps(Layout("data"), Layout(fanout="model")) == [("retype", "model"), ("all_gather", "data")]
+
+
 def test_plans_are_cached_and_refuse_another_mesh_or_shape() -> None:
     src, dst = Sharding(MESH, Layout("data"), (4,)), Sharding(MESH, Layout(), (4,))
     assert plan(src, dst) is plan(src, dst)
