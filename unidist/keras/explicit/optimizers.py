@@ -79,15 +79,10 @@ def _targets(optimizer: Any, trainable_variables: Any) -> list[Any]:
 
 
 def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
-    """A gradient of the whole that layers see, cut to the part that this rank updates."""
-    if grad is None or not placing.is_placed(variable):
+    """The part that this rank updates, also of a gradient of the whole variable, as a step makes by hand."""
+    if grad is None or not placing.is_placed(variable) or grad.shape == variable._place.own(frame).shape:
         return grad
-    place = variable._place
-    held, state = place.sharding, place.lies.state
-    if grad.shape == place.own(frame).shape or held == state:
-        return grad
-    pairs = zip(state.region(frame.rank), held.region(frame.rank), strict=True)
-    return grad[tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)]
+    return grad[variable._place.lies.state.slices(frame.rank)]
 
 
 def _join(frame: Frame, variables: Any) -> None:
