@@ -57,6 +57,7 @@ def test_each_collective_changes_the_layout_as_it_says() -> None:
 
 def test_broadcast_takes_the_roots_replica_and_permute_moves_shards() -> None:
     differing = unidist.from_local([np.full(2, rank) for rank in range(6)], MESH, Layout())
+    np.testing.assert_array_equal(differing.numpy(), [0, 0])
     assert [int(s[0]) for s in unidist.broadcast(differing, "model", 2).shards().values()] == [2, 2, 2, 5, 5, 5]
     assert [int(s[0]) for s in unidist.broadcast(differing, None, 4).shards().values()] == [4] * 6
     moved = unidist.permute(differing, "model", [(0, 1), (1, 2)])

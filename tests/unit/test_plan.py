@@ -93,8 +93,14 @@ def test_free_cuts_come_before_what_is_sent() -> None:
 
 
 def test_of_ways_that_send_alike_the_one_is_taken_whose_gradient_sends_less() -> None:
-    """What arrives partial over the model axis is summed after the gradient is cut, not before."""
-    assert steps(Layout("data"), Layout(fanout="model")) == [("retype", "model"), ("all_gather", "data")]
+    # The other way round the gradient would be summed over the model axis whole, not in parts.
+    assert steps(Layout(), Layout("data", fanout="model")) == [("slice", "data"), ("retype", "model")]
+
+
+def test_no_collective_reduces_by_a_mean() -> None:
+    kinds = [Sharding(MESH, layout, (5, 7)) for layout in samples.layouts(BOTH, 2, op="mean")]
+    for src, dst in itertools.product(kinds, repeat=2):
+        assert "mean" not in [step.reduce for step in plan(src, dst).collectives]
 
 
 def test_plans_are_cached_and_refuse_another_mesh_or_shape() -> None:

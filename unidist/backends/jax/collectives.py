@@ -227,7 +227,7 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x * jnp.asarray(factor, x.dtype)
 
 
-# Reductions
+# Reductions. By mean none: a plan scales before or behind a sum.
 
 
 def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
@@ -236,9 +236,9 @@ def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
         bits = x.astype(jnp.uint8)
         most: jax.Array = lax.pmax(bits, axes) if op in ("sum", "max") else lax.pmin(bits, axes)
         return most.astype(jnp.bool_)
-    if op in ("sum", "mean"):
+    if op == "sum":
         total: jax.Array = lax.psum(x, axes)
-        return _scaled(total, 1 / lax.axis_size(axes)) if op == "mean" else total
+        return total
     if op == "prod":
         return _all_reduce_in_parts(x, axes, op)
     extreme: jax.Array = lax.pmax(x, axes) if op == "max" else lax.pmin(x, axes)
@@ -256,9 +256,9 @@ def _all_reduce_in_parts(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int, op: ReduceOp) -> jax.Array:
     """This rank's part along `dim`, which the group divides, of the reduced value."""
-    if op in ("sum", "mean") and x.dtype != jnp.bool_:
+    if op == "sum" and x.dtype != jnp.bool_:
         total: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-        return _scaled(total, 1 / lax.axis_size(axes)) if op == "mean" else total
+        return total
     count = lax.axis_size(axes)
     parts = jnp.moveaxis(x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]), dim, 0)
     return _folded(lax.all_to_all(parts, axes, 0, 0, tiled=True), op)

@@ -25,7 +25,6 @@ U = dtensor.UNSHARDED
 _CARRIED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32}
 _REDUCE: dict[ReduceOp, Callable[..., Any]] = {
     "sum": tf.reduce_sum,
-    "mean": tf.reduce_sum,
     "max": tf.reduce_max,
     "min": tf.reduce_min,
     "prod": tf.reduce_prod,

@@ -56,11 +56,7 @@ def all_reduce(sharding: Sharding, axes: Axes, parts: Parts, exchange: Exchange,
     """Every place of a group gets the reduced part."""
     length = rounded(prod(largest(sharding)))
     found = exchange("reduce", axes, {rank: _flat(part, length) for rank, part in parts.items()}, op)
-    return {rank: _back(_averaged(flat, sharding, axes, op), parts[rank].shape) for rank, flat in found.items()}
-
-
-def _averaged(x: Any, sharding: Sharding, axes: Axes, op: ReduceOp) -> Any:
-    return x * tf.cast(1 / sharding.mesh.axis_size(axes), x.dtype) if op == "mean" else x
+    return {rank: _back(flat, parts[rank].shape) for rank, flat in found.items()}
 
 
 def _all_gather(step: Step, parts: Parts, exchange: Exchange) -> Parts:
@@ -85,10 +81,7 @@ def _reduce_scatter(step: Step, parts: Parts, exchange: Exchange) -> Parts:
     length = rounded(prod(largest(after)))
     sent = {r: _sent(part, step.dim, after.pieces(r, step.dim, step.axes), length) for r, part in parts.items()}
     found = exchange("scatter", step.axes, sent, step.reduce)
-    return {
-        rank: _back(_averaged(flat, after, step.axes, step.reduce), after.local_shape(rank))
-        for rank, flat in found.items()
-    }
+    return {rank: _back(flat, after.local_shape(rank)) for rank, flat in found.items()}
 
 
 def _all_to_all(step: Step, parts: Parts, exchange: Exchange) -> Parts:
