@@ -95,7 +95,11 @@ def main(arguments: list[str]) -> int:
     book = Book()
     if asked.again:
         book.forget(chosen)
-    Workshop(environment(), book, asked.workers).work(chosen)
+    try:
+        Workshop(environment(), book, asked.workers).work(chosen)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
+        return 130
     return report([found for one in chosen if (found := book.of(one))], len(chosen))
 
 
@@ -268,6 +272,8 @@ def judged(code: int | None, seconds: float, text: str, broken: str) -> Judgemen
     how = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1] if lines else "")
     if code == 1:
         return FELL, seconds, how
+    if code < 0:
+        return FELL, seconds, f"by {signal.Signals(-code).name}"
     # The tests pass without it, so what cannot be imported now cannot for its sake, if the file is named at all.
     if broken and broken in text and ("ERROR collecting" in text or "while loading conftest" in text):
         return FELL, seconds, f"at import: {how}"
