@@ -157,10 +157,14 @@ def forget_unused(base: Path) -> None:
 def run(*command: str | Path, env: Mapping[str, str] | None = None) -> int:
     """Runs a command in the checkout, with this checkout's package and without the caller's Python settings."""
     say(" ".join(str(part) for part in command))
+    return subprocess.run(command, cwd=ROOT, env={**surroundings(Path(command[0]), ROOT), **(env or {})}).returncode
+
+
+def surroundings(program: Path, checkout: Path) -> dict[str, str]:
+    """The environment of a program of the virtual environment, with a checkout's package."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    path = os.pathsep.join((str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)))
-    ours = {"PATH": path, "PYTHONPATH": str(ROOT), **(env or {})}
-    return subprocess.run(command, cwd=ROOT, env={**kept, **ours}).returncode
+    path = os.pathsep.join((str(program.parent), os.environ.get("PATH", os.defpath)))
+    return {**kept, "PATH": path, "PYTHONPATH": str(checkout)}
 
 
 def say(text: str) -> None:

@@ -378,6 +378,10 @@ def eager_tensors_agree_or_are_told() -> str:
     with pytest.raises(DesyncError, match="all_reduce for 'a test' over ranks") as caught, events.for_purpose("a test"):
         backend().comm.all_reduce(tf.ones(2 + backend().rank), group, "sum")
     assert backend().comm.all_reduce(tf.ones(2), group, "sum").numpy().tolist() == [2.0, 2.0]
+    own = tf.constant([2.0, 4.0]) * (backend().rank + 1)
+    assert backend().comm.all_reduce(own, group, "mean").numpy().tolist() == [3.0, 6.0]
+    part = backend().comm.reduce_scatter(own, group, 0, (1, 1), "mean")
+    assert part.numpy().tolist() == [[3.0], [6.0]][backend().rank]
     with pytest.raises(CapabilityError, match="in place"):
         backend().comm.all_reduce_inplace(tf.ones(2), group, "sum")
     partial = Sharding(Mesh({"x": 2}), Layout(partial="x"), (2,))

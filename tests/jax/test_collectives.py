@@ -279,6 +279,7 @@ def uneven_parts_go_where_the_reference_puts_them() -> None:
         (Layout("data"), Layout(both)),
         (Layout(), Layout(both)),
         (Layout(partial={"data": "max", "model": "max"}), Layout(both)),
+        (Layout(partial={"data": "prod", "model": "prod"}), Layout()),
     ):
         for shape in ((9, 9), (13, 3), (1, 10)):
             there, here = (Sharding(MESH, layout, shape) for layout in (src, dst))

@@ -32,6 +32,9 @@ def test_every_block_is_paired(plans, name) -> None:
     sizes = {len(pair) - 1 for pair in plan.pairs}
     attention = 1 if name.endswith("mqa") or name == "gpt_neox" else 3
     assert sizes == {attention, FEEDFORWARD.get(name, 2) - 1}
+    # Added once, to the sum.
+    biases = [row for row in plan.rows if row.path in {f"{pair[-1]}/bias" for pair in plan.pairs}]
+    assert {row.layout for row in biases} <= {unidist.Layout()}
     # A row reduces its outputs once forward, and its columns' common input once backward.
     assert plan.predicted.count("all_reduce") >= 2 * len(plan.pairs)
     if name in zoo.MOSTLY_SHARDED:
@@ -217,6 +220,49 @@ def test_a_chain_is_paired_two_by_two() -> None:
     assert unidist.plan(model, MESH).pairs == (("chain/d0", "chain/d1"), ("chain/d2", "chain/d3"))
 
 
+def test_pairs_across_blocks_of_one_kind() -> None:
+    import keras
+
+    def block(units: int, name: str) -> keras.Sequential:
+        return keras.Sequential([keras.layers.Dense(units, "relu", name="dense")], name=name)
+
+    blocks = [block(units, name) for units, name in ((16, "a"), (8, "b"), (16, "c"), (8, "d"))]
+    plan = unidist.plan(keras.Sequential([keras.Input((8,)), *blocks], name="stack"), MESH)
+    assert plan.pairs == (("stack/a/dense", "stack/b/dense"), ("stack/c/dense", "stack/d/dense"))
+
+
+def test_layers_that_are_set_otherwise_are_asked_each() -> None:
+    import keras
+
+    class Block(keras.layers.Layer):
+        def __init__(self, mixes: bool, **options: str) -> None:
+            super().__init__(**options)
+            self.mixes = mixes
+            self.up, self.down = keras.layers.Dense(16, name="up"), keras.layers.Dense(8, name="down")
+
+        def build(self, shape: tuple[int, ...]) -> None:
+            self.up.build(shape)
+            self.down.build((*shape[:-1], 16))
+
+        def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+            hidden = self.up(x)
+            return self.down(keras.ops.softmax(hidden) if self.mixes else hidden)
+
+    model = keras.Sequential([keras.Input((8,)), Block(False, name="alone"), Block(True, name="mixed")], name="stack")
+    assert unidist.plan(model, MESH).pairs == (("stack/alone/up", "stack/alone/down"),)
+
+
+def test_a_class_with_a_call_of_its_own_is_no_product() -> None:
+    import keras
+
+    class Own(keras.layers.Dense):
+        def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+            return keras.ops.softmax(super().call(x))
+
+    model = keras.Sequential([keras.Input((8,)), Own(16, name="own"), keras.layers.Dense(8, name="dense")])
+    assert unidist.plan(model, MESH).pairs == ()
+
+
 def test_gates_are_not_cut() -> None:
     import keras
 
@@ -224,6 +270,9 @@ def test_gates_are_not_cut() -> None:
     plan = unidist.plan(model, MESH)
     kernels = [row.layout for row in plan.rows if row.path.endswith("kernel") and "lstm" in row.path]
     assert kernels == [unidist.Layout("model")] * 2
+    model = keras.Sequential([keras.Input((6, 7)), keras.layers.LSTM(12), keras.layers.Dense(4)])
+    kernel = next(row for row in unidist.plan(model, MESH).rows if row.path.endswith("cell/kernel"))
+    assert (kernel.layout, kernel.reason) == (unidist.Layout(), "replicated: a cut of dim 1 would run through gates")
 
 
 # What a plan says. ----------------------------------------------------------------------------------------------------
@@ -232,8 +281,8 @@ def test_gates_are_not_cut() -> None:
 def test_traffic_is_that_of_the_rules() -> None:
     import keras
 
-    plan = unidist.plan(dense_then(keras.layers.Activation("relu")), unidist.Mesh({"data": 2, "model": 4}), batch=10)
-    # 5 rows a device: the row's 8 outputs forward, the column's 8 inputs backward; then gradients over the data axis.
+    plan = unidist.plan(dense_then(keras.layers.Activation("relu")), unidist.Mesh({"data": 2, "model": 4}), batch=9)
+    # 5 rows on the first device: 8 outputs of the row forward, 8 inputs of the column backward; then the gradients.
     held = (8 * 16 // 4 + 16 // 4 + 16 * 8 // 4 + 8) * 4
     assert [(e.op, e.axes, e.bytes) for e in plan.predicted.events] == [
         ("all_reduce", ("model",), 2 * 3 * 5 * 8 * 4 // 4),

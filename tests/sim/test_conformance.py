@@ -70,9 +70,9 @@ class Taped(SimBackend):
         return super().permute(x, sharding, axes, pairs)
 
 
-def world_of(kind: type[Taped]) -> World:
+def world_of(kind: type[Taped], devices: int = 6) -> World:
     unidist.register("taped", f"{__name__}:{kind.__name__}")
-    backend = registry.use("taped", devices=6)
+    backend = registry.use("taped", devices=devices)
 
     def vjp(function: Callable[[Any], Any], x: Any, y: Any) -> Any:
         function(x)
@@ -125,10 +125,10 @@ class BroadcastsTheFirst(Taped):
 
 class WritesToItsInput(Taped):
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
-        out = super().redistribute(x, src, dst)
+        out = {rank: shard.copy() for rank, shard in super().redistribute(x, src, dst).items()}
         for shard in x.values():
             shard += 1
-        return {rank: shard - 1 if any(shard is s for s in x.values()) else shard for rank, shard in out.items()}
+        return out
 
 
 class WrongGradient(Taped):
@@ -142,6 +142,8 @@ class WrongGradient(Taped):
 class WidensHalves(Taped):
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
         out = super().redistribute(x, src, dst)
+        if not plan(src, dst).collectives:
+            return out
         return {r: s.astype("float32") if s.dtype == "float16" else s for r, s in out.items()}
 
 
@@ -247,6 +249,11 @@ def test_a_wrong_adapter_breaks_its_law(kind: type[Taped], law: str) -> None:
         world = world_of(kind)
         with pytest.raises((AssertionError, RuntimeError, ValueError)):
             laws.run_check(law, world)
+
+
+def test_a_wrong_adapter_of_two_devices_breaks_the_law_of_dtypes() -> None:
+    with registry.isolated(), pytest.raises(AssertionError, match="made float32 of float16"):
+        laws.run_check("dtypes", world_of(WidensHalves, devices=2))
 
 
 def test_every_law_is_broken_by_some_wrong_adapter() -> None:

@@ -123,6 +123,43 @@ def test_reductions_are_bitwise_numpys_in_rank_order(six: VirtualRanks, op: Any)
         np.testing.assert_array_equal(piece.numpy(), wanted[:, bounds[place] : bounds[place + 1]])
 
 
+def test_a_slice_keeps_nothing_of_the_whole(four: VirtualRanks) -> None:
+    whole = Sharding(SQUARE, Layout(), (4, 6))
+
+    def fn(rank: int) -> None:
+        value = torch.ones(4, 6)
+        part = four.redistribute(value, whole, whole.with_layout(Layout(None, "data")))
+        value.zero_()
+        assert torch.equal(part, torch.ones(4, 3))
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+    four.run(fn)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_buffers_are_filled_and_reduced_in_place(six: VirtualRanks, op: Any) -> None:
+    # More than two blocks of a large reduction, and some elements besides.
+    values = np.random.default_rng(1).normal(size=(N, N, 25_000)).astype("float32")
+    fold = {"sum": np.sum, "mean": np.mean, "max": np.max}[op]
+    wanted = fold(values, axis=0)
+
+    def fn(rank: int) -> None:
+        here, comm = Group(tuple(range(N)), rank), six.comm
+        reduced, part, joined = torch.tensor(values[rank]), torch.empty(1, 25_000), torch.empty(N, 25_000)
+        comm.reduce_scatter_into(part, torch.tensor(values[rank]), here, op).wait()
+        comm.all_reduce_inplace(reduced, here, op).wait()
+        comm.all_gather_into(joined, part, here).wait()
+        own = torch.zeros(N, 25_000)
+        own[rank] = part[0]
+        comm.all_gather_into(own, own[rank : rank + 1], here).wait()
+        np.testing.assert_allclose(part.numpy(), wanted[rank : rank + 1], atol=1e-5)
+        for found in (reduced, joined, own):
+            np.testing.assert_allclose(found.numpy(), wanted, atol=1e-5)
+
+    six.run(fn)
+
+
 def test_uneven_and_empty_pieces_travel(six: VirtualRanks) -> None:
     sizes = [2, 0, 3, 1, 0, 1]
     value = np.arange(7 * 7 * 2).reshape(7, 7, 2)
@@ -437,6 +474,20 @@ def test_only_rank_0_reports_to_the_ledger(four: VirtualRanks) -> None:
     assert [(e.op, e.axes, e.ranks, e.bytes, e.purpose) for e in traffic.events] == [
         ("all_reduce", ("data",), (0, 2), 24, "dense/kernel")
     ]
+
+
+def test_a_gradient_is_sent_for_what_its_value_was(four: VirtualRanks) -> None:
+    cut = Sharding(SQUARE, Layout("data"), (4,))
+
+    def step(rank: int) -> None:
+        x = torch.ones(2, requires_grad=True)
+        with for_purpose("a layer"):
+            whole = four.redistribute(x, cut, cut.with_layout(Layout(fanout="data")))
+        whole.sum().backward()
+
+    with ledger() as traffic:
+        four.run(step)
+    assert [(e.op, e.purpose) for e in traffic.events] == [("all_gather", "a layer"), ("reduce_scatter", "a layer")]
 
 
 def test_devices_and_processes(four: VirtualRanks) -> None:

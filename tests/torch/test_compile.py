@@ -134,9 +134,10 @@ MOVES = [
 Program = Callable[[torch.Tensor], torch.Tensor]
 
 
-def differences_of_moves(shape: tuple[int, ...]) -> float:
+def differences_of_moves(shape: tuple[int, ...], reverse: bool) -> float:
     """The greatest difference between eager and compiled values and gradients, over all moves."""
-    mesh, rank = Mesh({"x": -1}), backend().rank
+    count, rank = len(backend().list_devices()), backend().rank
+    mesh = Mesh({"x": count}, range(count)[:: -1 if reverse else 1])
     draw = torch.Generator().manual_seed(rank)
     moves: list[tuple[Program, torch.Tensor, torch.Tensor]] = []
     for first, last in MOVES:
@@ -165,9 +166,11 @@ def _difference(moves: list[tuple[Program, torch.Tensor, torch.Tensor]]) -> floa
     return max([float((a - b).abs().max()) for a, b in zip(*results, strict=True) if a.numel()], default=0.0)
 
 
-@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (1, 5), (0, 3)])
-def test_every_move_compiles_to_the_same_values_and_gradients(world: ProcessWorld, shape: tuple[int, ...]) -> None:
-    assert max(world.call(differences_of_moves, shape)) < 1e-6
+@pytest.mark.parametrize(("shape", "reverse"), [((8, 4), False), ((7, 3), True), ((1, 5), True), ((0, 3), False)])
+def test_every_move_compiles_to_the_same_values_and_gradients(
+    world: ProcessWorld, shape: tuple[int, ...], reverse: bool
+) -> None:
+    assert max(world.call(differences_of_moves, shape, reverse)) < 1e-6
 
 
 def losses_of_batches() -> tuple[list[float], list[float]]:

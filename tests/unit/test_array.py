@@ -57,6 +57,7 @@ def test_each_collective_changes_the_layout_as_it_says() -> None:
 
 def test_broadcast_takes_the_roots_replica_and_permute_moves_shards() -> None:
     differing = unidist.from_local([np.full(2, rank) for rank in range(6)], MESH, Layout())
+    np.testing.assert_array_equal(differing.numpy(), [0, 0])
     assert [int(s[0]) for s in unidist.broadcast(differing, "model", 2).shards().values()] == [2, 2, 2, 5, 5, 5]
     assert [int(s[0]) for s in unidist.broadcast(differing, None, 4).shards().values()] == [4] * 6
     moved = unidist.permute(differing, "model", [(0, 1), (1, 2)])
@@ -92,6 +93,7 @@ def test_kerass_mesh_and_layout_are_taken() -> None:
 
 def test_from_local_infers_even_shapes_and_takes_uneven_ones_by_name() -> None:
     assert unidist.from_local([np.zeros((2, 2))] * 6, MESH, Layout("data", "model")).shape == (4, 6)
+    assert unidist.from_local([np.zeros((1, 2))] * 6, MESH, Layout(("data", "model"))).shape == (6, 2)
     shards = [VALUE[:3, :2], VALUE[:3, 2:4], VALUE[:3, 4:5], VALUE[3:, :2], VALUE[3:, 2:4], VALUE[3:, 4:5]]
     with pytest.raises(LayoutError, match="give shape="):
         unidist.from_local(shards, MESH, Layout("data", "model"))
@@ -133,6 +135,11 @@ def cuts() -> list[slice]:
         (lambda: unidist.permute(placed(), "model", [(0, 1), (2, 1)]), LayoutError, "each destination must be"),
         (lambda: unidist.from_local([VALUE], MESH, Layout()), LayoutError, "give 6 shards, found 1"),
         (lambda: unidist.from_local([], MESH, Layout()), LayoutError, "do not tell the global shape"),
+        (
+            lambda: unidist.from_local([np.arange(3)] * 6, MESH, Layout(partial={"model": "mean"})),
+            LayoutError,
+            "a mean of int64 values",
+        ),
         (lambda: unidist.barrier("data"), LayoutError, "give the mesh that has it"),
         (lambda: unidist.barrier("pipe", MESH), MeshError, "unknown axis 'pipe'"),
         (lambda: unidist.distribute(VALUE, Mesh({"x": 8}), None), MeshError, "sim has 6 devices: use.*devices=8"),
@@ -154,8 +161,9 @@ def test_errors_say_what_was_found_and_what_to_do(call: Any, error: type[Excepti
         call()
 
 
-def test_uneven_shards_cannot_be_permuted() -> None:
-    x = unidist.distribute(np.zeros(5), MESH, Layout("model"))
+@pytest.mark.parametrize("axes", ["model", ("data", "model")], ids=["every group", "the last group"])
+def test_uneven_shards_cannot_be_permuted(axes: Any) -> None:
+    x = unidist.distribute(np.zeros(5), MESH, Layout(axes))
     with pytest.raises(LayoutError, match="differ in size"):
         unidist.permute(x, "model", [(0, 1)])
 

@@ -78,6 +78,7 @@ def bad(*dims: Any, **kind: Any) -> Any:
         (lambda: Layout().with_axis(("x",), "S"), "needs a dim"),
         (lambda: Layout("z").check(Mesh({"x": 2})), r"names axis 'z', but the mesh has {'x': 2}"),
         (lambda: Layout(partial="z").check(Mesh({"x": 2})), "names axis 'z'"),
+        (lambda: Layout(fanout="z").check(Mesh({"x": 2})), "names axis 'z'"),
         (lambda: Layout(None, "x").check(Mesh({"x": 2}), 1), "shards dim 1 of a tensor that has 1 dims"),
     ],
 )

@@ -104,6 +104,11 @@ def test_no_step_but_a_scaling_is_by_a_mean() -> None:
         assert {step.reduce for step in (*moves, *moves.adjoint) if step.op != "scale"} <= {"sum"}
 
 
+def test_of_ways_that_send_alike_the_one_is_taken_whose_gradient_sends_less() -> None:
+    # The other way round the gradient would be summed over the model axis whole, not in parts.
+    assert steps(Layout(), Layout("data", fanout="model")) == [("slice", "data"), ("retype", "model")]
+
+
 def test_plans_are_cached_and_refuse_another_mesh_or_shape() -> None:
     src, dst = Sharding(MESH, Layout("data"), (4,)), Sharding(MESH, Layout(), (4,))
     assert plan(src, dst) is plan(src, dst)

@@ -5,6 +5,7 @@ import pytest
 from unidist.algebra import Layout, Mesh
 from unidist.errors import MeshError
 from unidist.strategies import Strategy
+from unidist.strategies.strategy import choose_axes
 from unidist.strategies.zero import spread
 
 GRID = Mesh({"data": 2, "model": 2}, devices=range(4))
@@ -48,6 +49,37 @@ def test_stages_combine_with_a_rule_of_the_model_axis() -> None:
 )
 def test_the_dim_that_is_cut(shape: tuple[int, ...], uneven: bool, wanted: Layout) -> None:
     assert spread(Layout(), shape, ("data",), GRID, uneven=uneven) == wanted
+
+
+def test_the_dim_with_the_largest_parts_is_cut_unevenly() -> None:
+    assert spread(Layout("model"), (10, 7), ("data",), GRID, uneven=True) == Layout("model", "data")
+
+
+def test_nothing_is_cut_over_an_axis_of_one_place() -> None:
+    flat = Mesh({"data": 1, "model": 4})
+    assert spread(Layout(), (4, 6), ("data",), flat, uneven=True) == Layout()
+
+
+@pytest.mark.parametrize(
+    ("axes", "named", "wanted"),
+    [
+        (("rows", "columns"), (None, None), (("rows",), ("columns",))),
+        (("model", "data"), (None, None), (("data",), ("model",))),
+        (("model",), (None, None), ((), ("model",))),
+        (("a", "b"), ("b", None), (("b",), ("a",))),
+        (("a", "b"), (None, "a"), (("b",), ("a",))),
+        (("a", "b", "c"), ("a", "c"), (("a",), ("c",))),
+    ],
+)
+def test_the_axes_of_a_mesh_are_data_or_model_by_name_or_by_order(
+    axes: tuple[str, ...], named: tuple[str | None, str | None], wanted: tuple[tuple[str, ...], ...]
+) -> None:
+    assert choose_axes(Mesh(dict.fromkeys(axes, 2), range(2 ** len(axes))), *named) == wanted
+
+
+def test_an_axis_is_not_for_data_and_model() -> None:
+    with pytest.raises(MeshError, match="axis 'data' cannot be both"):
+        choose_axes(GRID, "data", ("data", "model"))
 
 
 def test_a_rule_that_uses_the_data_axis_is_left_as_it_is() -> None:

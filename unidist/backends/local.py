@@ -101,7 +101,7 @@ class LocalOps(Protocol[A]):
     def scale(self, x: A, factor: float) -> A: ...
 
     def full_like(self, x: A, op: ReduceOp) -> A:
-        """The neutral element of the op in the shape of x."""
+        """The neutral element of a sum or a product in the shape of x: of another op no plan needs one."""
 
     def differentiable(self, forward: Callable[[A], A], backward: Callable[[A], A], x: A) -> A:
         """forward(x), whose gradient is backward(gradient)."""

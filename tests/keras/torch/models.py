@@ -78,9 +78,9 @@ def mlp(middle=None, width=16):
 PAIR = {".*a/kernel": (None, "model"), ".*a/bias": ("model",), ".*b/kernel": ("model", None)}
 
 
-def model_parallel(rules=None, mesh=None):
+def model_parallel(rules=None, mesh=None, **options):
     grid = mesh or unidist.Mesh({"model": 4})
-    return unidist.ModelParallel(grid, unidist.LayoutMap(grid, PAIR if rules is None else rules))
+    return unidist.ModelParallel(grid, unidist.LayoutMap(grid, PAIR if rules is None else rules), **options)
 
 
 def two_by_two():

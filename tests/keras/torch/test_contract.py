@@ -85,6 +85,20 @@ def test_losses_and_metrics(name, strategy):
     assert_equal(train(mlp, x, y, strategy, compiled=dict(LOSSES[name]), **given), wanted)
 
 
+def test_masks_and_weights_of_places(strategy):
+    """Keras multiplies a mask into the weights in place: ranks that have the same rows must not share them."""
+    rng = np.random.default_rng(5)
+    words, wanted = rng.integers(0, 3, (10, 5)), rng.normal(size=(10, 5, 3)).astype("float32")
+    weights = rng.uniform(0.5, 2, (10, 5)).astype("float32")
+
+    def build():
+        stack = [layers.Dense(16, "relu", name="a"), layers.Dense(8, name="b"), layers.Dense(3)]
+        return keras.Sequential([layers.Input((5,), dtype="int32"), layers.Embedding(3, 8, mask_zero=True), *stack])
+
+    found, alone = (train(build, words, wanted, given, sample_weight=weights.copy()) for given in (strategy, None))
+    assert_equal(found, alone)
+
+
 def test_fewer_rows_than_devices(strategy):
     x, y = features(rows=5)
     found = train(mlp, x, y, strategy, batch_size=2)
@@ -256,6 +270,19 @@ def test_validation_and_early_stopping_decide_as_on_one_device(strategy):
     found, wanted = run(strategy), run(None)
     assert_equal(found, wanted)
     assert len(found.history["val_loss"]) == len(wanted.history["val_loss"])
+
+
+def test_one_tensor_goes_to_kernels_that_two_axes_cut():
+    def build():
+        inputs = layers.Input((12,))
+        shared = layers.Dense(8, name="shared")(inputs)
+        branches = [layers.Dense(6, name=name)(shared) for name in ("a", "b")]
+        return keras.Model(inputs, layers.Dense(3)(layers.Concatenate()(branches)))
+
+    grid = unidist.Mesh({"data": 1, "columns": 2, "others": 2})
+    rules = unidist.LayoutMap(grid, {".*a/kernel": (None, "columns"), ".*b/kernel": (None, "others")})
+    x, y = features()
+    assert_equal(train(build, x, y, unidist.ModelParallel(grid, rules)), train(build, x, y))
 
 
 def test_train_test_and_predict_on_batch(strategy):

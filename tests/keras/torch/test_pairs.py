@@ -9,6 +9,8 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, pairs_of, train, two_by_two
+from unidist.keras.explicit import pairs
+from unidist.keras.explicit.world import rank_world
 
 
 @pytest.mark.parametrize("mesh", [None, two_by_two], ids=["4", "2x2"])
@@ -50,6 +52,8 @@ TRAPS = {
     "hidden": Hidden,
     "fixed width": lambda: layers.Reshape((16,)),
     "flip": lambda: layers.Lambda(lambda t: ops.flip(t, axis=-1)),
+    # Mixes features once one of them is large: on the rows of the proof none is, and outputs are equal.
+    "asleep": lambda: layers.Lambda(lambda t: t + ops.relu(ops.max(t, axis=-1, keepdims=True) - 4.0)),
 }
 
 
@@ -60,6 +64,12 @@ def test_a_trap_is_gathered(trap):
     assert_equal(found, train(lambda: mlp(TRAPS[trap]), x, y))
     assert pairs_of(found.model) == []
     assert unidist.describe(found.model).sharded
+
+
+def test_a_pair_is_proven_where_every_rank_says_so():
+    world, told = rank_world(unidist.Mesh({"model": 4}), ()), []
+    world.run(lambda frame: told.append(pairs.all_agree(frame, [True, frame.rank != 2])))
+    assert told == [[True, False]] * 4
 
 
 def residual():

@@ -181,6 +181,52 @@ def test_a_custom_train_step_works(strategy):
     assert_equal(train(own(OwnStep), x, y, strategy, compiled=compiled), train(own(OwnStep), x, y, compiled=compiled))
 
 
+class ByHand(OwnStep):
+    """Gradients that no backward pass has made are of whole variables."""
+
+    def train_step(self, data):
+        x, y = data
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            given = [torch.linspace(-1, 1, v.value.numel()).view(v.value.shape) for v in trainable]
+            self.optimizer.apply(given, trainable)
+        return {"loss": loss}
+
+
+BY_HAND = {**STRATEGIES, "2x2, zero 1": lambda: model_parallel(mesh=two_by_two(), zero=1)}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_gradients_made_by_hand_are_cut_as_their_variables(name):
+    x, y = features()
+    found, wanted = (train(own(ByHand), x, y, given) for given in (BY_HAND[name](), None))
+    for a, b in zip(found.weights, wanted.weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+class TwiceBackward(OwnStep):
+    """Gradients of two backward passes add up before the optimizer takes them."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        for scale in (1.0, 0.5):
+            loss = scale * self.compute_loss(y=y, y_pred=self(x, training=True))
+            loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return {"loss": loss}
+
+
+def test_gradients_of_two_backward_passes_add_up(strategy):
+    x, y = features()
+    found, wanted = (train(own(TwiceBackward), x, y, given) for given in (strategy, None))
+    for a, b in zip(found.weights, wanted.weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_a_step_with_a_loss_of_its_own_is_refused_with_the_remedy():
     x, y = features()
     with pytest.raises(unidist.CapabilityError, match=r"self\.compute_loss\(x=x, y=y, y_pred=y_pred\)"):

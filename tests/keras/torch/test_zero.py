@@ -98,6 +98,53 @@ def test_values_in_parts_of_one_unit_are_fetched_once():
     assert sent(book, "all_gather") == sent(book, "reduce_scatter") == 3 * Fraction(3, 4) * trainable_bytes(model)
 
 
+class Around(layers.Layer):
+    """Reads its own weight, or another layer's, before the layers that it calls, and uses it behind them."""
+
+    def __init__(self, reads_another=False, **options):
+        super().__init__(**options)
+        inner = (layers.Dense(16, "tanh", name=name) for name in ("first", "second", "third"))
+        self.first, self.second, self.third = inner
+        self.reads_another = reads_another
+
+    def build(self, shape):
+        self.own = self.add_weight((16, 16), name="own")
+        for layer in (self.first, self.second, self.third):
+            layer.build(shape)
+
+    def call(self, x):
+        read = [keras.ops.convert_to_tensor(self.own)]
+        if self.reads_another:
+            read.append(keras.ops.convert_to_tensor(self.first.kernel))
+        hidden = self.second(self.third(self.first(x)))
+        return sum(keras.ops.matmul(hidden, kernel) for kernel in read)
+
+
+@pytest.mark.parametrize("reads_another", [False, True])
+def test_values_that_are_in_use_stay(reads_another, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+
+    def build():
+        around = Around(reads_another, name="around")
+        return keras.Sequential([layers.Input((12,)), layers.Dense(16), around, layers.Dense(4), layers.Dense(3)])
+
+    x, y = features()
+    assert_equal(train(build, x, y, unidist.DataParallel(zero=3)), train(build, x, y))
+
+
+def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):
+    """Backward opens what forward saved of a kernel that was cast, and its memory is free by then."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+
+    def build():
+        stack = [layers.Dense(16, "tanh", dtype="mixed_bfloat16") for _ in range(5)]
+        return keras.Sequential([layers.Input((12,)), *stack, layers.Dense(3)])
+
+    x, y = features()
+    found, wanted = (train(build, x, y, unidist.DataParallel(zero=zero)) for zero in (3, 0))
+    assert_equal(found, wanted)
+
+
 def loosely(strategy, **options):
     """A training in which every tensor that can moves by itself, and what it sent."""
     x, y = features()
@@ -443,6 +490,17 @@ def test_a_rule_that_uses_the_data_axis_is_stored_in_parts():
     assert_equal(found, train(mlp, x, y, optimizer=adam))
     assert book.count("reduce_scatter", purpose="gradient") == 6
     assert {r.local_shape for r in unidist.describe(found.model).rows if r.path.endswith("a/kernel")} == {(6, 8)}
+
+
+def test_a_rule_that_uses_one_of_two_data_axes_is_summed_over_the_other():
+    mesh = unidist.Mesh({"rows": 2, "more": 2})
+    rules = unidist.LayoutMap(mesh, {".*a/kernel": (None, "rows")})
+    x, y = features()
+    with unidist.ledger() as book:
+        found = train(mlp, x, y, unidist.ModelParallel(mesh, rules, data_axis=("rows", "more")))
+    assert_equal(found, train(mlp, x, y))
+    gradients = {e.op: e.axes for e in book.events if e.purpose == "gradient" and e.axes != ("rows", "more")}
+    assert gradients == {"reduce_scatter": ("rows",), "all_reduce": ("more",)}
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many"])

@@ -242,7 +242,7 @@ class TensorFlowOps:
         return tf.cast(tf.cast(x, tf.int64) * int(factor), x.dtype)
 
     def full_like(self, x: Tensor, op: ReduceOp) -> Tensor:
-        return tf.fill(x.shape, tf.constant(_neutral(x.dtype, op), x.dtype))
+        return tf.cast(tf.fill(x.shape, op == "prod"), x.dtype)
 
     def differentiable(self, forward: Move, backward: Move, x: Tensor) -> Tensor:
         """forward(x), whose gradient is backward(gradient), and so on for gradients of gradients.
@@ -260,19 +260,6 @@ class TensorFlowOps:
             return forward(value), lambda gradient: self.differentiable(backward, forward, gradient)
 
         return move(x)
-
-
-def _neutral(dtype: Any, op: ReduceOp) -> Any:
-    """What leaves the other operand of the op as it is, in a dtype."""
-    if dtype == tf.bool:
-        return op in ("min", "prod")
-    if op in ("sum", "mean"):
-        return 0
-    if op == "prod":
-        return 1
-    if dtype.is_floating:
-        return -float("inf") if op == "max" else float("inf")
-    return dtype.min if op == "max" else dtype.max
 
 
 def _resized(x: Tensor, sizes: dict[int, int]) -> list[int]:

@@ -227,7 +227,7 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x * jnp.asarray(factor, x.dtype)
 
 
-# Reductions
+# Reductions. By mean none: a plan scales before or behind a sum.
 
 
 def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:

@@ -77,7 +77,7 @@ class TorchOps:
         return (x * int(factor)).to(x.dtype)
 
     def full_like(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        return torch.full_like(x, neutral(x.dtype, op), memory_format=torch.contiguous_format)
+        return torch.full_like(x, op == "prod", memory_format=torch.contiguous_format)
 
     def differentiable(self, forward: Move, backward: Move, x: torch.Tensor) -> torch.Tensor:
         if not (x.requires_grad and torch.is_grad_enabled()):
@@ -100,17 +100,3 @@ class _Linear(torch.autograd.Function):
         if grad.requires_grad and torch.is_grad_enabled():
             return None, None, _Linear.apply(backward, forward, grad)  # type: ignore[no-untyped-call]
         return None, None, backward(grad)
-
-
-def neutral(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
-    """What leaves the other operand of the op as it is, in a dtype."""
-    if op in ("sum", "mean"):
-        return 0
-    if op == "prod":
-        return 1
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return -float("inf") if op == "max" else float("inf")
-    limits = torch.iinfo(dtype)
-    return limits.min if op == "max" else limits.max
