@@ -102,7 +102,10 @@ class Alone:
 
 
 class Worlds:
-    """The settings' worlds. Those not used for longest are ended where more than `limit` processes would run."""
+    """The settings' worlds. Those not used for longest are ended where more than `limit` processes would run.
+
+    Horovod's are ended when another is asked for: their processes agree every millisecond that there is nothing to do.
+    """
 
     def __init__(self, limit: int = 12) -> None:
         self._limit = limit
@@ -110,6 +113,8 @@ class Worlds:
         self._results: dict[Any, list[Result]] = {}
 
     def get(self, name: str) -> ProcessWorld:
+        for other in [n for n in self._open if n != name and SETTINGS[n].backend == "horovod"]:
+            self._open.pop(other).close(patience=1.0)
         world = self._open.pop(name, None) or SETTINGS[name].world()
         while self._open and world.count + sum(other.count for other in self._open.values()) > self._limit:
             self._open.pop(next(iter(self._open))).close(patience=1.0)
