@@ -290,6 +290,13 @@ def uneven_parts_go_where_the_reference_puts_them() -> None:
                 np.testing.assert_array_equal(shard, wanted[rank], err_msg=f"{src} -> {dst} of {shape}, rank {rank}")
 
 
+def what_padding_holds_does_not_count() -> None:
+    value, both = normal(9, 3), ("data", "model")
+    x = jax.tree.map(lambda data: data + 1, unidist.distribute(value, MESH, Layout(both)))
+    for layout in (Layout(partial=both), Layout("data", partial="model"), Layout(None, both), Layout()):
+        close(x.redistribute(layout).numpy(), value + 1)
+
+
 # Values
 
 
@@ -375,6 +382,7 @@ CHECKS = [
     a_result_of_jit_that_lies_elsewhere_is_understood,
     collectives_in_a_traced_program_are_not_events,
     uneven_parts_go_where_the_reference_puts_them,
+    what_padding_holds_does_not_count,
     values_of_every_kind_are_distributed,
     dtypes_of_64_bits_are_refused_and_never_narrowed,
     mistakes_are_named,
