@@ -16,7 +16,7 @@ from unidist.launch.console import TRACEBACK, Console
 from unidist.launch.jobs import Failure
 
 # Seconds after a failure until its last words are read, and after the first until what caused it has ended too.
-_WORDS_ARRIVE, _CAUSE_ARRIVES = 0.1, 3.0
+_WORDS_ARRIVE, _CAUSE_ARRIVES = 0.1, 10.0
 # Ours, and what programs see that use a framework without us. gloo has no type of its own: torch and JAX pass its words
 # on. A connection of the program's own, as to where it reads its data, may be a cause.
 _LOST_ANOTHER = re.compile(
