@@ -99,7 +99,7 @@ def test_a_cause_that_does_not_come_is_not_waited_for_long() -> None:
     clock, console = Clock(), Said(r0=(92.0, raised(LOST)), r1=(91.0, raised(GLOO)), r2=(90.0, ""))
     judge, failures = Judge(console, 3, clock), [Failure(0, 1), Failure(1, 1)]
     assert not judge.is_settled(failures[:1])
-    clock.now += 2.99
+    clock.now += 9.99
     assert not judge.is_settled(failures)
     clock.now += 0.02
     assert judge.is_settled(failures)
