@@ -136,7 +136,7 @@ def test_losses_that_are_added_alone(worlds: Worlds, alone: Alone, where: tuple[
 @pytest.mark.parametrize("where", WHERE, ids=str)
 def test_batch_statistics_that_are_asked_for_of_all_replicas(everywhere: Any, where: tuple[str, str, int]) -> None:
     """synchronized=True, which Keras takes on TensorFlow alone. Those of all rows are computed without it too."""
-    everywhere(where, "built", "synchronized")
+    everywhere(where, "built_in_float64", "synchronized")
 
 
 @pytest.mark.parametrize("where", [("tensorflow-4", "2x2", 1), *EVERYWHERE[1:]], ids=str)
