@@ -43,3 +43,9 @@ def worlds() -> Iterator[Worlds]:
     found = Worlds()
     yield found
     found.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_horovod_idles(worlds: Worlds) -> Iterator[None]:
+    yield
+    worlds.end_horovods()

@@ -104,7 +104,8 @@ class Alone:
 class Worlds:
     """The settings' worlds. Those not used for longest are ended where more than `limit` processes would run.
 
-    Horovod's are ended when another is asked for: their processes agree every millisecond that there is nothing to do.
+    Horovod's are ended when another is asked for, and at the end of a file: their processes agree every millisecond
+    that there is nothing to do, which takes half of two cores.
     """
 
     def __init__(self, limit: int = 12) -> None:
@@ -113,13 +114,16 @@ class Worlds:
         self._results: dict[Any, list[Result]] = {}
 
     def get(self, name: str) -> ProcessWorld:
-        for other in [n for n in self._open if n != name and SETTINGS[n].backend == "horovod"]:
-            self._open.pop(other).close(patience=1.0)
+        self.end_horovods(but=name)
         world = self._open.pop(name, None) or SETTINGS[name].world()
         while self._open and world.count + sum(other.count for other in self._open.values()) > self._limit:
             self._open.pop(next(iter(self._open))).close(patience=1.0)
         self._open[name] = world
         return world
+
+    def end_horovods(self, but: str | None = None) -> None:
+        for name in [n for n in self._open if n != but and SETTINGS[n].backend == "horovod"]:
+            self._open.pop(name).close(patience=1.0)
 
     def train(self, name: str, case: str, spec: Spec, **options: Any) -> list[Result]:
         """Each process's result. Done once for the same arguments."""
