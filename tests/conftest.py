@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import sampling
+from tests.support.hiding import HIDDEN
 from unidist.backends.environment import without_launcher
 from unidist.testing import forkserver
 
+ROOT = Path(__file__).parent.parent
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
@@ -32,10 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = os.environ[_CACHE] = tempfile.mkdtemp(prefix="unidist-jax-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    # Keras imports TensorFlow where it finds it: only those that need it let it (tests/visible.py).
-    hidden = str(Path(__file__).parent.parent / "ci" / "without_tensorflow")
-    sys.path.insert(0, hidden)
-    os.environ["PYTHONPATH"] = os.pathsep.join([hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
+    hidden = [str(ROOT / folder) for folder in HIDDEN.values()]
+    sys.path[:0] = hidden
+    os.environ["PYTHONPATH"] = os.pathsep.join([*hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pytest_report_header() -> str:

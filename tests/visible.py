@@ -1,19 +1,16 @@
 """Environments of the processes that tests start: which may import TensorFlow, and how XLA compiles.
 
-tests/conftest.py hides TensorFlow from all others.
+tests/conftest.py hides it from all others.
+
 """
 
 from __future__ import annotations
 
-import os
-
-HIDING = "without_tensorflow"
+from tests.support.hiding import path_with
 
 # TensorFlow's log on standard error is silent below errors; no accelerator is looked for.
 WITH_TENSORFLOW = {
-    "PYTHONPATH": os.pathsep.join(
-        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and not path.endswith(HIDING)
-    ),
+    "PYTHONPATH": path_with("tensorflow"),
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",

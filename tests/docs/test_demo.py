@@ -8,16 +8,24 @@ import sys
 
 import pytest
 
+from tests.support.hiding import path_with
 from unidist import demo
 from unidist.errors import BackendNotAvailableError, MeshError
 
 pytestmark = pytest.mark.slow
+VISIBLE = {"PYTHONPATH": path_with("sklearn"), "JAX_PLATFORMS": "cpu", "COLUMNS": "100"}
 
 
 def run(*arguments: str, keras: str = "torch") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "unidist", "demo", *arguments],
-        env={**os.environ, "KERAS_BACKEND": keras, "JAX_PLATFORMS": "cpu", "COLUMNS": "100"},
+        env={
+            **os.environ,
+            "KERAS_BACKEND": keras,
+            "JAX_PLATFORMS": "cpu",
+            "COLUMNS": "100",
+            "PYTHONPATH": path_with("sklearn"),
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -223,15 +223,24 @@ def test_a_chain_is_paired_two_by_two() -> None:
 def test_pairs_across_blocks_of_one_kind() -> None:
     import keras
 
-    def block(units: int, name: str) -> keras.Sequential:
-        return keras.Sequential([keras.layers.Dense(units, "relu", name="dense")], name=name)
+    class Block(keras.layers.Layer):
+        def __init__(self, units: int, **options: str) -> None:
+            super().__init__(**options)
+            self.dense = keras.layers.Dense(units, "relu", name="dense")
 
-    blocks = [block(units, name) for units, name in ((16, "a"), (8, "b"), (16, "c"), (8, "d"))]
+        def build(self, shape: tuple[int, ...]) -> None:
+            self.dense.build(shape)
+
+        def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+            return self.dense(x)
+
+    blocks = [Block(units, name=name) for units, name in ((16, "a"), (8, "b"), (16, "c"), (8, "d"))]
     plan = unidist.plan(keras.Sequential([keras.Input((8,)), *blocks], name="stack"), MESH)
     assert plan.pairs == (("stack/a/dense", "stack/b/dense"), ("stack/c/dense", "stack/d/dense"))
 
 
-def test_layers_that_are_set_otherwise_are_asked_each() -> None:
+def perceptrons(**mixes: bool):  # type: ignore[no-untyped-def]
+    """A stack of blocks of two Dense layers each; name -> whether what is between mixes its features."""
     import keras
 
     class Block(keras.layers.Layer):
@@ -248,8 +257,27 @@ def test_layers_that_are_set_otherwise_are_asked_each() -> None:
             hidden = self.up(x)
             return self.down(keras.ops.softmax(hidden) if self.mixes else hidden)
 
-    model = keras.Sequential([keras.Input((8,)), Block(False, name="alone"), Block(True, name="mixed")], name="stack")
+    blocks = [Block(mixed, name=name) for name, mixed in mixes.items()]
+    return keras.Sequential([keras.Input((8,)), *blocks], name="stack")
+
+
+def test_layers_that_are_set_otherwise_are_asked_each() -> None:
+    model = perceptrons(alone=False, mixed=True)
     assert unidist.plan(model, MESH).pairs == (("stack/alone/up", "stack/alone/down"),)
+
+
+def test_layers_of_one_kind_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unidist.keras.planning.reaching import Reacher
+
+    asked, ask = [], Reacher._ask
+
+    def counting(self, layer, index, dim):  # type: ignore[no-untyped-def]
+        asked.append(layer.name)
+        return ask(self, layer, index, dim)
+
+    monkeypatch.setattr(Reacher, "_ask", counting)
+    assert len(unidist.plan(perceptrons(a=False, b=False, c=False), MESH).pairs) == 3
+    assert [name for name in asked if name != "stack"] == ["a", "a"]
 
 
 def test_a_class_with_a_call_of_its_own_is_no_product() -> None:

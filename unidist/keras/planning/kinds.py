@@ -7,6 +7,8 @@ shapes; names, places in the model and random seeds aside. What cannot be compar
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -30,7 +32,7 @@ class Kinds:
         if found is None:
             kind = (
                 type(layer),
-                tuple((name, self._described(value)) for name, value in sorted(vars(layer).items()) if _counts(name)),
+                tuple((name, self._described(value)) for name, value in sorted(_own(layer)) if _counts(name)),
                 tuple((tuple(v.shape), v.dtype, v.trainable) for v in layer.variables),
                 str(layer.dtype_policy.name),
                 tuple(self.of(child) for child in children(layer)),
@@ -54,6 +56,13 @@ class Kinds:
         if isinstance(value, _ON_VARIABLES):
             return type(value)
         return type(value), id(value)
+
+
+def _own(layer: Any) -> Iterator[tuple[str, Any]]:
+    """A layer's attributes. A call that stands before its class's, as a runner's does, is that of its class."""
+    for name, value in vars(layer).items():
+        if name != "call" or getattr(inspect.unwrap(value), "__func__", None) is not type(layer).call:
+            yield name, value
 
 
 @functools.cache
