@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from unidist.algebra import Axes, Layout, Plan, Sharding, Step, plan
+from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, Step, plan
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.jax import remap
 from unidist.backends.jax.arrays import data_shape, partition_spec
@@ -70,14 +70,27 @@ def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: 
 
 
 def permutation(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Move:
-    """Shards move from place to place; places that receive none hold zeros. Gradient: the pairs reversed."""
+    """Shards move from place to place; places that receive none hold zeros. Gradient: the pairs reversed.
+
+    lax.ppermute numbers places in the mesh's order of the axes, in whatever order they are named.
+    """
+    ordered = tuple(name for name in sharding.mesh.axis_names if name in axes)
+    place = _places(sharding.mesh, axes, ordered)
+    there = tuple((place[source], place[destination]) for source, destination in pairs)
 
     def moving(by: tuple[tuple[int, int], ...]) -> Move:
-        body = partial(lax.ppermute, axis_name=axes, perm=by) if by else jnp.zeros_like
+        body = partial(lax.ppermute, axis_name=ordered, perm=by) if by else jnp.zeros_like
         return _program(mesh, body, sharding, sharding)
 
-    back = tuple((destination, source) for source, destination in pairs)
-    return _with_adjoint(moving(pairs), moving(back), check=_always)
+    back = tuple((destination, source) for source, destination in there)
+    return _with_adjoint(moving(there), moving(back), check=_always)
+
+
+def _places(mesh: Mesh, axes: Axes, ordered: Axes) -> list[int]:
+    """For each place along `axes` the place of the same rank along the same axes in another order."""
+    first = mesh.devices[0]
+    others = mesh.group(ordered, first).ranks
+    return [others.index(rank) for rank in mesh.group(axes, first).ranks]
 
 
 def as_gradient(mesh: jax.sharding.Mesh, sharding: Sharding) -> Move:

@@ -136,6 +136,9 @@ def permutations(world: World) -> Iterator[tuple[Mesh, Sharding, tuple[str, ...]
             ring = tuple((k, (k + 1) % size) for k in range(size))
             for pairs in (ring, ring[:-1], ((0, size - 1),), ((0, 0),), ()):
                 yield mesh, sharding, axes, pairs
+        if len(mesh.axes) > 1:
+            minor_first = tuple(reversed(mesh.axis_names))
+            yield mesh, Sharding(mesh, Layout(mesh.axis_names), (2 * world.size, 3)), minor_first, ring[:-1]
 
 
 @law
