@@ -166,11 +166,14 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> DistributedArray:
-    """P -> I: every rank of the group gets the reduced value.
+    """P -> I: every rank of the group gets the reduced value. Without an axis all partial axes are reduced.
 
     Args:
         x: partial over every given axis.
-        axis: a mesh axis or several; None: all axes over which x is partial.
+        axis: a mesh axis or several; None: all axes over which x is partial, and x itself where there is none.
+
+    A max or min is NaN where a contribution is NaN, as NumPy's are. Frameworks' own collectives lose NaN: floats are
+    reduced in parts that are then joined, which sends as many bytes.
 
     Adjoint: the retyping I -> F of the gradient (free). Bytes per rank: 2(n-1)/n of the local tensor.
 
@@ -183,7 +186,7 @@ def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> Distribut
 
 
 def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
-    """P -> S(dim): every rank of the group gets its part of the reduced value.
+    """P -> S(dim): every rank of the group gets its part of the reduced value; NaN as of all_reduce.
 
     Args:
         x: partial over the axis.

@@ -193,6 +193,12 @@ class MaxIsSum(Taped):
         return super().redistribute(x, src, dst)
 
 
+class LosesNans(Taped):
+    def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
+        out = super().redistribute(x, src, dst)
+        return {rank: np.nan_to_num(shard) for rank, shard in out.items()}
+
+
 class DeclaresTooMuch(Taped):
     capabilities = replace(Taped.capabilities, dtypes=frozenset({"complex64", "float32"}))
 
@@ -232,6 +238,7 @@ WRONG: list[tuple[type[Taped], str]] = [
     (TakesAnyShape, "errors"),
     (OneKindOfDevice, "devices"),
     (MaxIsSum, "reductions"),
+    (LosesNans, "nans"),
     (DeclaresTooMuch, "protocol"),
     (BarrierFails, "barrier"),
     (SwapsTheGradientOfPermute, "gradients_of_broadcast_and_permute"),

@@ -252,14 +252,15 @@ def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
     if op == "sum":
         total: jax.Array = lax.psum(x, axes)
         return total
-    if op == "prod":
+    if op == "prod" or jnp.issubdtype(x.dtype, jnp.floating):
         return _all_reduce_in_parts(x, axes, op)
     extreme: jax.Array = lax.pmax(x, axes) if op == "max" else lax.pmin(x, axes)
     return extreme
 
 
 def _all_reduce_in_parts(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
-    """For a reduction that XLA lacks: each rank reduces one part of all, then they are joined, as in a ring."""
+    """For a reduction that XLA lacks (prod), or whose all-reduce loses NaN (max and min of floats): each rank reduces
+    one part of all, then they are joined. Sends 2(n-1)/n of x, as a ring does."""
     count = lax.axis_size(axes)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
     own = reduce_scatter(flat, axes, 0, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,31 @@ def _moves_dtype(world: World, dtype: str, op: ReduceOp) -> None:
         for shard in world.backend.to_local(out, dst).values():
             assert dtype_name(shard) == dtype, f"{first} -> {last} made {dtype_name(shard)} of {dtype}"
         holds(world, out, dst, reference.run(plan(src, dst), shards), f"{dtype} by {op}, {first} ->")
+
+
+@law
+def check_nans(world: World) -> None:
+    """max and min give NaN where any contribution is NaN, as NumPy's do, however large the array is."""
+    capabilities = world.backend.capabilities
+    extremes: tuple[ReduceOp, ...] = ("max", "min")
+    ops = [op for op in extremes if op in capabilities.reduce_ops]
+    floats = sorted(name for name in capabilities.dtypes if "float" in name)
+    for dtype, op in zip(floats, itertools.cycle(ops), strict=False):
+        _keeps_nans(world, dtype, op, Layout())
+    for op in ops:
+        _keeps_nans(world, world.dtype, op, Layout("x"))
+
+
+def _keeps_nans(world: World, dtype: str, op: ReduceOp, layout: Layout) -> None:
+    mesh, rng = Mesh({"x": world.size}), np.random.default_rng(10)
+    src = Sharding(mesh, Layout(partial={"x": op}), (70_001,))  # more than adapters send in one message
+    _, shards = samples.legal_shards(src, rng, "float32")
+    for rank, shard in shards.items():
+        shard[rank :: 2 * world.size + 1] = np.nan
+    fold = {"max": np.max, "min": np.min}[op]
+    wanted, dst = fold(np.stack([*shards.values()]), axis=0), src.with_layout(layout)
+    x = world.backend.redistribute(world.place(shards, src, dtype), src, dst)
+    holds(world, x, dst, {r: wanted[dst.slices(r)] for r in mesh.devices}, f"NaN in {dtype} by {op}")
 
 
 @law
