@@ -240,7 +240,8 @@ def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> Distri
         axis: a mesh axis or several; None: all.
         root: the place along the axis (row-major over several) whose values count.
 
-    Adjoint: the gradient goes to the root, zeros elsewhere. Bytes per rank: (n-1)/n of the local tensor.
+    Adjoint: the gradient goes to the root, zeros elsewhere; over axes fanned out, where each rank has a contribution,
+    their sum does (an all_reduce). Bytes per rank: (n-1)/n of the local tensor.
 
     Raises:
         LayoutError: x is sharded or partial over an axis, or there is no such place.

@@ -201,12 +201,17 @@ class LocalViewBackend(ABC, Generic[A]):
         """A broadcast and its adjoint, by the given collectives."""
         self.check_mesh(sharding.mesh)
         group = sharding.mesh.group(axes, self.rank)
+        fanned = tuple(axis for axis in axes if axis in sharding.layout.fanout)
+        others = sharding.mesh.group(fanned, self.rank)
 
         def forward(value: A) -> A:
             self.record("broadcast", axes, group, value)
             return comm.broadcast(value, group, root)
 
         def backward(grad: A) -> A:
+            if others.size > 1:
+                self.record("all_reduce", fanned, others, grad)
+                grad = comm.all_reduce(grad, others, "sum")
             return grad if group.index == root else self.ops.full_like(grad, "sum")
 
         return forward, backward

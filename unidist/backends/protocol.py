@@ -106,7 +106,8 @@ class DistributionBackend(Protocol):
         """X at `dst`: runs plan(src, dst). Differentiable by plan(src, dst).adjoint."""
 
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
-        """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root."""
+        """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root, zeros
+        elsewhere; along axes of F, where it arrives partial, its sum does."""
 
     def permute(self, x: Any, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Any:
         """Shards move from place to place along `axes`; places that get none hold zeros. Adjoint: pairs reversed."""

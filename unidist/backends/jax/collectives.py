@@ -53,16 +53,28 @@ def redistribution(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Mov
 
 
 def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: int) -> Move:
-    """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere.
+    """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere; along axes of F the
+    cotangent is the sum already, and stays the same everywhere.
 
-    A sum over the group of which all but the root's term are zeros: XLA on CPU has no broadcast of its own.
+    A sum over the group of which all but the root's term are zeros: XLA on CPU has no broadcast of its own. Of floats
+    their bits are summed: with 0 the float -0 would become 0.
     """
+    grid = sharding.mesh
+    there = grid.coordinate(grid.group(axes, grid.devices[0]).ranks[root])
+    invariant = tuple(axis for axis in axes if axis not in sharding.layout.fanout)
+
+    def only_at(places: Axes, x: jax.Array) -> jax.Array:
+        here = [lax.axis_index(axis) == there[axis] for axis in places]
+        return jnp.where(jnp.stack(here).all(), x, jnp.zeros_like(x)) if here else x
 
     def forward(x: jax.Array) -> jax.Array:
-        return all_reduce(backward(x), axes, "sum")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return all_reduce(only_at(axes, x), axes, "sum")
+        bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(all_reduce(only_at(axes, bits), axes, "sum"), x.dtype)
 
     def backward(grad: jax.Array) -> jax.Array:
-        return jnp.where(lax.axis_index(axes) == root, grad, jnp.zeros_like(grad))
+        return only_at(invariant, grad)
 
     return _with_adjoint(
         _program(mesh, forward, sharding, sharding), _program(mesh, backward, sharding, sharding), check=_always

@@ -133,6 +133,18 @@ def broadcast(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, root:
     return {rank: shards[group(axes, rank).ranks[root]].copy() for rank in sharding.mesh.devices}
 
 
+def broadcast_adjoint(grads: Mapping[int, Array], sharding: Sharding, axes: Axes, root: int) -> Shards:
+    """What a broadcast's gradient is of the gradients of its results: at the root, summed over the axes of F, along
+    which they are contributions; zeros elsewhere."""
+    group, fanned = sharding.mesh.group, tuple(axis for axis in axes if axis in sharding.layout.fanout)
+    return {
+        rank: reduce([grads[r] for r in group(fanned, rank).ranks], "sum")
+        if group(axes, rank).index == root
+        else np.zeros_like(grads[rank])
+        for rank in sharding.mesh.devices
+    }
+
+
 def permute(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Shards:
     out = {rank: np.zeros_like(shards[rank]) for rank in sharding.mesh.devices}
     for rank in sharding.mesh.devices:

@@ -235,6 +235,7 @@ class TensorflowBackend:
 
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
         """As DTensor programs a masked all-reduce, which sends up to twice the bytes of a broadcast's bound."""
+        fanned = tuple(axis for axis in axes if axis in sharding.layout.fanout)
 
         def forward(value: Any) -> Any:
             self._tell("broadcast", axes, sharding, value)
@@ -242,7 +243,11 @@ class TensorflowBackend:
             return self._pack(steps.broadcast(sharding, axes, root, parts, self._exchange(sharding.mesh)), sharding)
 
         def backward(grad: Any) -> Any:
-            return self._pack(steps.only_from(sharding, axes, root, self._unpack(grad, sharding)), sharding)
+            parts = self._unpack(grad, sharding)
+            if fanned and sharding.mesh.axis_size(fanned) > 1:
+                self._tell("all_reduce", fanned, sharding, grad)
+                parts = steps.all_reduce(sharding, fanned, parts, self._exchange(sharding.mesh), "sum")
+            return self._pack(steps.only_from(sharding, axes, root, parts), sharding)
 
         return self._differentiable(x, sharding, forward, backward)
 
@@ -288,7 +293,7 @@ class TensorflowBackend:
     def _exchange(self, mesh: Mesh) -> steps.Exchange:
         def run(kind: Kind, axes: Axes, parts: Parts, op: ReduceOp) -> Parts:
             native, ranks = self._group_mesh(mesh, axes)
-            if kind in ("scatter", "swap"):
+            if kind in ("scatter", "send", "swap"):
                 parts = {rank: steps.by_rank(mesh, axes, rank, part) for rank, part in parts.items()}
             part = next(iter(parts.values()))
             aim = f" for {events.purpose()!r}" if events.purpose() else ""

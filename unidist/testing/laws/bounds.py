@@ -54,12 +54,13 @@ def check_gradients_of_broadcast_and_permute(world: World) -> None:
         gradient = vjp(_permutation(world, sharding, axes, pairs), *placed)
         back = tuple((destination, source) for source, destination in pairs)
         holds(world, gradient, sharding, reference.permute(y, sharding, axes, back), f"gradient of permute {pairs}")
-        whole = sharding.with_layout(Layout())
-        _, y = samples.legal_shards(whole, rng, world.dtype)
-        root = mesh.axis_size(axes) - 1
-        gradient = vjp(_broadcasting(world, whole, axes, root), world.place(y, whole), world.place(y, whole))
-        wanted = {r: v if mesh.group(axes, r).index == root else np.zeros_like(v) for r, v in y.items()}
-        holds(world, gradient, whole, wanted, f"gradient of broadcast from {root}")
+        whole = sharding.with_layout(Layout(fanout=() if pairs else axes[-1:]))  # once for each mesh and axes
+        dual, root = whole.with_layout(whole.layout.dual()), mesh.axis_size(axes) - 1
+        _, x = samples.legal_shards(whole, rng, world.dtype)
+        _, y = samples.legal_shards(dual, rng, world.dtype)
+        gradient = vjp(_broadcasting(world, whole, axes, root), world.place(x, whole), world.place(y, dual))
+        wanted = reference.broadcast_adjoint(y, whole, axes, root)
+        holds(world, gradient, dual, wanted, f"gradient of broadcast from {root}")
 
 
 def _permutation(world: World, sharding: Sharding, axes: Any, pairs: Any) -> Callable[[Any], Any]:
