@@ -55,7 +55,8 @@ class DistributedArray:
         return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout}, mesh={self.mesh})"
 
     def shards(self) -> dict[int, Any]:
-        """rank -> its native local array, for the ranks of this process."""
+        """rank -> its native local array, for the ranks of this process. The simulator's are copies; torch's are the
+        array's own tensors, which gradients flow through: writing to one changes the array."""
         return dict(self._backend.to_local(self.data, self.sharding))
 
     def numpy(self) -> Array:

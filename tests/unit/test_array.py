@@ -74,6 +74,14 @@ def test_the_input_is_left_alone_and_nothing_is_shared_with_it() -> None:
     assert x.layout == Layout("data")
 
 
+def test_what_is_written_to_a_shard_changes_nothing() -> None:
+    x = unidist.distribute(VALUE, MESH, Layout("data"))
+    for shard in x.shards().values():
+        shard[...] = -1
+    np.testing.assert_array_equal(x.numpy(), VALUE)
+    np.testing.assert_array_equal(x.shards()[0], VALUE[:2])
+
+
 def test_lists_scalars_and_empty_values() -> None:
     np.testing.assert_array_equal(unidist.distribute([[1, 2], [3, 4]], MESH, ("data",)).shards()[3], [[3, 4]])
     assert unidist.distribute(3.5, MESH, Layout(partial="data")).numpy() == 3.5

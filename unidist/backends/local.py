@@ -7,7 +7,7 @@ of them. An adapter gives `comm` (group collectives on its native arrays) and `o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cached_property
@@ -384,6 +384,13 @@ def _for_the_same_purpose(backward: Callable[[A], A]) -> Callable[[A], A]:
             return backward(grad)
 
     return named
+
+
+def check_one_dtype(shards: Iterable[Any]) -> None:
+    """Raises LayoutError where the shards of one array have several dtypes."""
+    kinds = {dtype_name(shard) for shard in shards}
+    if len(kinds) > 1:
+        raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
 
 
 def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> None:

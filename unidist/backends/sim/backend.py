@@ -10,7 +10,7 @@ import numpy as np
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.backends.environment import detect
-from unidist.backends.local import check_local_shape
+from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
 from unidist.backends.sim import reference
 from unidist.backends.sim.reference import Shards
@@ -91,10 +91,11 @@ class SimBackend:
         out = {rank: self._checked(np.array(shard)) for rank, shard in zip(ranks, shards, strict=True)}
         for rank, shard in out.items():
             check_local_shape(shard.shape, sharding, rank)
+        check_one_dtype(out.values())
         return out
 
     def to_local(self, x: Shards, sharding: Sharding) -> Mapping[int, Array]:
-        return dict(sorted(x.items()))
+        return {rank: shard.copy() for rank, shard in sorted(x.items())}
 
     def gather(self, x: Shards, sharding: Sharding) -> Array:
         self._tell_steps(plan(sharding, sharding.with_layout(Layout())), x)

@@ -14,7 +14,7 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.local import check_local_shape
+from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize
 from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
@@ -179,9 +179,7 @@ class TensorflowBackend:
         for rank, shard in given.items():
             self._check_dtype(shard)
             check_local_shape(tuple(shard.shape), sharding, rank)
-        kinds = {dtype_name(shard) for shard in given.values()}
-        if len(kinds) > 1:
-            raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
+        check_one_dtype(given.values())
         return self._pack(given, sharding)
 
     def to_local(self, x: Any, sharding: Sharding) -> Mapping[int, Any]:

@@ -154,6 +154,9 @@ def check_errors(world: World) -> None:
     raises(LayoutError, f"{len(ranks)} shards", lambda: backend.from_local([*good, good[0]], rows))
     wide = [world.array(np.ones((1, 3), world.dtype), world.dtype) for _ in ranks]
     raises(LayoutError, f"rank {ranks[0]} (1, 3) (1, 2)", lambda: backend.from_local(wide, rows))
+    if len(good) > 1:
+        mixed = [*good[1:], world.array(value[:1], "int32")]
+        raises(LayoutError, f"int32 {world.dtype} cast", lambda: backend.from_local(mixed, rows))
     beyond = Mesh({"x": n + 1})
     raises(MeshError, f"{n} devices", lambda: backend.mesh(beyond))
     raises(MeshError, f"{n} devices", lambda: array.distribute(np.ones(n + 1, world.dtype), beyond, Layout("x")))
