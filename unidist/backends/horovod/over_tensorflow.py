@@ -20,7 +20,7 @@ from unidist.algebra.layout import ReduceOp
 from unidist.backends.horovod import lost
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.sets import Wire
-from unidist.backends.protocol import Array
+from unidist.backends.protocol import Array, plain_array
 from unidist.errors import CapabilityError
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
@@ -226,7 +226,7 @@ class TensorFlowOps:
         if isinstance(value, tf.Tensor | tf.Variable):
             return tf.convert_to_tensor(value)
         with tf.device("CPU:0"):
-            return tf.constant(np.asarray(value))
+            return tf.constant(plain_array(value))
 
     def to_numpy(self, x: Tensor) -> Array:
         return np.array(x.numpy())

@@ -16,7 +16,7 @@ from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
 from unidist.backends.jax.joining import World, join
 from unidist.backends.local import check_local_shape, check_one_dtype
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, plain_array
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
 _WIDE = frozenset(("int64", "float64"))
@@ -345,6 +345,7 @@ class _Redistribution:
 
 def _known(value: Any) -> Any:
     """A jax.Array as it is; else a NumPy array, where what has no dtype (Python's numbers) gets JAX's."""
-    if isinstance(value, jax.Array | np.ndarray):
+    if isinstance(value, jax.Array):
         return value
-    return np.asarray(value if hasattr(value, "dtype") else jax.numpy.asarray(value))
+    array = plain_array(value)
+    return array if hasattr(value, "dtype") else np.asarray(jax.numpy.asarray(array))

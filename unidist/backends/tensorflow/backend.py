@@ -15,7 +15,7 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.local import check_local_shape, check_one_dtype
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize, plain_array
 from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
 from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
@@ -380,4 +380,7 @@ def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Ca
 
 def _known(value: Any) -> Any:
     """A tensor as it is, else TensorFlow's of the value: Python's numbers get its default dtypes."""
-    return value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
+    if isinstance(value, tf.Tensor | tf.Variable):
+        return tf.convert_to_tensor(value)
+    array = plain_array(value)
+    return tf.convert_to_tensor(array if hasattr(value, "dtype") else value)

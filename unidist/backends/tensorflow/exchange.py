@@ -106,9 +106,7 @@ def _floats(bits: Any, dtype: Any) -> Any:
     return tf.reshape(found, (*bits.shape[:-1], -1)) if dtype.size == 2 else found
 
 
-def _exchanged(
-    kind: Kind, mesh: dtensor.Mesh, ranks: tuple[int, ...], parts: Mapping[int, Any], op: ReduceOp
-) -> Parts:
+def _exchanged(kind: Kind, mesh: dtensor.Mesh, ranks: tuple[int, ...], parts: Mapping[int, Any], op: ReduceOp) -> Parts:
     dtype = next(iter(parts.values())).dtype
     carried = _CARRIED.get(dtype, dtype)
     if dtype == tf.bool:

@@ -160,6 +160,8 @@ def check_errors(world: World) -> None:
     beyond = Mesh({"x": n + 1})
     raises(MeshError, f"{n} devices", lambda: backend.mesh(beyond))
     raises(MeshError, f"{n} devices", lambda: array.distribute(np.ones(n + 1, world.dtype), beyond, Layout("x")))
+    raises(CapabilityError, "object cast", lambda: backend.distribute(np.full((n, 2), None), rows))
+    raises(LayoutError, "no list", lambda: array.distribute([[1.0, 2.0], [3.0]], mesh))
     x = array.distribute(value, mesh, Layout("x"))
     raises(LayoutError, "all_reduce partial", lambda: array.all_reduce(x, "x"))
     raises(LayoutError, "all_gather sharded", lambda: array.all_gather(array.all_gather(x, "x"), "x"))
