@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.algebra.checks import whole_number
 from unidist.algebra.layout import State
 from unidist.backends import registry
-from unidist.backends.protocol import Array, DistributionBackend, dtype_name
+from unidist.backends.protocol import Array, DistributionBackend, dtype_name, plain_array
 from unidist.errors import CapabilityError, LayoutError, MeshError
 
 
@@ -55,7 +56,8 @@ class DistributedArray:
         return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout}, mesh={self.mesh})"
 
     def shards(self) -> dict[int, Any]:
-        """rank -> its native local array, for the ranks of this process."""
+        """rank -> its native local array, for the ranks of this process. The simulator's are copies; torch's are the
+        array's own tensors, which gradients flow through: writing to one changes the array."""
         return dict(self._backend.to_local(self.data, self.sharding))
 
     def numpy(self) -> Array:
@@ -84,6 +86,16 @@ class DistributedArray:
 
     def permute(self, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> DistributedArray:
         return self._with(self._backend.permute(self.data, self.sharding, axes, pairs), self.sharding)
+
+
+_NO_DIM: Any = object()
+_mesh_in_use: Callable[[], Mesh | None] | None = None
+
+
+def set_mesh_in_use(find: Callable[[], Mesh | None]) -> None:
+    """Sets where the mesh of the strategy in use is found. This room knows of no strategies."""
+    global _mesh_in_use
+    _mesh_in_use = find
 
 
 def as_mesh(mesh: Any) -> Mesh:
@@ -162,15 +174,18 @@ def _even_shape(shards: Sequence[Any], mesh: Mesh, layout: Layout) -> tuple[int,
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+    return tuple(value.shape) if hasattr(value, "shape") else plain_array(value).shape
 
 
 def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> DistributedArray:
-    """P -> I: every rank of the group gets the reduced value.
+    """P -> I: every rank of the group gets the reduced value. Without an axis all partial axes are reduced.
 
     Args:
         x: partial over every given axis.
-        axis: a mesh axis or several; None: all axes over which x is partial.
+        axis: a mesh axis or several; None: all axes over which x is partial, and x itself where there is none.
+
+    A max or min is NaN where a contribution is NaN, as NumPy's are. Frameworks' own collectives lose NaN: floats are
+    reduced in parts that are then joined, which sends as many bytes.
 
     Adjoint: the retyping I -> F of the gradient (free). Bytes per rank: 2(n-1)/n of the local tensor.
 
@@ -178,12 +193,12 @@ def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> Distribut
         LayoutError: x is not partial over an axis.
     """
     if axis is None:
-        axis = x.layout.partial_axes
-    return x._at(_target(x.sharding, _hashable(axis), "all_reduce", "P", "I")) if axis != () else x
+        axis = _known(x, "all_reduce").layout.partial_axes
+    return x if isinstance(axis, tuple | list) and not axis else _moved(x, axis, "all_reduce", "P", "I")
 
 
 def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
-    """P -> S(dim): every rank of the group gets its part of the reduced value.
+    """P -> S(dim): every rank of the group gets its part of the reduced value; NaN as of all_reduce.
 
     Args:
         x: partial over the axis.
@@ -195,7 +210,7 @@ def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> Distribut
     Raises:
         LayoutError: x is not partial over an axis, or has no such dim.
     """
-    return x._at(_target(x.sharding, _hashable(axis), "reduce_scatter", "P", "S", dim))
+    return _moved(x, axis, "reduce_scatter", "P", "S", dim)
 
 
 def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
@@ -210,7 +225,7 @@ def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
     Raises:
         LayoutError: x is not sharded over an axis.
     """
-    return x._at(_target(x.sharding, _hashable(axis), "all_gather", "S", "I"))
+    return _moved(x, axis, "all_gather", "S", "I")
 
 
 def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedArray:
@@ -226,7 +241,7 @@ def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedAr
     Raises:
         LayoutError: x is not sharded over an axis.
     """
-    return x._at(_target(x.sharding, _hashable(axis), "all_to_all", "S", "S", dim))
+    return _moved(x, axis, "all_to_all", "S", "S", dim)
 
 
 def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> DistributedArray:
@@ -237,19 +252,21 @@ def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> Distri
         axis: a mesh axis or several; None: all.
         root: the place along the axis (row-major over several) whose values count.
 
-    Adjoint: the gradient goes to the root, zeros elsewhere. Bytes per rank: (n-1)/n of the local tensor.
+    Adjoint: the gradient goes to the root, zeros elsewhere; over axes fanned out, where each rank has a contribution,
+    their sum does (an all_reduce). Bytes per rank: (n-1)/n of the local tensor.
 
     Raises:
         LayoutError: x is sharded or partial over an axis, or there is no such place.
     """
-    axes = x.mesh.check_axes(axis)
+    axes = _known(x, "broadcast").mesh.check_axes(axis)
     for name in axes:
         if x.layout.state(name) in ("S", "P"):
             raise LayoutError(f"broadcast over {name!r}: the array is {x.layout}; gather or reduce it first")
     size = x.mesh.axis_size(axes)
-    if not 0 <= root < size:
-        raise LayoutError(f"broadcast over {axes}: root {root} is not a place of 0..{size - 1}")
-    return x.broadcast(axes, root)
+    place = whole_number(root)
+    if place is None or not 0 <= place < size:
+        raise LayoutError(f"broadcast over {axes}: root {root!r} is not a place of 0..{size - 1}")
+    return x.broadcast(axes, place)
 
 
 def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, int]]) -> DistributedArray:
@@ -265,9 +282,8 @@ def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, in
     Raises:
         LayoutError: a place out of range or named twice, or shards of different sizes.
     """
-    axes = x.mesh.check_axes(axis)
-    size = x.mesh.axis_size(axes)
-    moves = tuple((int(s), int(d)) for s, d in pairs)
+    axes = _known(x, "permute").mesh.check_axes(axis)
+    size, moves = x.mesh.axis_size(axes), _moves(pairs, axes)
     for name, places in (("source", [s for s, _ in moves]), ("destination", [d for _, d in moves])):
         if len(set(places)) != len(places) or any(not 0 <= p < size for p in places):
             raise LayoutError(
@@ -279,25 +295,62 @@ def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, in
     return x.permute(axes, moves)
 
 
+def _moves(pairs: Any, axes: Axes) -> tuple[tuple[int, int], ...]:
+    """(source, destination) as ints."""
+    try:
+        given = [(whole_number(source), whole_number(destination)) for source, destination in pairs]
+    except (TypeError, ValueError):
+        given = [(None, None)]
+    moves = tuple((source, destination) for source, destination in given if None not in (source, destination))
+    if len(moves) < len(given):
+        raise LayoutError(f"permute over {axes}: give pairs of places, as [(0, 1), (1, 0)], found {pairs!r}")
+    return moves  # type: ignore[return-value]  # no None is left
+
+
+def _known(x: Any, what: str) -> DistributedArray:
+    if not isinstance(x, DistributedArray):
+        raise LayoutError(
+            f"{what} takes a DistributedArray, found {type(x).__name__}: make one with unidist.distribute or from_local"
+        )
+    return x
+
+
 def barrier(axis: str | Axes | None = None, mesh: Any = None) -> None:
     """Returns when every process of the group has come.
 
     Args:
-        axis: with a mesh, the axes along which to wait; None: all.
-        mesh: the mesh; None: the whole world.
+        axis: the axes along which to wait; None: all.
+        mesh: the mesh; None: with an axis that of the strategy in use, else the whole world.
+
+    Raises:
+        LayoutError: an axis without a mesh, and no strategy is in use.
     """
     backend = registry.current()
-    if mesh is None:
-        if axis is not None:
-            raise LayoutError(f"barrier over axis {axis!r}: give the mesh that has it")
+    grid = None if mesh is None else as_mesh(mesh)
+    if grid is None and axis is not None and _mesh_in_use is not None:
+        grid = _mesh_in_use()
+    if grid is not None:
+        backend.barrier(grid, grid.check_axes(axis))
+    elif axis is None:
         backend.barrier()
     else:
-        grid = as_mesh(mesh)
-        backend.barrier(grid, grid.check_axes(axis))
+        raise LayoutError(
+            f"barrier over axis {axis!r}: give the mesh that has it, as barrier({axis!r}, mesh=mesh), or call it in "
+            "the scope of a strategy"
+        )
 
 
-def _hashable(axis: Any) -> Any:
-    return tuple(axis) if isinstance(axis, list) else axis
+def _moved(
+    x: DistributedArray, axis: Any, what: str, state: State, new_state: State, dim: Any = _NO_DIM
+) -> DistributedArray:
+    sharding, number = _known(x, what).sharding, None
+    if not isinstance(axis, str):
+        axis = sharding.mesh.check_axes(axis)
+    if dim is not _NO_DIM:
+        number = whole_number(dim)
+        if number is None:
+            raise LayoutError(f"{what}: dim must be a whole number, found {dim!r}")
+    return x._at(_target(sharding, axis, what, state, new_state, number))
 
 
 @lru_cache(maxsize=4096)

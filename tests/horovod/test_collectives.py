@@ -127,6 +127,9 @@ def means_and_maxima() -> None:
     assert part.tolist() == [[3.0], [6.0]][backend().rank]
     with pytest.raises(CapabilityError, match="reduce_scatter by max"):
         comm.reduce_scatter_into(part, torch.ones(2), group, "max")
+    x = torch.tensor([backend().rank + 1.0, torch.nan]).roll(backend().rank)
+    comm.all_reduce_inplace(x, group, "max").wait()
+    assert x.isnan().tolist() == [True, True]
     bits = torch.tensor([backend().rank == 0, False])
     comm.all_reduce_inplace(bits, group, "sum").wait()
     assert bits.tolist() == [True, False]

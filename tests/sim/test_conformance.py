@@ -61,8 +61,7 @@ class Taped(SimBackend):
         return super().redistribute(x, src, dst)
 
     def broadcast(self, x: Any, sharding: Sharding, axes: Any, root: int) -> Any:
-        group = sharding.mesh.group
-        self.back = lambda y: {r: v if group(axes, r).index == root else np.zeros_like(v) for r, v in y.items()}
+        self.back = lambda y: reference.broadcast_adjoint(y, sharding, axes, root)
         return super().broadcast(x, sharding, axes, root)
 
     def permute(self, x: Any, sharding: Sharding, axes: Any, pairs: Any) -> Any:
@@ -193,6 +192,17 @@ class MaxIsSum(Taped):
         return super().redistribute(x, src, dst)
 
 
+class LosesNans(Taped):
+    def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
+        out = super().redistribute(x, src, dst)
+        return {rank: np.nan_to_num(shard) for rank, shard in out.items()}
+
+
+class LosesSigns(Taped):
+    def broadcast(self, x: Any, sharding: Sharding, axes: Any, root: int) -> Any:
+        return {rank: shard + np.float32(0) for rank, shard in super().broadcast(x, sharding, axes, root).items()}
+
+
 class DeclaresTooMuch(Taped):
     capabilities = replace(Taped.capabilities, dtypes=frozenset({"complex64", "float32"}))
 
@@ -232,6 +242,8 @@ WRONG: list[tuple[type[Taped], str]] = [
     (TakesAnyShape, "errors"),
     (OneKindOfDevice, "devices"),
     (MaxIsSum, "reductions"),
+    (LosesNans, "nans"),
+    (LosesSigns, "signs_of_zero"),
     (DeclaresTooMuch, "protocol"),
     (BarrierFails, "barrier"),
     (SwapsTheGradientOfPermute, "gradients_of_broadcast_and_permute"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -178,6 +179,9 @@ def check_handles(way: Way, dtype: str) -> None:
     n, k = group.size, group.index
     for op in ("sum", "max", *(("mean",) if dtype in FLOATS else ())):
         buffers = [[part(j + 10 * b, (n * 3, 2), dtype) for j in range(n)] for b in range(3)]
+        if op == "max" and dtype in FLOATS:
+            for j, x in enumerate(itertools.chain(*buffers)):
+                x[j % (n * 3), 0] = torch.nan
         # Three of each under way at a time, awaited last first.
         inplace = [buffer[k].clone() for buffer in buffers]
         handles = [c.all_reduce_inplace(x, group, op) for x in inplace]

@@ -173,6 +173,27 @@ def test_every_move_compiles_to_the_same_values_and_gradients(
     assert max(world.call(differences_of_moves, shape, reverse)) < 1e-6
 
 
+def compiled_extremes() -> list[list[bool]]:
+    """Which values of a max over the ranks are NaN, of contributions that hold one each: reduced and scattered."""
+    count, rank = len(backend().list_devices()), backend().rank
+    src = Sharding(Mesh({"x": count}), Layout(partial={"x": "max"}), (count + 1,))
+    x = torch.arange(count + 1.0)
+    x[rank] = torch.nan
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        return [backend().redistribute(x * 1, src, src.with_layout(to)) for to in (Layout(), Layout("x"))]
+
+    torch._dynamo.reset()
+    return [out.isnan().tolist() for out in torch.compile(program, fullgraph=True, backend="aot_eager")(x)]
+
+
+def test_a_compiled_max_of_nan_is_nan(world: ProcessWorld) -> None:
+    found = world.call(compiled_extremes)
+    wanted = [True] * world.count + [False]
+    assert [whole for whole, _ in found] == [wanted] * world.count
+    assert [bit for _, part in found for bit in part] == wanted
+
+
 def losses_of_batches() -> tuple[list[float], list[float]]:
     """A compiled program that is called with batches of several sizes, and the same in eager mode."""
     mesh = Mesh({"x": -1})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import unidist
-from unidist import Layout, Mesh
+from unidist import Layout, Mesh, array
 from unidist.backends import registry
 from unidist.errors import CapabilityError, LayoutError, MeshError
 
@@ -72,6 +72,25 @@ def test_the_input_is_left_alone_and_nothing_is_shared_with_it() -> None:
     y.shards()[0][...] = -2
     np.testing.assert_array_equal(x.numpy(), VALUE)
     assert x.layout == Layout("data")
+
+
+def test_a_barrier_knows_the_mesh_of_the_strategy_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[Any] = []
+    monkeypatch.setattr(registry.current(), "barrier", lambda *where: came.append(where))
+    monkeypatch.setattr(array, "_mesh_in_use", lambda: MESH)
+    unidist.barrier("data")
+    unidist.barrier()
+    assert came == [(MESH, ("data",)), ()]
+    with pytest.raises(MeshError, match="unknown axis 'pipe'"):
+        unidist.barrier("pipe")
+
+
+def test_what_is_written_to_a_shard_changes_nothing() -> None:
+    x = unidist.distribute(VALUE, MESH, Layout("data"))
+    for shard in x.shards().values():
+        shard[...] = -1
+    np.testing.assert_array_equal(x.numpy(), VALUE)
+    np.testing.assert_array_equal(x.shards()[0], VALUE[:2])
 
 
 def test_lists_scalars_and_empty_values() -> None:
@@ -140,7 +159,18 @@ def cuts() -> list[slice]:
             LayoutError,
             "a mean of int64 values",
         ),
-        (lambda: unidist.barrier("data"), LayoutError, "give the mesh that has it"),
+        (lambda: unidist.barrier("data"), LayoutError, r"give the mesh that has it, as barrier\('data', mesh=mesh\)"),
+        (lambda: unidist.broadcast(placed(), "model", 0.5), LayoutError, r"root 0\.5 is not a place of 0\.\.2"),
+        (lambda: unidist.broadcast(placed(), "model", True), LayoutError, "root True is not a place"),
+        (lambda: unidist.permute(placed(), "model", [(0, 0.5)]), LayoutError, r"pairs of places.* found \[\(0, 0\.5"),
+        (lambda: unidist.permute(placed(), "model", [0, 1]), LayoutError, r"pairs of places.* found \[0, 1\]"),
+        (lambda: unidist.all_gather(placed("data"), 0), MeshError, "named by a string, found 0"),
+        (lambda: unidist.all_reduce(placed(), {"data": 2}), LayoutError, "must be partial there"),
+        (lambda: unidist.all_gather(VALUE, "data"), LayoutError, "takes a DistributedArray, found ndarray"),
+        (lambda: unidist.permute(VALUE, "data", []), LayoutError, "takes a DistributedArray, found ndarray"),
+        (lambda: unidist.broadcast(VALUE, "data", 0), LayoutError, "takes a DistributedArray, found ndarray"),
+        (lambda: unidist.all_reduce(VALUE), LayoutError, "takes a DistributedArray, found ndarray"),
+        (lambda: unidist.all_to_all(placed("data"), "data", 0.5), LayoutError, r"dim must be .* found 0\.5"),
         (lambda: unidist.barrier("pipe", MESH), MeshError, "unknown axis 'pipe'"),
         (lambda: unidist.distribute(VALUE, Mesh({"x": 8}), None), MeshError, "sim has 6 devices: use.*devices=8"),
         (lambda: unidist.distribute(np.array(["a"]), MESH, None), CapabilityError, "cannot move str.* cast to one of"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from unidist.algebra import Mesh
+from unidist.algebra import Mesh, Sharding
 from unidist.algebra.mesh import set_world
-from unidist.errors import MeshError
+from unidist.errors import LayoutError, MeshError
 
 PERMUTED = Mesh({"a": 2, "b": 3, "c": 2}, devices=[7, 0, 11, 3, 2, 5, 1, 4, 10, 6, 9, 8])
 
@@ -76,9 +77,17 @@ def test_the_world_fills_an_open_axis_and_names_its_devices(six_devices: None) -
         ({"x": 2}, [1, 1], "given twice"),
         ({"x": 2}, [0, -1], "a rank from 0, found -1"),
         ({"x": 2}, ["cpu:0", "cpu:1"], r"choose a backend first: unidist\.use"),
+        ({"x": 2}, 2, "devices must be a list of names or ranks"),
+        ({"x": 2}, "cpu:0", "devices must be a list of names or ranks"),
+        ({"x": 2}, [0, True], "a rank from 0, found True"),
+        ({"x": True}, None, "axis 'x' has size True: it must be a whole number"),
+        ({"x": 10**12}, None, r"has 1000000000000 places, more than the 1048576 that .* a number of devices"),
+        ([("a", 2), ("a", 2)], None, "axis 'a' is named twice in .*: each axis has a name of its own"),
+        ("data", None, "a mesh is made of names and sizes, as .* found 'data'"),
+        (4, None, "a mesh is made of names and sizes, as .* found 4"),
     ],
 )
-def test_errors_say_what_was_found_and_what_to_do(axes: dict[str, int], devices: list[int] | None, text: str) -> None:
+def test_errors_say_what_was_found_and_what_to_do(axes: Any, devices: Any, text: str) -> None:
     with pytest.raises(MeshError, match=text):
         Mesh(axes, devices)
 
@@ -87,6 +96,10 @@ def test_unknown_axes_and_ranks_are_refused() -> None:
     mesh = Mesh({"data": 2, "model": 2})
     with pytest.raises(MeshError, match=r"unknown axis 'pipe': the mesh has {'data': 2, 'model': 2}"):
         mesh.axis_size("pipe")
+    with pytest.raises(MeshError, match=r"named by a string, found 3: the mesh has {'data': 2, 'model': 2}"):
+        mesh.axis_size(3)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"a Sharding is of a Mesh, a Layout and a shape, found .*'data'"):
+        Sharding(mesh, "data", (2,))  # type: ignore[arg-type]
     with pytest.raises(MeshError, match="named twice"):
         mesh.group(("data", "data"), 0)
     with pytest.raises(MeshError, match="rank 4 is not in"):

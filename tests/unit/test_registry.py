@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unidist
@@ -279,6 +280,13 @@ def test_the_simulator_needs_devices(devices: Any) -> None:
         unidist.use("sim", devices=devices)
     with pytest.raises(MeshError, match="named twice"):
         unidist.use("sim", devices=["cpu:0", "cpu:0"])
+
+
+@pytest.mark.parametrize("devices", [2.5, True, -1, "cpu:0", ["cpu:0", 1], {"cpu:0"}], ids=str)
+def test_devices_are_a_number_or_names(devices: Any) -> None:
+    with pytest.raises(MeshError, match=r"use\('sim', devices=.*\): give the number of devices, as devices=4, or"):
+        unidist.use("sim", devices=devices)
+    assert len(unidist.use("sim", devices=np.int64(3)).list_devices()) == 3  # type: ignore[arg-type]
 
 
 # Third parties -----------------------------------------------------------------------------------------------------

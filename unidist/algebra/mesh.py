@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import SupportsIndex
+from typing import Any
 
+from unidist.algebra.checks import whole_number
 from unidist.errors import MeshError
 
 Axes = tuple[str, ...]
+MOST_DEVICES = 1 << 20
 
 # The names of the world's devices in rank order. The registry sets it; the algebra stays free of backends.
 _world: Callable[[], Sequence[str]] | None = None
@@ -44,7 +46,8 @@ class Mesh:
             ranks of the world in their order.
 
     Raises:
-        MeshError: a size below 1, no or repeated names, devices that do not fill the mesh or come twice.
+        MeshError: a size below 1, no or repeated names, devices that do not fill the mesh or come twice; more than
+            MOST_DEVICES places.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -52,8 +55,13 @@ class Mesh:
 
     def __init__(self, axes: Mapping[str, int], devices: Iterable[int | str] | None = None) -> None:
         ranks = None if devices is None else _ranks_of(devices)
-        sizes = _resolved(dict(axes), None if ranks is None else len(ranks))
+        sizes = _resolved(_named(axes), None if ranks is None else len(ranks))
         count = prod(sizes.values())
+        if count > MOST_DEVICES:
+            raise MeshError(
+                f"mesh {sizes} has {count} places, more than the {MOST_DEVICES} that a mesh may have: a size is a "
+                "number of devices along its axis"
+            )
         if ranks is None:
             ranks = tuple(range(count))
         if len(ranks) != count:
@@ -105,8 +113,10 @@ class Mesh:
         """The axes as a tuple (None: all of them). Raises MeshError for an unknown or repeated one."""
         if axes is None:
             return self.axis_names
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = (axes,) if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
         for name in names:
+            if not isinstance(name, str):
+                raise MeshError(f"an axis is named by a string, found {name!r}: the mesh has {dict(self.axes)}")
             if name not in self._sizes:
                 raise MeshError(f"unknown axis {name!r}: the mesh has {dict(self.axes)}")
         if len(set(names)) != len(names):
@@ -158,6 +168,8 @@ def _group(mesh: Mesh, axes: Axes, rank: int) -> Group:
 
 
 def _ranks_of(devices: Iterable[int | str]) -> tuple[int, ...]:
+    if not isinstance(devices, Iterable) or isinstance(devices, str):
+        raise MeshError(f"devices must be a list of names or ranks, one for each place of the mesh, found {devices!r}")
     ranks = []
     for device in devices:
         if isinstance(device, str):
@@ -169,20 +181,35 @@ def _ranks_of(devices: Iterable[int | str]) -> tuple[int, ...]:
                 )
             ranks.append(names.index(device))
         else:
-            if not isinstance(device, SupportsIndex) or int(device) < 0:
+            rank = whole_number(device)
+            if rank is None or rank < 0:
                 raise MeshError(f"a device must be a name or a rank from 0, found {device!r}")
-            ranks.append(int(device))
+            ranks.append(rank)
     return tuple(ranks)
+
+
+def _named(axes: Any) -> dict[str, int]:
+    """Names and sizes, of a mapping or of pairs."""
+    sizes: dict[str, int] = {}
+    try:
+        pairs = [(name, size) for name, size in (axes.items() if isinstance(axes, Mapping) else axes)]
+    except (TypeError, ValueError):
+        raise MeshError(f"a mesh is made of names and sizes, as {{'data': 2, 'model': 4}}, found {axes!r}") from None
+    for name, size in pairs:
+        if not isinstance(name, str) or not name:
+            raise MeshError(f"an axis name must be a non-empty string, found {name!r}")
+        if name in sizes:
+            raise MeshError(f"axis {name!r} is named twice in {axes}: each axis has a name of its own")
+        number = whole_number(size)
+        if number is None or (number < 1 and number != -1):
+            raise MeshError(f"axis {name!r} has size {size!r}: it must be a whole number from 1, or -1 for the rest")
+        sizes[name] = number
+    return sizes
 
 
 def _resolved(sizes: dict[str, int], count: int | None) -> dict[str, int]:
     if not sizes:
         raise MeshError("a mesh needs at least one axis, for example Mesh({'data': -1})")
-    for name, size in sizes.items():
-        if not isinstance(name, str) or not name:
-            raise MeshError(f"an axis name must be a non-empty string, found {name!r}")
-        if not isinstance(size, SupportsIndex) or (int(size) < 1 and int(size) != -1):
-            raise MeshError(f"axis {name!r} has size {size!r}: it must be a whole number from 1, or -1 for the rest")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise MeshError(f"only one size may be -1, found {open_axes}")
@@ -198,7 +225,7 @@ def _resolved(sizes: dict[str, int], count: int | None) -> dict[str, int]:
         if count % known or count < known:
             raise MeshError(f"{count} devices cannot fill {sizes}: {known} does not divide {count}")
         sizes[open_axes[0]] = count // known
-    return {name: int(size) for name, size in sizes.items()}
+    return sizes
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -9,6 +9,7 @@ from math import prod
 
 from unidist.algebra.layout import Layout
 from unidist.algebra.mesh import Axes, Mesh
+from unidist.errors import LayoutError
 
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]
@@ -26,7 +27,7 @@ class Sharding:
     """How a tensor of one global shape lies on a mesh.
 
     Raises:
-        LayoutError: the layout names an unknown axis or more dims than the shape has.
+        LayoutError: the layout names an unknown axis or more dims than the shape has, or is no Layout.
     """
 
     mesh: Mesh
@@ -34,6 +35,10 @@ class Sharding:
     shape: Shape
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh) or not isinstance(self.layout, Layout):
+            raise LayoutError(
+                f"a Sharding is of a Mesh, a Layout and a shape, found {self.mesh!r}, {self.layout!r}, {self.shape!r}"
+            )
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         self.layout.check(self.mesh, len(self.shape))
 

@@ -7,7 +7,7 @@ of them. An adapter gives `comm` (group collectives on its native arrays) and `o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cached_property
@@ -201,12 +201,17 @@ class LocalViewBackend(ABC, Generic[A]):
         """A broadcast and its adjoint, by the given collectives."""
         self.check_mesh(sharding.mesh)
         group = sharding.mesh.group(axes, self.rank)
+        fanned = tuple(axis for axis in axes if axis in sharding.layout.fanout)
+        others = sharding.mesh.group(fanned, self.rank)
 
         def forward(value: A) -> A:
             self.record("broadcast", axes, group, value)
             return comm.broadcast(value, group, root)
 
         def backward(grad: A) -> A:
+            if others.size > 1:
+                self.record("all_reduce", fanned, others, grad)
+                grad = comm.all_reduce(grad, others, "sum")
             return grad if group.index == root else self.ops.full_like(grad, "sum")
 
         return forward, backward
@@ -379,6 +384,13 @@ def _for_the_same_purpose(backward: Callable[[A], A]) -> Callable[[A], A]:
             return backward(grad)
 
     return named
+
+
+def check_one_dtype(shards: Iterable[Any]) -> None:
+    """Raises LayoutError where the shards of one array have several dtypes."""
+    kinds = {dtype_name(shard) for shard in shards}
+    if len(kinds) > 1:
+        raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
 
 
 def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from unidist.algebra import Axes, Mesh, Sharding
 from unidist.algebra.layout import REDUCE_OPS
+from unidist.errors import CapabilityError, LayoutError
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -106,13 +107,33 @@ class DistributionBackend(Protocol):
         """X at `dst`: runs plan(src, dst). Differentiable by plan(src, dst).adjoint."""
 
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
-        """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root."""
+        """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root, zeros
+        elsewhere; along axes of F, where it arrives partial, its sum does."""
 
     def permute(self, x: Any, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Any:
         """Shards move from place to place along `axes`; places that get none hold zeros. Adjoint: pairs reversed."""
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         """Returns when every process of the group (default: the world) has come."""
+
+
+def plain_array(value: Any) -> Array:
+    """A NumPy array of a value that is no framework's array, as every framework takes it: in the machine's byte order
+    and without negative strides. What is not so is copied.
+
+    Raises:
+        LayoutError: there is no array of it, as of rows of several lengths.
+        CapabilityError: its values are no numbers: objects, texts, dates.
+    """
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"no array can be made of a {type(value).__name__}: {error}") from error
+    if array.dtype.kind in "OSUVMm" and array.dtype.name not in ALL_DTYPES:
+        raise CapabilityError(f"cannot move {array.dtype.name} arrays: cast to one of {sorted(ALL_DTYPES)}")
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    return array.copy() if any(stride < 0 for stride in array.strides) else array
 
 
 def dtype_name(x: Any) -> str:

@@ -15,9 +15,10 @@ from itertools import chain
 from typing import Any, Literal, cast
 
 from unidist.algebra import mesh as mesh_module
+from unidist.algebra.checks import whole_number
 from unidist.backends.environment import detect
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 
 ENTRY_POINTS = "unidist.backends"
 
@@ -205,13 +206,14 @@ def use(
         BackendNotAvailableError: unknown or not installed.
         BackendMismatchError: a launcher started several processes, and the adapter works in one.
         CapabilityError: an option that the adapter does not have.
+        MeshError: devices that are neither a number nor a list of names.
     """
     adapter_class = load(name)
     known = inspect.signature(adapter_class).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     if unknown := [option for option in options if option not in known and not takes_any]:
         raise CapabilityError(f"use({name!r}) has no option {', '.join(unknown)}; it has {', '.join(known)}")
-    adapter = adapter_class(devices=devices, **options)  # type: ignore[call-arg]
+    adapter = adapter_class(devices=_checked_devices(name, devices), **options)  # type: ignore[call-arg]
     if _current is not None:
         _current.shutdown()
     _set(None, "no")
@@ -220,6 +222,19 @@ def use(
         adapter.initialize(cluster or Cluster())
     _set(adapter, "by launcher" if launched else "no")
     return adapter
+
+
+def _checked_devices(name: str, devices: Any) -> int | Sequence[str] | None:
+    """Raises MeshError where it is neither a number of devices nor a list of names."""
+    number = whole_number(devices)
+    if number is not None and number >= 0:
+        return number
+    if devices is None or (isinstance(devices, list | tuple) and all(isinstance(one, str) for one in devices)):
+        return devices
+    raise MeshError(
+        f"use({name!r}, devices={devices!r}): give the number of devices, as devices=4, or a list of their names, as "
+        'devices=["cpu:0", "cpu:1"]'
+    )
 
 
 def current() -> DistributionBackend:

@@ -13,7 +13,7 @@ from keras.src.distribution.distribution_lib import Distribution
 
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
-from unidist.array import as_layout, as_mesh
+from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.errors import CapabilityError, LayoutError, MeshError
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
@@ -231,6 +231,14 @@ def current() -> UnidistDistribution | None:
     """Keras's distribution of this thread as one of ours, or None."""
     found = keras.distribution.distribution()
     return None if found is None else adopt(found)
+
+
+def _mesh_in_use() -> Mesh | None:
+    strategy = current()
+    return None if strategy is None else strategy.mesh
+
+
+set_mesh_in_use(_mesh_in_use)
 
 
 class _PathAndShape:

@@ -12,6 +12,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
+from unidist.errors import LayoutError, MeshError
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -231,3 +232,12 @@ def test_a_step_with_a_loss_of_its_own_is_refused_with_the_remedy():
     x, y = features()
     with pytest.raises(unidist.CapabilityError, match=r"self\.compute_loss\(x=x, y=y, y_pred=y_pred\)"):
         train(own(OwnLoss), x, y, unidist.DataParallel())
+
+
+def test_a_barrier_finds_the_mesh_of_the_strategy_in_use():
+    with model_parallel(mesh=two_by_two()).scope():
+        unidist.barrier("data")
+        with pytest.raises(MeshError, match="unknown axis 'pipe'"):
+            unidist.barrier("pipe")
+    with pytest.raises(LayoutError, match="call it in the scope of a strategy"):
+        unidist.barrier("data")

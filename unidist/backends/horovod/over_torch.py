@@ -18,7 +18,7 @@ from unidist.backends.horovod.sets import Wire
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import Done, check_contiguous, check_parts
 from unidist.backends.torch.ops import TorchOps
-from unidist.backends.torch.reducing import fold, op_for
+from unidist.backends.torch.reducing import fold, loses_nans, op_for
 from unidist.errors import CapabilityError
 
 NATIVE = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "prod": hvd.Product}
@@ -154,6 +154,9 @@ class TorchComm(HorovodComm[torch.Tensor]):
         """Starts to reduce a contiguous buffer in place."""
         check_contiguous(x)
         if group.size == 1 or x.numel() == 0:
+            return Done()
+        if loses_nans(op, x.dtype):
+            x.copy_(self.all_reduce(x, group, op))
             return Done()
         values = x.to(REDUCED_AS.get(x.dtype, x.dtype))
         pending = self._primitives.start_all_reduce(values, self.wire(group), op_for(op, x.dtype))

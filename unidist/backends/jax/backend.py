@@ -15,8 +15,8 @@ from unidist.backends.jax import arrays, collectives, waiting
 from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
 from unidist.backends.jax.joining import World, join
-from unidist.backends.local import check_local_shape
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name
+from unidist.backends.local import check_local_shape, check_one_dtype
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, plain_array
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
 _WIDE = frozenset(("int64", "float64"))
@@ -189,9 +189,7 @@ class JaxBackend:
         for rank, shard in zip(ranks, given, strict=True):
             self._check_dtype(shard)
             check_local_shape(tuple(shard.shape), sharding, rank)
-        kinds = {dtype_name(shard) for shard in given}
-        if len(kinds) > 1:
-            raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
+        check_one_dtype(given)
         pads = [arrays.pad_on_device if isinstance(shard, jax.Array) else arrays.pad for shard in given]
         parts = {rank: fill(shard, sharding) for rank, shard, fill in zip(ranks, given, pads, strict=True)}
         return self._assembled(parts, sharding, given[0].dtype if given else None)
@@ -347,6 +345,7 @@ class _Redistribution:
 
 def _known(value: Any) -> Any:
     """A jax.Array as it is; else a NumPy array, where what has no dtype (Python's numbers) gets JAX's."""
-    if isinstance(value, jax.Array | np.ndarray):
+    if isinstance(value, jax.Array):
         return value
-    return np.asarray(value if hasattr(value, "dtype") else jax.numpy.asarray(value))
+    array = plain_array(value)
+    return array if hasattr(value, "dtype") else np.asarray(jax.numpy.asarray(array))

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from unidist.algebra import Axes, Layout, Plan, Sharding, Step, plan
+from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, Step, plan
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.jax import remap
 from unidist.backends.jax.arrays import data_shape, partition_spec
@@ -53,16 +53,28 @@ def redistribution(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Mov
 
 
 def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: int) -> Move:
-    """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere.
+    """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere; along axes of F the
+    cotangent is the sum already, and stays the same everywhere.
 
-    A sum over the group of which all but the root's term are zeros: XLA on CPU has no broadcast of its own.
+    A sum over the group of which all but the root's term are zeros: XLA on CPU has no broadcast of its own. Of floats
+    their bits are summed: with 0 the float -0 would become 0.
     """
+    grid = sharding.mesh
+    there = grid.coordinate(grid.group(axes, grid.devices[0]).ranks[root])
+    invariant = tuple(axis for axis in axes if axis not in sharding.layout.fanout)
+
+    def only_at(places: Axes, x: jax.Array) -> jax.Array:
+        here = [lax.axis_index(axis) == there[axis] for axis in places]
+        return jnp.where(jnp.stack(here).all(), x, jnp.zeros_like(x)) if here else x
 
     def forward(x: jax.Array) -> jax.Array:
-        return all_reduce(backward(x), axes, "sum")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return all_reduce(only_at(axes, x), axes, "sum")
+        bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(all_reduce(only_at(axes, bits), axes, "sum"), x.dtype)
 
     def backward(grad: jax.Array) -> jax.Array:
-        return jnp.where(lax.axis_index(axes) == root, grad, jnp.zeros_like(grad))
+        return only_at(invariant, grad)
 
     return _with_adjoint(
         _program(mesh, forward, sharding, sharding), _program(mesh, backward, sharding, sharding), check=_always
@@ -70,14 +82,27 @@ def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: 
 
 
 def permutation(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Move:
-    """Shards move from place to place; places that receive none hold zeros. Gradient: the pairs reversed."""
+    """Shards move from place to place; places that receive none hold zeros. Gradient: the pairs reversed.
+
+    lax.ppermute numbers places in the mesh's order of the axes, in whatever order they are named.
+    """
+    ordered = tuple(name for name in sharding.mesh.axis_names if name in axes)
+    place = _places(sharding.mesh, axes, ordered)
+    there = tuple((place[source], place[destination]) for source, destination in pairs)
 
     def moving(by: tuple[tuple[int, int], ...]) -> Move:
-        body = partial(lax.ppermute, axis_name=axes, perm=by) if by else jnp.zeros_like
+        body = partial(lax.ppermute, axis_name=ordered, perm=by) if by else jnp.zeros_like
         return _program(mesh, body, sharding, sharding)
 
-    back = tuple((destination, source) for source, destination in pairs)
-    return _with_adjoint(moving(pairs), moving(back), check=_always)
+    back = tuple((destination, source) for source, destination in there)
+    return _with_adjoint(moving(there), moving(back), check=_always)
+
+
+def _places(mesh: Mesh, axes: Axes, ordered: Axes) -> list[int]:
+    """For each place along `axes` the place of the same rank along the same axes in another order."""
+    first = mesh.devices[0]
+    others = mesh.group(ordered, first).ranks
+    return [others.index(rank) for rank in mesh.group(axes, first).ranks]
 
 
 def as_gradient(mesh: jax.sharding.Mesh, sharding: Sharding) -> Move:
@@ -239,14 +264,15 @@ def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
     if op == "sum":
         total: jax.Array = lax.psum(x, axes)
         return total
-    if op == "prod":
+    if op == "prod" or jnp.issubdtype(x.dtype, jnp.floating):
         return _all_reduce_in_parts(x, axes, op)
     extreme: jax.Array = lax.pmax(x, axes) if op == "max" else lax.pmin(x, axes)
     return extreme
 
 
 def _all_reduce_in_parts(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
-    """For a reduction that XLA lacks: each rank reduces one part of all, then they are joined, as in a ring."""
+    """For a reduction that XLA lacks (prod), or whose all-reduce loses NaN (max and min of floats): each rank reduces
+    one part of all, then they are joined. Sends 2(n-1)/n of x, as a ring does."""
     count = lax.axis_size(axes)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
     own = reduce_scatter(flat, axes, 0, op)

@@ -10,8 +10,8 @@ import numpy as np
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.backends.environment import detect
-from unidist.backends.local import check_local_shape
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
+from unidist.backends.local import check_local_shape, check_one_dtype
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, plain_array
 from unidist.backends.sim import reference
 from unidist.backends.sim.reference import Shards
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
@@ -78,7 +78,7 @@ class SimBackend:
 
     def distribute(self, value: Any, sharding: Sharding) -> Shards:
         self.mesh(sharding.mesh)
-        whole = self._checked(np.asarray(value))
+        whole = self._checked(plain_array(value))
         if whole.shape != sharding.shape:
             raise LayoutError(f"the value has shape {whole.shape}, the sharding {sharding.shape}")
         return reference.distribute(whole, sharding)
@@ -88,13 +88,14 @@ class SimBackend:
         ranks = sorted(sharding.mesh.devices)
         if len(shards) != len(ranks):
             raise LayoutError(f"the mesh has ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
-        out = {rank: self._checked(np.array(shard)) for rank, shard in zip(ranks, shards, strict=True)}
+        out = {rank: self._checked(np.array(plain_array(shard))) for rank, shard in zip(ranks, shards, strict=True)}
         for rank, shard in out.items():
             check_local_shape(shard.shape, sharding, rank)
+        check_one_dtype(out.values())
         return out
 
     def to_local(self, x: Shards, sharding: Sharding) -> Mapping[int, Array]:
-        return dict(sorted(x.items()))
+        return {rank: shard.copy() for rank, shard in sorted(x.items())}
 
     def gather(self, x: Shards, sharding: Sharding) -> Array:
         self._tell_steps(plan(sharding, sharding.with_layout(Layout())), x)

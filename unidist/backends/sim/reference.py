@@ -6,6 +6,7 @@ Independent of the fold in backends/local.py on purpose: every other adapter is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -24,8 +25,10 @@ def reduce(parts: list[Array], op: ReduceOp) -> Array:
     """Reduces arrays of one shape, in their own dtype, in the order given. Of bool, sum is "or" and prod "and"."""
     fold = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}[op]
     out = parts[0].copy()
-    for part in parts[1:]:
-        out = fold(out, part)
+    # Of bfloat16 NumPy warns that the max of a NaN is a NaN.
+    with np.errstate(invalid="ignore") if op in ("max", "min") else nullcontext():
+        for part in parts[1:]:
+            out = fold(out, part)
     return scale(out, 1 / len(parts)) if op == "mean" else out
 
 
@@ -128,6 +131,18 @@ def _part_of(inner: Sharding, outer: Sharding, rank: int, value: Array) -> Array
 def broadcast(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, root: int) -> Shards:
     group = sharding.mesh.group
     return {rank: shards[group(axes, rank).ranks[root]].copy() for rank in sharding.mesh.devices}
+
+
+def broadcast_adjoint(grads: Mapping[int, Array], sharding: Sharding, axes: Axes, root: int) -> Shards:
+    """What a broadcast's gradient is of the gradients of its results: at the root, summed over the axes of F, along
+    which they are contributions; zeros elsewhere."""
+    group, fanned = sharding.mesh.group, tuple(axis for axis in axes if axis in sharding.layout.fanout)
+    return {
+        rank: reduce([grads[r] for r in group(fanned, rank).ranks], "sum")
+        if group(axes, rank).index == root
+        else np.zeros_like(grads[rank])
+        for rank in sharding.mesh.devices
+    }
 
 
 def permute(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Shards:

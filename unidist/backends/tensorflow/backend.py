@@ -14,8 +14,8 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.local import check_local_shape
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize
+from unidist.backends.local import check_local_shape, check_one_dtype
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize, plain_array
 from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
 from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
@@ -179,9 +179,7 @@ class TensorflowBackend:
         for rank, shard in given.items():
             self._check_dtype(shard)
             check_local_shape(tuple(shard.shape), sharding, rank)
-        kinds = {dtype_name(shard) for shard in given.values()}
-        if len(kinds) > 1:
-            raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
+        check_one_dtype(given.values())
         return self._pack(given, sharding)
 
     def to_local(self, x: Any, sharding: Sharding) -> Mapping[int, Any]:
@@ -235,6 +233,7 @@ class TensorflowBackend:
 
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
         """As DTensor programs a masked all-reduce, which sends up to twice the bytes of a broadcast's bound."""
+        fanned = tuple(axis for axis in axes if axis in sharding.layout.fanout)
 
         def forward(value: Any) -> Any:
             self._tell("broadcast", axes, sharding, value)
@@ -242,7 +241,11 @@ class TensorflowBackend:
             return self._pack(steps.broadcast(sharding, axes, root, parts, self._exchange(sharding.mesh)), sharding)
 
         def backward(grad: Any) -> Any:
-            return self._pack(steps.only_from(sharding, axes, root, self._unpack(grad, sharding)), sharding)
+            parts = self._unpack(grad, sharding)
+            if fanned and sharding.mesh.axis_size(fanned) > 1:
+                self._tell("all_reduce", fanned, sharding, grad)
+                parts = steps.all_reduce(sharding, fanned, parts, self._exchange(sharding.mesh), "sum")
+            return self._pack(steps.only_from(sharding, axes, root, parts), sharding)
 
         return self._differentiable(x, sharding, forward, backward)
 
@@ -288,7 +291,7 @@ class TensorflowBackend:
     def _exchange(self, mesh: Mesh) -> steps.Exchange:
         def run(kind: Kind, axes: Axes, parts: Parts, op: ReduceOp) -> Parts:
             native, ranks = self._group_mesh(mesh, axes)
-            if kind in ("scatter", "swap"):
+            if kind in ("scatter", "send", "swap"):
                 parts = {rank: steps.by_rank(mesh, axes, rank, part) for rank, part in parts.items()}
             part = next(iter(parts.values()))
             aim = f" for {events.purpose()!r}" if events.purpose() else ""
@@ -377,4 +380,7 @@ def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Ca
 
 def _known(value: Any) -> Any:
     """A tensor as it is, else TensorFlow's of the value: Python's numbers get its default dtypes."""
-    return value if isinstance(value, tf.Tensor) else tf.convert_to_tensor(value)
+    if isinstance(value, tf.Tensor | tf.Variable):
+        return tf.convert_to_tensor(value)
+    array = plain_array(value)
+    return tf.convert_to_tensor(array if hasattr(value, "dtype") else value)

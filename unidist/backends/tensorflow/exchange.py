@@ -18,7 +18,9 @@ from tensorflow.experimental import dtensor
 from unidist.algebra.layout import ReduceOp
 
 Parts: TypeAlias = dict[int, Any]
-Kind = Literal["gather", "reduce", "scatter", "swap"]
+Kind = Literal["gather", "reduce", "pick", "scatter", "send", "swap"]
+# What only moves: of `pick` all but one of a group hold zeros, as do all but one of what `send` brings to a place.
+_MOVED_BY: dict[Kind, Kind] = {"gather": "gather", "pick": "reduce", "send": "scatter", "swap": "swap"}
 U = dtensor.UNSHARDED
 
 # DTensor's collectives on CPU lack some of these; 32-bit integers hold all their values and wrap as they do.
@@ -72,14 +74,39 @@ def rounded(length: int) -> int:
 def exchange(kind: Kind, mesh: dtensor.Mesh, ranks: tuple[int, ...], parts: Mapping[int, Any], op: ReduceOp) -> Parts:
     """Runs one exchange.
 
+    DTensor gathers and moves by sums with zeros on CPU, in which the float -0 becomes 0: there the bits of floats are
+    moved, as integers that take as many bytes.
+
     Args:
         mesh: [groups, places]; its local devices hold `ranks`, in this order.
-        parts: for each of these ranks its tensor: [L] for gather and reduce, [n, C] for scatter and swap, where L and C
-            are the same on all ranks of the mesh.
+        parts: for each of these ranks its tensor: [L] for gather, reduce and pick, [n, C] for scatter, send and swap,
+            where L and C are the same on all ranks of the mesh, and even.
 
     Returns:
-        rank -> what `_program` says.
+        rank -> what `_program` says; of pick and send what it says of reduce and scatter.
     """
+    dtype = next(iter(parts.values())).dtype
+    if kind not in _MOVED_BY:
+        return _exchanged(kind, mesh, ranks, parts, op)
+    bits = dtype.is_floating and mesh.device_type().upper() == "CPU"
+    sent = {rank: _bits(part) for rank, part in parts.items()} if bits else parts
+    found = _exchanged(_MOVED_BY[kind], mesh, ranks, sent, "sum")
+    return {rank: _floats(part, dtype) for rank, part in found.items()} if bits else found
+
+
+def _bits(x: Any) -> Any:
+    """The same bits as integers of 32 or 64 bits: DTensor has none of 16."""
+    if x.dtype.size == 2:
+        x = tf.reshape(x, (*x.shape[:-1], x.shape[-1] // 2, 2))
+    return tf.bitcast(x, tf.int64 if x.dtype.size == 8 else tf.int32)
+
+
+def _floats(bits: Any, dtype: Any) -> Any:
+    found = tf.bitcast(bits, dtype)
+    return tf.reshape(found, (*bits.shape[:-1], -1)) if dtype.size == 2 else found
+
+
+def _exchanged(kind: Kind, mesh: dtensor.Mesh, ranks: tuple[int, ...], parts: Mapping[int, Any], op: ReduceOp) -> Parts:
     dtype = next(iter(parts.values())).dtype
     carried = _CARRIED.get(dtype, dtype)
     if dtype == tf.bool:

@@ -52,10 +52,12 @@ def _all_reduce(step: Step, parts: Parts, exchange: Exchange) -> Parts:
     return all_reduce(step.before, step.axes, parts, exchange, step.reduce)
 
 
-def all_reduce(sharding: Sharding, axes: Axes, parts: Parts, exchange: Exchange, op: ReduceOp) -> Parts:
+def all_reduce(
+    sharding: Sharding, axes: Axes, parts: Parts, exchange: Exchange, op: ReduceOp, kind: Kind = "reduce"
+) -> Parts:
     """Every place of a group gets the reduced part."""
     length = rounded(prod(largest(sharding)))
-    found = exchange("reduce", axes, {rank: _flat(part, length) for rank, part in parts.items()}, op)
+    found = exchange(kind, axes, {rank: _flat(part, length) for rank, part in parts.items()}, op)
     return {rank: _back(flat, parts[rank].shape) for rank, flat in found.items()}
 
 
@@ -102,7 +104,7 @@ def _all_to_all(step: Step, parts: Parts, exchange: Exchange) -> Parts:
 
 def broadcast(sharding: Sharding, axes: Axes, root: int, parts: Parts, exchange: Exchange) -> Parts:
     """Every place gets the root's part: a sum in which all others' terms are zeros, as DTensor has no broadcast."""
-    return all_reduce(sharding, axes, only_from(sharding, axes, root, parts), exchange, "sum")
+    return all_reduce(sharding, axes, only_from(sharding, axes, root, parts), exchange, "sum", "pick")
 
 
 def only_from(sharding: Sharding, axes: Axes, root: int, parts: Parts) -> Parts:
@@ -122,7 +124,7 @@ def permute(
         flat = _flat(part, length)
         there = goes.get(mesh.group(axes, rank).index)
         sent[rank] = tf.stack([flat if k == there else tf.zeros_like(flat) for k in range(count)])
-    found = exchange("scatter", axes, sent, "sum")
+    found = exchange("send", axes, sent, "sum")
     return {rank: _back(flat, parts[rank].shape) for rank, flat in found.items()}
 
 

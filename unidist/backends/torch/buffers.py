@@ -9,8 +9,9 @@ from typing import Generic
 import torch
 
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.torch.parted import all_reduce_in_parts
 from unidist.backends.torch.primitives import Primitives, W
-from unidist.backends.torch.reducing import MOVED_AS, REDUCED_AS, op_for
+from unidist.backends.torch.reducing import MOVED_AS, REDUCED_AS, extreme, loses_nans, op_for
 from unidist.backends.torch.shapes import cuts, resized
 
 
@@ -23,6 +24,8 @@ class BufferedCollectives(Generic[W]):
     def all_reduce(self, x: torch.Tensor, wire: W, op: ReduceOp) -> torch.Tensor:
         if x.numel() == 0:
             return x
+        if loses_nans(op, x.dtype):
+            return all_reduce_in_parts(x, self, wire, op)
         values = x.to(REDUCED_AS.get(x.dtype, x.dtype)).contiguous()
         out = self._primitives.all_reduce(values, wire, op_for(op, x.dtype)).to(x.dtype)
         return out / wire.size if op == "mean" else out
@@ -43,6 +46,8 @@ class BufferedCollectives(Generic[W]):
         own = sizes[wire.index]
         if x.numel() == 0:
             return x.new_empty(resized(x, {dim: own}))
+        if loses_nans(op, x.dtype):
+            return self._extreme_part(x, wire, dim, sizes, op)
         largest = max(sizes)
         values = x.to(REDUCED_AS.get(x.dtype, x.dtype))
         if dim != 0 or min(sizes) != largest:
@@ -51,6 +56,14 @@ class BufferedCollectives(Generic[W]):
         if own != largest:
             out = out.narrow(dim, 0, own).contiguous()
         return out / wire.size if op == "mean" else out
+
+    def _extreme_part(self, x: torch.Tensor, wire: W, dim: int, sizes: Sequence[int], op: ReduceOp) -> torch.Tensor:
+        """A reduce_scatter as an exchange of parts, which sends as many bytes, and a reduction of what came."""
+        parts = [part.reshape(-1) for part in cuts(x, sizes, dim)]
+        shape = resized(x, {dim: sizes[wire.index]})
+        counts = [prod(shape)] * wire.size
+        came = self._primitives.all_to_all(torch.cat(parts), wire, counts, [part.numel() for part in parts])
+        return extreme(came.view(wire.size, *shape), op)
 
     def all_to_all(
         self,

@@ -15,7 +15,7 @@ from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.exchange import DirectCollectives, exchange, scatter
 from unidist.backends.torch.lost import tells, told
 from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
-from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, op_for
+from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, loses_nans, op_for
 from unidist.backends.torch.wires import Wire
 from unidist.errors import LayoutError
 
@@ -108,6 +108,9 @@ class TorchComm:
         check_contiguous(x)
         if group.size == 1 or x.numel() == 0:
             return Done()
+        if loses_nans(op, x.dtype):
+            x.copy_(self.all_reduce(x, group, op))
+            return Done()
         wire = self.wire(group)
         values = x.view(torch.uint8) if x.dtype == torch.bool else x.to(REDUCED_AS.get(x.dtype, x.dtype))
         with told("all_reduce", group.ranks):
@@ -136,6 +139,9 @@ class TorchComm:
         with told("reduce_scatter", group.ranks):
             if isinstance(self._way(x, wire), DirectCollectives):
                 return Waiting(scatter(wire, x.chunk(group.size), op, out), "reduce_scatter", group)
+            if loses_nans(op, x.dtype):
+                out.copy_(self._other.reduce_scatter(x, wire, 0, [out.shape[0]] * group.size, op))
+                return Done()
             dtype = REDUCED_AS.get(x.dtype, x.dtype)
             part = torch.empty_like(out, dtype=dtype)
             work = reduce_scatter_single(part, x.to(dtype), NATIVE[op_for(op, x.dtype)], group=wire.pg, async_op=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.protocol import Array
+from unidist.backends.protocol import Array, plain_array
 from unidist.errors import CapabilityError
 
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -30,7 +30,7 @@ class TorchOps:
         """The tensor of a NumPy array or a Python value, copied; a tensor is kept, with its gradient."""
         if isinstance(value, torch.Tensor):
             return value
-        array = np.asarray(value)
+        array = plain_array(value)
         if array.dtype.name == "bfloat16":  # ml_dtypes' type, which torch does not read
             bits = torch.tensor(array.view(np.int16), device=self.device)
             return bits.view(torch.bfloat16)

@@ -39,7 +39,7 @@ class Primitives(Protocol[W_contra]):
     """
 
     def all_reduce(self, x: torch.Tensor, wire: W_contra, op: ReduceOp) -> torch.Tensor:
-        """The sum, max, min or prod; the sum for a mean."""
+        """The sum, max, min or prod; the sum for a mean. A max or min of integers: of floats transports lose NaN."""
 
     def all_gather(self, x: torch.Tensor, wire: W_contra) -> torch.Tensor:
         """Joined along dim 0."""

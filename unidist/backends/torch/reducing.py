@@ -36,6 +36,17 @@ def op_for(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     return _OF_BOOLS.get(op, op) if dtype == torch.bool else op
 
 
+def loses_nans(op: ReduceOp, dtype: torch.dtype) -> bool:
+    """Whether gloo, NCCL and Horovod give a number where this reduction has a NaN: of NaN and 1 they keep what came
+    first, or the 1. torch's own functions keep the NaN, as NumPy's do."""
+    return op in ("max", "min") and dtype.is_floating_point
+
+
+def extreme(parts: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The max or min along dim 0, NaN where one is NaN."""
+    return parts.amax(0) if op == "max" else parts.amin(0)
+
+
 def fold(parts: Sequence[torch.Tensor], own: int, op: ReduceOp, out: torch.Tensor | None = None) -> torch.Tensor:
     """Reduces two or more arrays of one shape in the order of the sequence, in their own dtype.
 

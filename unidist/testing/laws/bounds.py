@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +54,16 @@ def check_gradients_of_broadcast_and_permute(world: World) -> None:
         gradient = vjp(_permutation(world, sharding, axes, pairs), *placed)
         back = tuple((destination, source) for source, destination in pairs)
         holds(world, gradient, sharding, reference.permute(y, sharding, axes, back), f"gradient of permute {pairs}")
-        whole = sharding.with_layout(Layout())
-        _, y = samples.legal_shards(whole, rng, world.dtype)
-        root = mesh.axis_size(axes) - 1
-        gradient = vjp(_broadcasting(world, whole, axes, root), world.place(y, whole), world.place(y, whole))
-        wanted = {r: v if mesh.group(axes, r).index == root else np.zeros_like(v) for r, v in y.items()}
-        holds(world, gradient, whole, wanted, f"gradient of broadcast from {root}")
+        # Once for each mesh and axes what is fanned out; along some axes only where each rank's part is looked at:
+        # which replica a gather takes is nowhere said, and those of a gradient that is all at the root differ.
+        fanout = () if pairs else axes[-1:] if world.backend.capabilities.view == "local" else axes
+        whole = sharding.with_layout(Layout(fanout=fanout))
+        dual, root = whole.with_layout(whole.layout.dual()), mesh.axis_size(axes) - 1
+        _, x = samples.legal_shards(whole, rng, world.dtype)
+        _, y = samples.legal_shards(dual, rng, world.dtype)
+        gradient = vjp(_broadcasting(world, whole, axes, root), world.place(x, whole), world.place(y, dual))
+        wanted = reference.broadcast_adjoint(y, whole, axes, root)
+        holds(world, gradient, dual, wanted, f"gradient of broadcast from {root}")
 
 
 def _permutation(world: World, sharding: Sharding, axes: Any, pairs: Any) -> Callable[[Any], Any]:
@@ -101,6 +106,31 @@ def _moves_dtype(world: World, dtype: str, op: ReduceOp) -> None:
 
 
 @law
+def check_nans(world: World) -> None:
+    """max and min give NaN where any contribution is NaN, as NumPy's do, however large the array is."""
+    capabilities = world.backend.capabilities
+    extremes: tuple[ReduceOp, ...] = ("max", "min")
+    ops = [op for op in extremes if op in capabilities.reduce_ops]
+    floats = sorted(name for name in capabilities.dtypes if "float" in name)
+    for dtype, op in zip(floats, itertools.cycle(ops), strict=False):
+        _keeps_nans(world, dtype, op, Layout())
+    for op in ops:
+        _keeps_nans(world, world.dtype, op, Layout("x"))
+
+
+def _keeps_nans(world: World, dtype: str, op: ReduceOp, layout: Layout) -> None:
+    mesh, rng = Mesh({"x": world.size}), np.random.default_rng(10)
+    src = Sharding(mesh, Layout(partial={"x": op}), (70_001,))  # more than adapters send in one message
+    _, shards = samples.legal_shards(src, rng, "float32")
+    for rank, shard in shards.items():
+        shard[rank :: 2 * world.size + 1] = np.nan
+    fold = {"max": np.max, "min": np.min}[op]
+    wanted, dst = fold(np.stack([*shards.values()]), axis=0), src.with_layout(layout)
+    x = world.backend.redistribute(world.place(shards, src, dtype), src, dst)
+    holds(world, x, dst, {r: wanted[dst.slices(r)] for r in mesh.devices}, f"NaN in {dtype} by {op}")
+
+
+@law
 def check_dtypes_that_are_not_declared(world: World) -> None:
     mesh = Mesh({"x": world.size})
     for dtype in sorted(ALL_DTYPES - world.backend.capabilities.dtypes - {"bfloat16"}):
@@ -127,9 +157,14 @@ def check_errors(world: World) -> None:
     raises(LayoutError, f"{len(ranks)} shards", lambda: backend.from_local([*good, good[0]], rows))
     wide = [world.array(np.ones((1, 3), world.dtype), world.dtype) for _ in ranks]
     raises(LayoutError, f"rank {ranks[0]} (1, 3) (1, 2)", lambda: backend.from_local(wide, rows))
+    if len(good) > 1:
+        mixed = [*good[1:], world.array(value[:1], "int32")]
+        raises(LayoutError, f"int32 {world.dtype} cast", lambda: backend.from_local(mixed, rows))
     beyond = Mesh({"x": n + 1})
     raises(MeshError, f"{n} devices", lambda: backend.mesh(beyond))
     raises(MeshError, f"{n} devices", lambda: array.distribute(np.ones(n + 1, world.dtype), beyond, Layout("x")))
+    raises(CapabilityError, "object cast", lambda: backend.distribute(np.full((n, 2), None), rows))
+    raises(LayoutError, "no list", lambda: array.distribute([[1.0, 2.0], [3.0]], mesh))
     x = array.distribute(value, mesh, Layout("x"))
     raises(LayoutError, "all_reduce partial", lambda: array.all_reduce(x, "x"))
     raises(LayoutError, "all_gather sharded", lambda: array.all_gather(array.all_gather(x, "x"), "x"))

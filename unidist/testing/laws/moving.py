@@ -128,6 +128,28 @@ def check_permute(world: World) -> None:
         holds(world, x, sharding, shards, "the input of permute")
 
 
+@law
+def check_signs_of_zero(world: World) -> None:
+    """What only moves keeps its bits: -0 is not 0."""
+    n = world.size
+    mesh = Mesh({"x": n})
+    whole, rows = (Sharding(mesh, layout, (n, n)) for layout in (Layout(), Layout("x")))
+    ring = tuple((k, (k + 1) % n) for k in range(n))
+    halves = sorted({"bfloat16", "float16"} & world.backend.capabilities.dtypes)
+    for dtype in (world.dtype, *halves[:1]):
+        zeros = {s: {r: np.full(s.local_shape(r), -0.0, "float32") for r in mesh.devices} for s in (whole, rows)}
+        x, y = (world.place(zeros[s], s, dtype) for s in (rows, whole))
+        columns = rows.with_layout(Layout(None, "x"))
+        for what, out, sharding in (
+            ("all_gather", world.backend.redistribute(x, rows, whole), whole),
+            ("all_to_all", world.backend.redistribute(x, rows, columns), columns),
+            ("permute", world.backend.permute(x, rows, ("x",), ring), rows),
+            ("broadcast", world.backend.broadcast(y, whole, ("x",), n - 1), whole),
+        ):
+            kept = [bool(np.signbit(shard).all()) for shard in world.held(out, sharding).values()]
+            assert all(kept), f"{what} of {dtype} made 0 of -0"
+
+
 def permutations(world: World) -> Iterator[tuple[Mesh, Sharding, tuple[str, ...], tuple[tuple[int, int], ...]]]:
     for mesh in samples.meshes(world.size):
         for axes in dict.fromkeys((mesh.axis_names, mesh.axis_names[:1])):
@@ -136,6 +158,9 @@ def permutations(world: World) -> Iterator[tuple[Mesh, Sharding, tuple[str, ...]
             ring = tuple((k, (k + 1) % size) for k in range(size))
             for pairs in (ring, ring[:-1], ((0, size - 1),), ((0, 0),), ()):
                 yield mesh, sharding, axes, pairs
+        if len(mesh.axes) > 1:
+            minor_first = tuple(reversed(mesh.axis_names))
+            yield mesh, Sharding(mesh, Layout(mesh.axis_names), (2 * world.size, 3)), minor_first, ring[:-1]
 
 
 @law

@@ -111,3 +111,7 @@ def check_arrays(world: World) -> None:
     assert again.shape == (2 * n, 3)
     same(again.numpy(), value, "from_local without shape")
     same(x.redistribute((None, "x")).numpy(), value, "redistribute by a tuple")
+    for odd in (value[::-1, ::-1], value.astype(value.dtype.newbyteorder(">"))):
+        same(array.distribute(odd, mesh, Layout("x")).numpy(), odd, f"distribute of strides {odd.strides}, {odd.dtype}")
+        shards = [odd[2 * rank : 2 * rank + 2] for rank in world.backend.local_ranks()]
+        same(array.from_local(shards, mesh, Layout("x")).numpy(), odd, f"from_local of {odd.dtype}")
