@@ -3,8 +3,9 @@
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
 Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its
-standard output and error) and `failures` (the descriptor on which a line [rank, exit code] is written for each worker
-that has failed, as soon as it has). The others go on: who started this process ends them, and it.
+standard output and error), `failures` (the descriptor on which a line [rank, exit code] is written for each worker
+that has failed, as soon as it has) and `program` (the path of what runs the command in each worker). The others go on:
+who started this process ends them, and it. The standard input is that one's lifeline, here and in the workers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -89,6 +91,7 @@ def telling(
 
 
 def main(task: dict[str, Any]) -> int:
+    runpy.run_path(task["program"])["watch"](sys.stdin.fileno())
     sys.unraisablehook = sent_again
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
@@ -97,7 +100,7 @@ def main(task: dict[str, Any]) -> int:
         first_rank = task["node_rank"] * task["processes"]
         SubprocessContext.wait = telling(SubprocessContext.wait, first_rank, stream)  # type: ignore[method-assign]
         try:
-            launch_agent(configuration(task), sys.executable, list(task["command"]))
+            launch_agent(configuration(task), sys.executable, [task["program"], *task["command"]])
         except ChildFailedError:
             return 0
         except SignalException as error:
