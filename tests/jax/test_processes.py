@@ -36,6 +36,24 @@ def start() -> None:
     unidist.use("jax", devices=2)
 
 
+def late_for(seconds: float) -> str:
+    """Process 1 comes to the barrier too late for process 0; what that is told."""
+    unidist.initialize(timeout=seconds)
+    if unidist.process_index() == 1:
+        time.sleep(3 * seconds)
+        return ""
+    begun = time.monotonic()
+    with pytest.raises(ProcessLostError) as caught:
+        unidist.backend().barrier()
+    assert time.monotonic() - begun < 2.5 * seconds
+    return str(caught.value)
+
+
+def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
+    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=60, preload=preloaded.JAX) as world:
+        assert "nothing came for 1 s" in world.outcomes(late_for, 1.0)[0].value
+
+
 # A world that works
 
 

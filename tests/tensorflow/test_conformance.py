@@ -5,6 +5,7 @@ All of it runs in processes of its own: TensorFlow makes its devices once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ import unidist
 from tests import preloaded
 from tests.visible import WITH_TENSORFLOW
 from unidist.backends.protocol import Array
+from unidist.errors import ProcessLostError
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
+from unidist.testing.processes import ProcessWorld
 
 
 def _world(backend: Any, layout_pairs: int) -> World:
@@ -66,3 +69,27 @@ class TestTwoProcesses(ConformanceSuite):
     preload = preloaded.TENSORFLOW
     env = WITH_TENSORFLOW
     timeout = 280.0
+
+
+def join_for_seconds(seconds: float) -> None:
+    unidist.use("tensorflow", devices=1)  # joins, as the launcher says
+    unidist.initialize(timeout=seconds)
+
+
+def late_for(seconds: float) -> str:
+    """Process 1 comes to the barrier too late for process 0; what that is told."""
+    if unidist.process_index() == 1:
+        time.sleep(3 * seconds)
+        return ""
+    with pytest.raises(ProcessLostError) as caught:
+        unidist.backend().barrier()
+    return str(caught.value)
+
+
+def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
+    with ProcessWorld(
+        2, setup=join_for_seconds, setup_args=(1.0,), env=WITH_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW
+    ) as world:
+        outcome = world.outcomes(late_for, 1.0)[0]
+    assert outcome.failure is None, outcome.failure
+    assert "processes [1] were not there after 1 s" in outcome.value

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from unidist.backends import registry
-from unidist.backends.environment import without_launcher
+from unidist.backends.environment import timeout, without_launcher
 from unidist.launch import LaunchError, Request, ending, jobs, program, run
 from unidist.launch.console import Console
 from unidist.launch.jobs import JOBS, Failure, Job
@@ -155,6 +155,18 @@ def test_keras_runs_on_what_the_shell_says_where_the_backend_serves_it(
     come_to([], monkeypatch, backend)
     assert (Planted.environ["UNIDIST_BACKEND"], Planted.environ["KERAS_BACKEND"]) == (backend, keras)
     assert "RANK" not in Planted.environ
+
+
+def test_a_timeout_is_told_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(JOBS, "jax", Planted)
+    monkeypatch.setattr(Planted, "found", [])
+    run(Request(backend="jax", command=COMMAND, timeout=7.5), out=io.StringIO(), err=io.StringIO())
+    assert timeout(Planted.environ) == 7.5
+    run(Request(backend="jax", command=COMMAND), out=io.StringIO(), err=io.StringIO())
+    assert timeout(Planted.environ) == 300
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(LaunchError, match="timeout must be seconds above 0"):
+            Request(backend="jax", command=COMMAND, timeout=wrong)
 
 
 # how processes end
