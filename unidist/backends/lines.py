@@ -10,6 +10,10 @@ from typing import Any
 _LONGEST = 65536
 
 
+def is_loopback(host: str) -> bool:
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
+
+
 class Line:
     """A connection that speaks in lines of JSON."""
 

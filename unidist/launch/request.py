@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from unidist.errors import UnidistError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Below the range that kernels hand to outgoing connections, so nobody takes the port between its choice and its use.
 _PORTS = range(20000, 32000)
 

@@ -20,7 +20,7 @@ from unidist.launch.causes import Judge
 from unidist.launch.console import Console
 from unidist.launch.ending import end, mark
 from unidist.launch.jobs import JOBS, Failure, Job
-from unidist.launch.request import Request
+from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 
 # What timeout(1) ends with.
 GIVEN_UP = 124
@@ -109,6 +109,9 @@ def _environ(request: Request, run_id: str) -> dict[str, str]:
     # What is asked for here goes before what an earlier program left in the shell.
     keras = _keras(request.backend, environ.get("KERAS_BACKEND"))
     environ |= {"UNIDIST_BACKEND": request.backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
+    if request.nodes == 1:
+        # gloo and NCCL would listen at the address that the hostname leads to, or at every interface.
+        environ = {**dict.fromkeys(INTERFACES, LOOPBACK_INTERFACE), **environ}
     if request.timeout is not None:
         environ[TIMEOUT] = str(request.timeout)
     mark(environ, run_id)

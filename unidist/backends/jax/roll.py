@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 
-from unidist.backends.lines import Line
+from unidist.backends.lines import Line, is_loopback
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 _RETRY = 0.1
@@ -150,10 +150,6 @@ def _connected(host: str, port: int, index: int, count: int, deadline: float, ti
                     f"({error}): check that it was started, its address, and that no firewall is between"
                 ) from error
         time.sleep(_RETRY)
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _listening(host: str, port: int, count: int) -> socket.socket:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +15,7 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
 from unidist.backends.environment import detect
-from unidist.backends.lines import Line
+from unidist.backends.lines import Line, is_loopback
 from unidist.backends.protocol import Cluster
 from unidist.backends.tensorflow.gate import Gate
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
@@ -62,7 +64,24 @@ def join(cluster: Cluster) -> World:
     os.environ.update({_JOBS: ",".join(jobs), _CLIENT: str(index), _COUNT: str(count), _NAME: "worker"})
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     dtensor.initialize_accelerator_system(kind)
+    if all(is_loopback(job.rpartition(":")[0]) for job in jobs):
+        _keep_to_the_loopback()
     return World(count, index, Gate(index, count, lines, cluster.timeout))
+
+
+def _keep_to_the_loopback() -> None:
+    """Binds this process's listening sockets to the loopback's interface, on Linux.
+
+    TensorFlow's servers listen at every address, and take no other: "0.0.0.0" is written in their source.
+    """
+    folder = Path("/proc/self/fd")
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            number = int(name)
+            if os.readlink(folder / name).startswith("socket:"):
+                with socket.socket(fileno=os.dup(number)) as found:
+                    if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
 
 
 def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[str], dict[int, Line]]:
