@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from unidist.backends import registry
+from unidist.backends.door import TOKEN
 from unidist.backends.environment import timeout, without_launcher
 from unidist.launch import LaunchError, Request, ending, jobs, program, run
 from unidist.launch.console import Console
@@ -155,6 +156,20 @@ def test_keras_runs_on_what_the_shell_says_where_the_backend_serves_it(
     come_to([], monkeypatch, backend)
     assert (Planted.environ["UNIDIST_BACKEND"], Planted.environ["KERAS_BACKEND"]) == (backend, keras)
     assert "RANK" not in Planted.environ
+
+
+def test_each_run_of_one_node_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(JOBS, "jax", Planted)
+    monkeypatch.setattr(Planted, "found", [])
+    monkeypatch.setenv(TOKEN, "of all nodes")
+    seen = []
+    for nodes in (1, 1, 2):
+        request = Request(backend="jax", command=COMMAND, nodes=nodes, address="node0:1")
+        run(request, out=io.StringIO(), err=io.StringIO())
+        seen.append(Planted.environ[TOKEN])
+    assert len(set(seen)) == 3
+    assert [len(token) for token in seen[:2]] == [64, 64]
+    assert seen[2] == "of all nodes"
 
 
 def test_one_node_s_connections_are_at_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import TextIO
 
 from unidist.backends import registry
+from unidist.backends.door import TOKEN
 from unidist.backends.environment import TIMEOUT, without_launcher
 from unidist.errors import CapabilityError
 from unidist.launch.causes import Judge
@@ -110,6 +112,8 @@ def _environ(request: Request, run_id: str) -> dict[str, str]:
     keras = _keras(request.backend, environ.get("KERAS_BACKEND"))
     environ |= {"UNIDIST_BACKEND": request.backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
     if request.nodes == 1:
+        # On several nodes it is the user's to hand out, the same on all: ours would differ.
+        environ[TOKEN] = secrets.token_hex(32)
         # gloo and NCCL would listen at the address that the hostname leads to, or at every interface.
         environ = {**dict.fromkeys(INTERFACES, LOOPBACK_INTERFACE), **environ}
     if request.timeout is not None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
+from unidist.backends import door
 from unidist.backends.environment import detect
 from unidist.backends.lines import Line, is_loopback
 from unidist.backends.protocol import Cluster
@@ -103,20 +104,25 @@ def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[st
 
 
 def _collect(place: tuple[str, int], count: int, own: str, deadline: float) -> tuple[list[str], dict[int, Line]]:
-    jobs, lines = {0: own}, {}
-    with socket.create_server(place, family=_family(place)) as server:
-        try:
-            while len(jobs) < count:
-                server.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, peer = server.accept()
-                line = Line(connection)
-                told = _heard(line, deadline)
-                lines[int(told["index"])] = line
-                jobs[int(told["index"])] = f"{_bracketed(peer[0])}:{int(told['port'])}"
-        except BaseException:
-            for line in lines.values():
+    jobs: dict[int, str] = {0: own}
+    lines: dict[int, Line] = {}
+    with (
+        socket.create_server(place, family=_family(place)) as server,
+        contextlib.closing(door.guests(server, deadline)) as guests,
+    ):
+        for line, told, address in guests:
+            index, port = told.get("index"), told.get("port")
+            if type(index) is not int or not 0 < index < count or index in jobs or type(port) is not int:
                 line.close()
-            raise
+                continue
+            lines[index] = line
+            jobs[index] = f"{_bracketed(address)}:{port}"
+            if len(jobs) == count:
+                break
+    if len(jobs) < count:
+        for line in lines.values():
+            line.close()
+        raise TimeoutError(f"processes {[k for k in range(count) if k not in jobs]} did not come")
     ordered = [jobs[k] for k in range(count)]
     for line in lines.values():
         line.say(jobs=ordered)
@@ -133,7 +139,7 @@ def _tell(place: tuple[str, int], index: int, own: int, deadline: float) -> tupl
                 raise
             time.sleep(0.05)
             continue
-        line.say(index=index, port=own)
+        door.knock(line, index=index, port=own)
         return [str(job) for job in _heard(line, deadline)["jobs"]], line
 
 
