@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -131,6 +132,8 @@ def main(task: dict[str, Any]) -> int:
         except ChildFailedError:
             return 0
         except SignalException as error:
+            # It ends by itself now. A second one would raise in whatever runs at Python's exit, and print that.
+            signal.signal(error.sigval, signal.SIG_IGN)
             return 128 + error.sigval
     return 0
 
