@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from unidist.backends import door
 from unidist.backends.jax import roll
 from unidist.backends.lines import Line
 from unidist.errors import BackendMismatchError
@@ -26,6 +27,7 @@ FALSE = [
 ]
 LINES = [
     b"[" * 60_000 + b"\n",
+    b"[" * 4_000 + b"\n",
     b"no JSON\n",
     b"\xff\xfe\n",
     b"[1, 2]\n",
@@ -110,7 +112,7 @@ def test_without_a_token_those_who_do_not_speak_as_we_do_are_sent_away(monkeypat
     port = free_port()
     first = called(0, port)
     words = [{"process": "1", "count": 2}, {"process": None, "count": 2}, {"process": 1, "count": "2"}]
-    with strangers(port, [*LINES[:9], *[json.dumps(said).encode() + b"\n" for said in words]]):
+    with strangers(port, [*LINES[:10], *[json.dumps(said).encode() + b"\n" for said in words]]):
         second = called(1, port)
         for one in (first(), second()):
             one.close()
@@ -124,6 +126,19 @@ def test_a_rank_of_this_job_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatc
     for one in (first, second):
         with pytest.raises(BackendMismatchError, match="process 1 of 3"):
             one()
+
+
+def test_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_PATIENCE", 0.1)
+    with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(server.getsockname()) as theirs:
+        theirs.settimeout(5.0)
+        guests = door.guests(server, time.monotonic() + 2.0)
+        taking = threading.Thread(target=list, args=(guests,))
+        taking.start()
+        begun = time.monotonic()
+        assert theirs.recv(1) == b""
+        assert time.monotonic() - begun < 1.5
+        taking.join()
 
 
 def test_who_says_a_byte_now_and_then_gets_no_more_time() -> None:
