@@ -98,6 +98,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_world(parser)
     parser.add_argument("-n", "--processes", type=int, default=1, help="processes on this node (default: 1)")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds from asking to end to killing (default: 5)")
+    parser.add_argument(
+        "--timeout", type=float, help="seconds that processes wait for each other (default: UNIDIST_TIMEOUT, else 300)"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
@@ -129,6 +132,7 @@ def _run(parsed: argparse.Namespace) -> int:
         address=parsed.address,
         devices_per_process=parsed.devices_per_process,
         grace=parsed.grace,
+        timeout=parsed.timeout,
     )
     code = int(launch.run(request))
     if code == 128 + signal.SIGPIPE:

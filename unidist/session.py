@@ -32,6 +32,12 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
         BackendNotAvailableError: unknown or not installed; the text says how to install it.
         BackendMismatchError: Keras already runs on a backend that this one cannot serve.
     """
+    return _use(name, devices, None, options)
+
+
+def _use(
+    name: str | None, devices: int | Sequence[str] | None, cluster: Cluster | None, options: dict[str, Any]
+) -> DistributionBackend:
     if name is None:
         name, why = registry.default_name()
         print(f"unidist: using {name!r} ({why})", file=sys.stderr)
@@ -41,7 +47,7 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
     _choose_keras(
         name, (chosen,) if chosen in served else served, prefers_first=getattr(adapter_class, "prefers_first", False)
     )
-    adapter = registry.use(name, devices=devices, **options)
+    adapter = registry.use(name, devices=devices, cluster=cluster, **options)
     if name == "sim" and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
         arrival.prepare_devices(len(adapter.list_devices()))
@@ -59,7 +65,7 @@ def initialize(
     process_count: int | None = None,
     process_index: int | None = None,
     *,
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> None:
     """Joins the world of processes. Under torchrun, srun, horovodrun or `unidist run` no argument is needed.
 
@@ -67,16 +73,20 @@ def initialize(
         address: "host:port" of process 0.
         process_count: number of processes.
         process_index: this process's number.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others, here and from now on in each collective. None: what `use` was told,
+            else UNIDIST_TIMEOUT (`unidist run --timeout`), else 300. Under a launcher `use` joins the world: there
+            it holds for the joining too only if `initialize` is what comes first.
 
     Raises:
         BackendMismatchError: called a second time, or against what the launcher said.
         BackendNotAvailableError: the world could not be joined; the text says what was tried.
     """
-    backend()
-    registry.initialize(
-        Cluster(address=address, process_count=process_count, process_index=process_index, timeout=timeout)
-    )
+    how: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    comes_first = not registry.has_current()
+    if comes_first:
+        _use(None, None, Cluster(**how), {})
+    cluster = Cluster(address=address, process_count=process_count, process_index=process_index, **how)
+    registry.initialize(cluster, retimes=timeout is not None and not comes_first)
 
 
 def shutdown() -> None:

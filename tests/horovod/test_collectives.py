@@ -390,8 +390,8 @@ def test_a_rank_that_stalls_in_the_middle_of_fit_is_told() -> None:
 # TensorFlow -----------------------------------------------------------------------------------------------------------
 
 
-def join_tensorflow(timeout: float | None = None) -> None:
-    unidist.use("horovod", framework="tensorflow", timeout=timeout)
+def join_tensorflow() -> None:
+    unidist.use("horovod", framework="tensorflow")
 
 
 def eager_tensors_agree_or_are_told() -> str:
@@ -415,9 +415,10 @@ def eager_tensors_agree_or_are_told() -> str:
     return str(caught.value)
 
 
-def lose_over_tensorflow(how: str) -> tuple[float, str]:
+def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
     import tensorflow as tf
 
+    unidist.initialize(timeout=limit)  # of the world that the launcher's word has joined
     group = everyone()
     backend().barrier()
     if backend().rank == 1:
@@ -434,12 +435,10 @@ def lose_over_tensorflow(how: str) -> tuple[float, str]:
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
     limit = 2.0 if how == "stalls" else 60.0
-    with ProcessWorld(
-        2, setup=join_tensorflow, setup_args=(limit,), env=WITH_TENSORFLOW, preload=preloaded.TENSORFLOW
-    ) as processes:
+    with ProcessWorld(2, setup=join_tensorflow, env=WITH_TENSORFLOW, preload=preloaded.TENSORFLOW) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
-        outcomes = processes.outcomes(lose_over_tensorflow, how)
+        outcomes = processes.outcomes(lose_over_tensorflow, how, limit)
     assert outcomes[0].failure is None, outcomes[0].failure
     seconds, text = outcomes[0].value
     assert seconds < 10

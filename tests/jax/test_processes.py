@@ -36,6 +36,34 @@ def start() -> None:
     unidist.use("jax", devices=2)
 
 
+@pytest.mark.parametrize(("host", "how"), [("127.0.0.1", {"hostname": "127.0.0.1"}), ("node0", {})])
+def test_gloo_is_told_where_to_listen(host: str, how: dict[str, str]) -> None:
+    """By itself it listens where the hostname leads."""
+    library: Any = vars(joining.xla_bridge)["_jax"]
+    before = library.make_gloo_tcp_collectives
+    with joining._listening_at(host):
+        assert getattr(library.make_gloo_tcp_collectives, "keywords", {}) == how
+    assert library.make_gloo_tcp_collectives is before
+
+
+def late_for(seconds: float) -> str:
+    """Process 1 comes to the barrier too late for process 0; what that is told."""
+    unidist.initialize(timeout=seconds)
+    if unidist.process_index() == 1:
+        time.sleep(3 * seconds)
+        return ""
+    begun = time.monotonic()
+    with pytest.raises(ProcessLostError) as caught:
+        unidist.backend().barrier()
+    assert time.monotonic() - begun < 2.5 * seconds
+    return str(caught.value)
+
+
+def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
+    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=60, preload=preloaded.JAX) as world:
+        assert "nothing came for 1 s" in world.outcomes(late_for, 1.0)[0].value
+
+
 # A world that works
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -124,6 +125,27 @@ def test_a_signal_to_the_launcher_ends_all(backend: str, number: int, code: int,
     assert done.err.splitlines()[-1] == f"unidist: {signal.Signals(number).name}: all processes were ended"
     assert "Traceback" not in done.err
     assert all_ended(tmp_path, 6)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_launcher_that_is_killed_takes_all_with_it(backend: str, tmp_path: Path) -> None:
+    """With torchrun's agent, where there is one, at the same time: nobody is left who could end the ranks."""
+    process = start(["-n", "2", "--backend", backend, program(tmp_path, programs.HANGS), "stubborn"], tmp_path)
+    wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
+    between = {parent(int((tmp_path / f"rank{k}.pid").read_text())) for k in (0, 1)}
+    process.kill()
+    for pid in between - {process.pid}:
+        os.kill(pid, signal.SIGKILL)
+    try:
+        wait_until(lambda: all_ended(tmp_path, 6), "ranks without a launcher", 10)
+    finally:
+        for pid in filter(alive, pids(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=30)
 
 
 LOST = """

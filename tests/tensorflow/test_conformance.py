@@ -5,6 +5,9 @@ All of it runs in processes of its own: TensorFlow makes its devices once.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +17,14 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.support.sampling import unless_all
+from tests.unit.test_door import LINES, strangers
 from tests.visible import WITH_TENSORFLOW
 from unidist.backends.protocol import Array
+from unidist.errors import ProcessLostError
+from unidist.launch.request import LOOPBACK
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
+from unidist.testing.processes import ProcessWorld, free_port
 
 
 def _world(backend: Any, layout_pairs: int) -> World:
@@ -67,3 +74,55 @@ class TestTwoProcesses(ConformanceSuite):
     preload = preloaded.TENSORFLOW
     env = WITH_TENSORFLOW
     timeout = 280.0
+
+
+def meets_among_strangers() -> list[list[str]]:
+    """Both sides of a meeting in this process, with strangers who come first."""
+    from unidist.backends.tensorflow import joining
+
+    os.environ["UNIDIST_TOKEN"] = "a token of this job"
+    port, found = free_port(), []
+    sides = [
+        threading.Thread(target=lambda k=k: found.append(joining._meet(f"{LOOPBACK}:{port}", 2, k, 20.0)))
+        for k in (0, 1)
+    ]
+    sides[0].start()
+    with strangers(port, [*LINES, b'{"index": 1, "port": 1}\n', b'{"index": 1, "port": 1, "token": "guessed"}\n']):
+        sides[1].start()
+        for side in sides:
+            side.join(30)
+    for _, lines in found:
+        for line in lines.values():
+            line.close()
+    return [jobs for jobs, _ in found]
+
+
+def test_strangers_are_not_met() -> None:
+    with ProcessWorld(1, launcher=None, env=WITH_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW) as world:
+        ((first, second),) = world.call(meets_among_strangers)
+    assert first == second
+    assert [job.startswith("127.0.0.1:") and job != "127.0.0.1:1" for job in first] == [True, True]
+
+
+def join_for_seconds(seconds: float) -> None:
+    unidist.use("tensorflow", devices=1)  # joins, as the launcher says
+    unidist.initialize(timeout=seconds)
+
+
+def late_for(seconds: float) -> str:
+    """Process 1 comes to the barrier too late for process 0; what that is told."""
+    if unidist.process_index() == 1:
+        time.sleep(3 * seconds)
+        return ""
+    with pytest.raises(ProcessLostError) as caught:
+        unidist.backend().barrier()
+    return str(caught.value)
+
+
+def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
+    with ProcessWorld(
+        2, setup=join_for_seconds, setup_args=(1.0,), env=WITH_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW
+    ) as world:
+        outcome = world.outcomes(late_for, 1.0)[0]
+    assert outcome.failure is None, outcome.failure
+    assert "processes [1] were not there after 1 s" in outcome.value

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from unidist.backends import registry
-from unidist.backends.environment import without_launcher
+from unidist.backends.door import TOKEN
+from unidist.backends.environment import timeout, without_launcher
 from unidist.launch import LaunchError, Request, ending, jobs, program, run
 from unidist.launch.console import Console
 from unidist.launch.jobs import JOBS, Failure, Job
-from unidist.launch.request import split_address
+from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, split_address
 from unidist.launch.run import GIVEN_UP
 
 COMMAND = ("-m", "train")
@@ -155,6 +156,46 @@ def test_keras_runs_on_what_the_shell_says_where_the_backend_serves_it(
     come_to([], monkeypatch, backend)
     assert (Planted.environ["UNIDIST_BACKEND"], Planted.environ["KERAS_BACKEND"]) == (backend, keras)
     assert "RANK" not in Planted.environ
+
+
+def test_each_run_of_one_node_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(JOBS, "jax", Planted)
+    monkeypatch.setattr(Planted, "found", [])
+    monkeypatch.setenv(TOKEN, "of all nodes")
+    seen = []
+    for nodes in (1, 1, 2):
+        request = Request(backend="jax", command=COMMAND, nodes=nodes, address="node0:1")
+        run(request, out=io.StringIO(), err=io.StringIO())
+        seen.append(Planted.environ[TOKEN])
+    assert len(set(seen)) == 3
+    assert [len(token) for token in seen[:2]] == [64, 64]
+    assert seen[2] == "of all nodes"
+
+
+def test_one_node_s_connections_are_at_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(JOBS, "jax", Planted)
+    monkeypatch.setattr(Planted, "found", [])
+    for nodes, told in ((1, [LOOPBACK_INTERFACE] * 2), (2, [None, None])):
+        request = Request(backend="jax", command=COMMAND, nodes=nodes, address="node0:1")
+        run(request, out=io.StringIO(), err=io.StringIO())
+        assert [Planted.environ.get(name) for name in INTERFACES] == told
+    monkeypatch.setenv(INTERFACES[0], "eth7")
+    run(Request(backend="jax", command=COMMAND), out=io.StringIO(), err=io.StringIO())
+    assert Planted.environ[INTERFACES[0]] == "eth7"
+
+
+def test_a_timeout_is_told_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(JOBS, "jax", Planted)
+    monkeypatch.setattr(Planted, "found", [])
+    run(Request(backend="jax", command=COMMAND, timeout=7.5), out=io.StringIO(), err=io.StringIO())
+    assert timeout(Planted.environ) == 7.5
+    run(Request(backend="jax", command=COMMAND), out=io.StringIO(), err=io.StringIO())
+    assert timeout(Planted.environ) == 300
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(LaunchError, match="timeout must be seconds above 0"):
+            Request(backend="jax", command=COMMAND, timeout=wrong)
 
 
 # how processes end

@@ -20,7 +20,7 @@ from unidist.backends import registry
 from unidist.backends.environment import detect, first_host
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.backends.sim.backend import SimBackend
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 
 LAUNCHERS = (
     "RANK WORLD_SIZE HOROVOD_RANK HOROVOD_SIZE JAX_COORDINATOR_ADDRESS SLURM_NTASKS UNIDIST_BACKEND KERAS_BACKEND"
@@ -257,6 +257,35 @@ def test_under_a_launcher_the_world_is_joined_by_itself(worldly: None, monkeypat
     assert isinstance(adapter, World)
     assert adapter.joined == [Cluster(timeout=7.0)]
     unidist.initialize()
+
+
+class Patient(World):
+    """Can change its timeout."""
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+
+def test_a_timeout_holds_under_a_launcher(worldly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    unidist.register("patient", f"{__name__}:Patient")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("UNIDIST_TIMEOUT", "9.5")
+    adapter: Any = unidist.use("patient")
+    assert adapter.joined == [Cluster(timeout=9.5)]
+    unidist.initialize(timeout=7)
+    assert adapter.timeout == 7
+    monkeypatch.setenv("UNIDIST_BACKEND", "worldly")
+    registry._set(None, "no")
+    unidist.initialize(timeout=6)  # it comes first, and chooses the backend
+    assert [cluster.timeout for cluster in unidist.backend().joined] == [6]  # type: ignore[attr-defined]
+    unidist.use("worldly")
+    with pytest.raises(CapabilityError, match=r"worldly cannot change its timeout .* UNIDIST_TIMEOUT=5"):
+        unidist.initialize(timeout=5)
+    for said in ("soon", "0", "nan", "inf"):
+        monkeypatch.setenv("UNIDIST_TIMEOUT", said)
+        with pytest.raises(BackendNotAvailableError, match=f"UNIDIST_TIMEOUT='{said}', which should be seconds"):
+            unidist.use("worldly")
 
 
 def test_the_simulator_refuses_to_be_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:

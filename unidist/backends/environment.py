@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ _LAUNCHERS = frozenset(
         *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     )
 )
+# Seconds to wait for others where the program does not say; `unidist run --timeout` sets it.
+TIMEOUT = "UNIDIST_TIMEOUT"
+_WAIT = 300.0
 # Above the range that Linux hands to outgoing connections.
 _FIRST_PORT, _PORT_COUNT = 61440, 4096
 
@@ -62,6 +66,22 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     if "SLURM_PROCID" in env and _integer(env, "SLURM_NTASKS", 1) > 1 and not _is_batch_script(env):
         return _launch(env, "slurm", _slurm_address(env), "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
     return None
+
+
+def timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Seconds to wait for other processes, as the environment says.
+
+    Raises:
+        BackendNotAvailableError: what it says is no number above zero.
+    """
+    said = (os.environ if environ is None else environ).get(TIMEOUT) or str(_WAIT)
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise BackendNotAvailableError(f"the environment has {TIMEOUT}={said!r}, which should be seconds above 0")
+    return seconds
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:

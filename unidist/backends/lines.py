@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from typing import Any
 
 _LONGEST = 65536
+
+
+def is_loopback(host: str) -> bool:
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
 class Line:
@@ -26,18 +31,42 @@ class Line:
 
     def hear(self, timeout: float | None) -> dict[str, Any] | None:
         """The next message; None where the other end has closed, is silent for too long or speaks otherwise."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            self._socket.settimeout(timeout)
             while b"\n" not in self._rest:
-                more = self._socket.recv(4096)
-                if not more or len(self._rest) > _LONGEST:
+                # In all: who sends a byte now and then gets no more time.
+                self._socket.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+                if not self._has_more(_LONGEST):
                     return None
-                self._rest += more
-            line, self._rest = self._rest.split(b"\n", 1)
-            message = json.loads(line)
-        except (OSError, ValueError):
+        except OSError:
             return None
-        return message if isinstance(message, dict) else None
+        return self._next()
+
+    def hear_now(self, longest: int) -> dict[str, Any] | None:
+        """As `hear`, but {} where the message is not whole yet; None too where it is longer than so many bytes."""
+        self._socket.settimeout(0.0)
+        try:
+            more = self._has_more(longest)
+        except BlockingIOError:
+            return {}
+        except OSError:
+            return None
+        return None if not more else self._next() if b"\n" in self._rest else {}
+
+    def _has_more(self, longest: int) -> bool:
+        """Whether something came, and all that is there without an end of a line is not too long."""
+        more = self._socket.recv(4096)
+        self._rest += more
+        return bool(more) and (b"\n" in self._rest[:longest] or len(self._rest) <= longest)
+
+    def _next(self) -> dict[str, Any] | None:
+        line, self._rest = self._rest.split(b"\n", 1)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        # An empty one says nothing that anybody waits for.
+        return message if isinstance(message, dict) and message else None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

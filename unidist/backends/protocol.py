@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from unidist.algebra import Axes, Mesh, Sharding
 from unidist.algebra.layout import REDUCE_OPS
+from unidist.backends import environment
 from unidist.errors import CapabilityError, LayoutError
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -49,13 +50,14 @@ class Cluster:
         address: "host:port" of process 0.
         process_count: number of processes.
         process_index: number of this process, 0 to process_count - 1.
-        timeout: seconds to wait for the others, at joining and in each collective.
+        timeout: seconds to wait for the others, at joining and in each collective; by default what UNIDIST_TIMEOUT
+            says, else 300.
     """
 
     address: str | None = None
     process_count: int | None = None
     process_index: int | None = None
-    timeout: float = 300.0
+    timeout: float = field(default_factory=environment.timeout)
 
 
 @runtime_checkable

@@ -267,8 +267,17 @@ def _set(adapter: DistributionBackend | None, joined: Literal["no", "by launcher
     mesh_module.set_world(None if adapter is None else adapter.list_devices)
 
 
-def initialize(cluster: Cluster) -> None:
-    """Joins a world. Raises BackendMismatchError on a second call."""
+def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
+    """Joins a world.
+
+    Args:
+        cluster: how.
+        retimes: whether its timeout shall hold for a world that the launcher's word has joined already.
+
+    Raises:
+        BackendMismatchError: called a second time, or against what the launcher said.
+        CapabilityError: the adapter cannot change its timeout.
+    """
     global _joined
     adapter = current()
     if _joined == "by initialize":
@@ -286,6 +295,14 @@ def initialize(cluster: Cluster) -> None:
             f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but the launcher "
             f"started this as process {adapter.process_index()} of {adapter.process_count()}"
         )
+    elif retimes:
+        set_timeout = getattr(adapter, "set_timeout", None)
+        if set_timeout is None:
+            raise CapabilityError(
+                f"{adapter.name} cannot change its timeout after joining: say `unidist run --timeout "
+                f"{cluster.timeout:g}` or UNIDIST_TIMEOUT={cluster.timeout:g}"
+            )
+        set_timeout(cluster.timeout)
     _joined = "by initialize"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import base64
+import json
 import random
 from typing import Any
 
@@ -12,18 +13,20 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 
+_ARRAY = "array"
+
 
 def state() -> bytes:
     """The state, for another process's `restore`. Draws nothing, so that a seeded process goes on as it would alone.
 
     Python's `random` gives Keras its implicit seeds, NumPy's global state shuffles, Keras's own global seed generator
     serves random ops without a seed, TensorFlow draws seeds for its stateful ops, which shuffle for Keras, and torch
-    shuffles in its DataLoader.
+    shuffles in its DataLoader. As JSON: what comes from another process is data, never code.
     """
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     found: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": np.random.get_state(legacy=False),
         "seed": global_state.get_global_attribute(GLOBAL_RANDOM_SEED),
         "generator": None if generator is None else np.asarray(generator.state.numpy()),
     }
@@ -31,12 +34,12 @@ def state() -> bytes:
         found["tensorflow"] = _state_of_tensorflow()
     if keras.config.backend() == "torch":
         found["torch"] = _torch().get_rng_state().numpy()
-    return pickle.dumps(found)
+    return json.dumps(found, default=_packed).encode()
 
 
 def restore(data: bytes) -> None:
-    """Goes on from a state."""
-    found = pickle.loads(data)
+    """Goes on from a state. Raises ValueError: the bytes are none."""
+    found = json.loads(data, object_hook=_unpacked)
     if found["seed"] is not None:
         global_state.set_global_attribute(GLOBAL_RANDOM_SEED, found["seed"])
     if found["generator"] is None:
@@ -48,8 +51,27 @@ def restore(data: bytes) -> None:
     if "torch" in found:
         _torch().set_rng_state(_torch().from_numpy(found["torch"]))
     # Last, since making a seed generator draws from Python's state.
-    random.setstate(found["python"])
+    random.setstate(_as_tuples(found["python"]))
     np.random.set_state(found["numpy"])
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: [value.dtype.str, value.shape, base64.b64encode(value.tobytes()).decode()]}
+    return value.item()  # a number of NumPy's
+
+
+def _unpacked(found: dict[str, Any]) -> Any:
+    if _ARRAY not in found:
+        return found
+    dtype, shape, data = found[_ARRAY]
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+
+
+def _as_tuples(state: list[Any]) -> tuple[Any, ...]:
+    """What Python's `random` takes: JSON knows no tuples."""
+    version, numbers, drawn = state
+    return version, tuple(numbers), drawn
 
 
 def _torch() -> Any:
@@ -74,4 +96,4 @@ def _restore_tensorflow(seed: int, drawn: Any) -> None:
     if seed != context.global_seed():
         tf.random.set_seed(seed)
     # TensorFlow draws the seeds of its operations from a generator of its context.
-    context.context()._rng.setstate(drawn)
+    context.context()._rng.setstate(_as_tuples(drawn))

@@ -63,6 +63,15 @@ def end(
         time.sleep(0.02)
 
 
+def kill_rest(pid: int) -> None:
+    """Kills all other processes of the innermost run that process `pid`, this one, belongs to."""
+    if run_id := os.environ.get(MARK, "").rpartition(",")[2]:
+        for other in marked(run_id):
+            if other != pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(other, signal.SIGKILL)
+
+
 def _send(run_id: str, groups: Iterable[int], number: signal.Signals) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):

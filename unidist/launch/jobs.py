@@ -39,6 +39,7 @@ class Job(ABC):
     def __init__(self, request: Request) -> None:
         self.request = request
         self._children: list[subprocess.Popen[bytes]] = []
+        self._lifeline: tuple[int, int] | None = None
 
     @abstractmethod
     def start(self, environ: Mapping[str, str], console: Console) -> None:
@@ -57,7 +58,15 @@ class Job(ABC):
 
     def close(self) -> None:
         """Gives back what the job itself holds, once nothing of it runs."""
-        return
+        for descriptor in self._lifeline or ():
+            os.close(descriptor)
+        self._lifeline = None
+
+    def _standard_input(self) -> int:
+        """The reading end of the lifeline, for all processes of the job. No other process gets the writing end."""
+        if self._lifeline is None:
+            self._lifeline = os.pipe()
+        return self._lifeline[0]
 
 
 class LocalProcesses(Job):
@@ -75,8 +84,8 @@ class LocalProcesses(Job):
                 self._children.append(
                     subprocess.Popen(
                         [sys.executable, program.__file__, *self.request.command],
-                        env={**environ, **own},
-                        stdin=subprocess.DEVNULL,
+                        env={**environ, **own, program.LIFELINE: "stdin"},
+                        stdin=self._standard_input(),
                         stdout=out,
                         stderr=err,
                         start_new_session=True,
@@ -186,6 +195,7 @@ class HorovodProcesses(LocalProcesses):
             for stream in (self._server.stdin, self._server.stdout):
                 if stream is not None:
                     stream.close()
+        super().close()
 
 
 class ElasticAgent(Job):
@@ -203,14 +213,14 @@ class ElasticAgent(Job):
         reading, telling = os.pipe()
         os.set_blocking(reading, False)
         self._told = os.fdopen(reading, "rb", buffering=0)
-        task = {**asdict(request), "streams": streams, "failures": telling}
+        task = {**asdict(request), "streams": streams, "failures": telling, "program": program.__file__}
         passed = [telling, *(descriptor for pair in streams for descriptor in pair)]
         try:
             self._children.append(
                 subprocess.Popen(
                     [sys.executable, "-P", str(_AGENT), json.dumps(task)],
-                    env={**_threads(request), **environ},
-                    stdin=subprocess.DEVNULL,
+                    env={**_threads(request), **environ, program.LIFELINE: "stdin"},
+                    stdin=self._standard_input(),
                     pass_fds=passed,
                     start_new_session=True,
                 )
@@ -235,6 +245,7 @@ class ElasticAgent(Job):
     def close(self) -> None:
         if self._told is not None:
             self._told.close()
+        super().close()
 
 
 def _one_device_a_process(request: Request) -> None:

@@ -3,23 +3,33 @@
     python .../program.py SCRIPT [arguments]         python .../program.py -m MODULE [arguments]
 
 A JAX process that raised would otherwise wait, at its exit, for processes that wait for it in a collective.
+
+Where the launcher says so, the standard input is its lifeline: a pipe that it alone holds the other end of, and that
+ends with it, whatever ended it. Then this process ends, and on Linux all that the run has started. The program itself
+gets an empty standard input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import signal
 import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
 
+# Set by the launcher where the standard input is its lifeline.
+LIFELINE = "UNIDIST_LIFELINE"
 # What the program's own exit handlers get before a failed process is ended.
 _LAST_SECONDS = 1.0
 
 
 def main(command: Sequence[str]) -> None:
     """Runs the program; a failure ends the process soon, whatever its exit handlers wait for."""
+    if os.environ.pop(LIFELINE, None) is not None:
+        watch(_taken_from_standard_input())
     try:
         _run(command)
     except SystemExit as stop:
@@ -31,6 +41,38 @@ def main(command: Sequence[str]) -> None:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _end_soon(1)
         sys.exit(1)
+
+
+def watch(lifeline: int) -> None:
+    """Ends this process when nobody holds the other end of the pipe any more.
+
+    A signal at the parent's death (prctl's PR_SET_PDEATHSIG) is Linux's alone, comes when the thread ends that has
+    started us, comes from the nearest process only (torchrun's agent), and comes never where that died before we asked.
+    """
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True, name="unidist-lifeline").start()
+
+
+def _end_with(lifeline: int) -> None:
+    try:
+        while os.read(lifeline, 1):
+            pass
+    except OSError:  # The program has closed all descriptors: it has made itself independent.
+        return
+    # By path, and only now: a process needs it once. All others of the run go first, those in other sessions too.
+    with contextlib.suppress(Exception):
+        runpy.run_path(os.path.join(os.path.dirname(__file__), "ending.py"))["kill_rest"](os.getpid())
+    with contextlib.suppress(OSError):
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _taken_from_standard_input() -> int:
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return lifeline
 
 
 def _run(command: Sequence[str]) -> None:

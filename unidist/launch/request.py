@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from unidist.errors import UnidistError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Below the range that kernels hand to outgoing connections, so nobody takes the port between its choice and its use.
 _PORTS = range(20000, 32000)
 
@@ -32,6 +36,7 @@ class Request:
         devices_per_process: virtual CPU devices (or accelerators) of each process; JAX, and TensorFlow on CPU.
             None: the runtime's own.
         grace: seconds between asking processes to end and killing them.
+        timeout: seconds that they wait for each other, at joining and in collectives. None: as the environment says.
 
     Raises:
         LaunchError: values that do not fit each other, or a script that does not exist.
@@ -45,6 +50,7 @@ class Request:
     address: str | None = None
     devices_per_process: int | None = None
     grace: float = 5.0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         for what, count in (
@@ -62,6 +68,8 @@ class Request:
             split_address(self.address)
         if self.grace < 0:
             raise LaunchError(f"grace must be 0 seconds or more, got {self.grace}")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise LaunchError(f"timeout must be seconds above 0, got {self.timeout}")
         self._check_command()
 
     def _check_command(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -14,13 +15,14 @@ from types import FrameType
 from typing import TextIO
 
 from unidist.backends import registry
-from unidist.backends.environment import without_launcher
+from unidist.backends.door import TOKEN
+from unidist.backends.environment import TIMEOUT, without_launcher
 from unidist.errors import CapabilityError
 from unidist.launch.causes import Judge
 from unidist.launch.console import Console
 from unidist.launch.ending import end, mark
 from unidist.launch.jobs import JOBS, Failure, Job
-from unidist.launch.request import Request
+from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 
 # What timeout(1) ends with.
 GIVEN_UP = 124
@@ -79,7 +81,7 @@ def _supervise(job: Job, console: Console, give_up: Callable[[], str | None]) ->
     judge = Judge(console, job.request.processes)
     with _signals() as received:
         try:
-            job.start(_environ(job.request.backend, run_id), console)
+            job.start(_environ(job.request, run_id), console)
             while not received and not console.closed.is_set():
                 failures = job.poll()
                 if failures == [] or (failures and judge.is_settled(failures)):
@@ -103,12 +105,19 @@ def _supervise(job: Job, console: Console, give_up: Callable[[], str | None]) ->
     return _report(judge.first(failures), job.request, console) if failures else 0
 
 
-def _environ(backend: str, run_id: str) -> dict[str, str]:
+def _environ(request: Request, run_id: str) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
     environ = without_launcher(os.environ)
     # What is asked for here goes before what an earlier program left in the shell.
-    keras = _keras(backend, environ.get("KERAS_BACKEND"))
-    environ |= {"UNIDIST_BACKEND": backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
+    keras = _keras(request.backend, environ.get("KERAS_BACKEND"))
+    environ |= {"UNIDIST_BACKEND": request.backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
+    if request.nodes == 1:
+        # On several nodes it is the user's to hand out, the same on all: ours would differ.
+        environ[TOKEN] = secrets.token_hex(32)
+        # gloo and NCCL would listen at the address that the hostname leads to, or at every interface.
+        environ = {**dict.fromkeys(INTERFACES, LOOPBACK_INTERFACE), **environ}
+    if request.timeout is not None:
+        environ[TIMEOUT] = str(request.timeout)
     mark(environ, run_id)
     return environ
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import threading
 
+import keras
 import numpy as np
 import pytest
+import torch
 
 import unidist
+from unidist.keras import seeds
 from unidist.keras.first import bytes_of_first
 
 COUNT = 3
@@ -84,3 +89,31 @@ def test_a_process_that_alone_is_given_wrong_bytes_says_so():
     first, second, third = told(lambda call, given: [given[0], given[0] + 1 if call else given[0], given[0]])
     assert (first, third) == (DATA, DATA)
     assert isinstance(second, unidist.DesyncError)
+
+
+class Planted:
+    """Unpickling it runs code."""
+
+    def __reduce__(self):
+        return ran.append, ("code from the wire",)
+
+
+ran = []
+
+
+def test_random_state_is_data_and_never_code():
+    keras.utils.set_random_seed(3)
+    np.random.normal()  # NumPy and Python keep the second of two numbers drawn together
+    random.gauss(0, 1)
+    keras.random.uniform((2,))
+    drawn = []
+    state = seeds.state()
+    for _ in range(2):
+        more = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.uniform()]
+        uniform = keras.ops.convert_to_numpy(keras.random.uniform((2,))).tolist()
+        drawn.append([*more, *uniform, *torch.randperm(5).tolist()])
+        seeds.restore(state)
+    assert drawn[0] == drawn[1]
+    with pytest.raises(ValueError, match="codec can't decode"):
+        seeds.restore(pickle.dumps(Planted()))
+    assert not ran

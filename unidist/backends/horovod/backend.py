@@ -9,11 +9,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 from unidist.algebra import Axes, Group, Mesh, Sharding, Step
+from unidist.backends import environment
 from unidist.backends.ending import has_failed
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.joining import World, join, leave
@@ -89,7 +90,7 @@ class HorovodBackend(LocalViewBackend[Any]):
         self._world: World | None = None
         self._has_joined = False
         self._sets: ProcessSets | None = None
-        self.comm = self._side.make_comm(self._wire, Cluster().timeout)
+        self.comm = self._side.make_comm(self._wire, environment.timeout())
 
     # the world ------------------------------------------------------------------------------------------------
 
@@ -116,6 +117,13 @@ class HorovodBackend(LocalViewBackend[Any]):
         self.comm = self._side.make_comm(self._wire, self._world.timeout)
         if self._world.is_ours and self._world.size > 1:
             atexit.register(self._part)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long collectives wait. HOROVOD_GLOO_TIMEOUT_SECONDS, for a process that is stopped, stays."""
+        self._world = replace(self.world, timeout=seconds)
+        self.comm = self._side.make_comm(self._wire, seconds)
+        if self._sets is not None:
+            self._sets.timeout = seconds
 
     def _part(self) -> None:
         """At the end of the program: waits a while for the others. The first process to leave ends Horovod for all,

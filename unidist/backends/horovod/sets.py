@@ -67,7 +67,7 @@ class ProcessSets:
 
     def __init__(self, hvd: Any, timeout: float) -> None:
         self._hvd = hvd
-        self._timeout = timeout
+        self.timeout = timeout
         self._world = tuple(range(hvd.size()))
         self._native: dict[tuple[int, ...], Any] = {self._world: hvd.global_process_set}
         self._numbers: dict[tuple[int, ...], Iterator[int]] = {}
@@ -124,7 +124,7 @@ class ProcessSets:
         thread = threading.Thread(target=add, daemon=True)
         thread.start()
         at = lost.Call(f"making the process set {list(members)}", self._world, "")
-        lost.wait(lambda: not thread.is_alive(), at, self._timeout)
+        lost.wait(lambda: not thread.is_alive(), at, self.timeout)
         if failed:
             raise BackendNotAvailableError(
                 f"Horovod could not make a process set of ranks {list(members)} ({failed[0]}): where your program "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -85,6 +86,10 @@ class JaxBackend:
             )
         self._world = join(cluster)
         self._forget()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long collectives wait. How long JAX itself waits at its end stays as it was at joining."""
+        self._world = replace(self.world, timeout=seconds)
 
     def shutdown(self) -> None:
         """Leaves the world. Where it had several processes, all arrays and compiled programs of JAX are lost."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
+from jax._src import xla_bridge
 from jax.extend.backend import clear_backends
 
 from unidist.backends.environment import Launch, detect
 from unidist.backends.jax import ending, roll
 from unidist.backends.jax.devices import config
+from unidist.backends.lines import is_loopback
 from unidist.backends.protocol import Cluster
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
 
@@ -155,6 +160,20 @@ def _start(coordinator: str, count: int, index: int, timeout: float, local: list
         initialization_timeout=seconds,
         heartbeat_timeout_seconds=_SILENCE,
         shutdown_timeout_seconds=seconds,
-        coordinator_bind_address=f"{host}:{port}" if roll.is_loopback(host.strip("[]")) else None,
+        coordinator_bind_address=f"{host}:{port}" if is_loopback(host.strip("[]")) else None,
     )
-    jax.devices()  # the processes exchange their devices now, not at the first array
+    with _listening_at(host.strip("[]")):
+        jax.devices()  # the processes exchange their devices now, not at the first array
+
+
+@contextmanager
+def _listening_at(host: str) -> Iterator[None]:
+    """Inside, the CPU's collectives are made to listen at a host that is the loopback, not where the hostname leads."""
+    library: Any = vars(xla_bridge)["_jax"]
+    make = library.make_gloo_tcp_collectives
+    if is_loopback(host):
+        library.make_gloo_tcp_collectives = partial(make, hostname=host)
+    try:
+        yield
+    finally:
+        library.make_gloo_tcp_collectives = make

@@ -10,14 +10,19 @@ world lasts {"lost"}; {"bye": true} from whoever leaves in good order.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
+from typing import Any
 
-from unidist.backends.lines import Line
+from unidist.backends import door
+from unidist.backends.lines import Line, is_loopback
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 _RETRY = 0.1
+# Who stands in the queue unheard keeps nobody else out of it.
+_QUEUE = 128
 
 
 class Roll:
@@ -84,8 +89,7 @@ def _as_first(host: str, port: int, count: int, deadline: float, timeout: float)
     present: dict[int, Line] = {}
     with _listening(host, port, count) as server:
         try:
-            while len(present) < count - 1:
-                _admit(server, present, count, deadline, timeout)
+            _admit_all(server, present, count, deadline, timeout)
         except (BackendNotAvailableError, BackendMismatchError) as error:
             for line in present.values():
                 line.say(error=str(error), mismatch=isinstance(error, BackendMismatchError))
@@ -97,23 +101,25 @@ def _as_first(host: str, port: int, count: int, deadline: float, timeout: float)
     return Roll(0, present, coordinator)
 
 
-def _admit(server: socket.socket, present: dict[int, Line], count: int, deadline: float, timeout: float) -> None:
-    """Takes the next process. One that does not speak as we do is sent away."""
-    server.settimeout(max(0.01, deadline - time.monotonic()))
-    try:
-        connection, _ = server.accept()
-    except TimeoutError:
-        missing = sorted(set(range(1, count)) - set(present))
-        raise BackendNotAvailableError(
-            f"processes {missing} of {count} did not come to process 0 within {timeout:g} s: check that all {count} "
-            "were started, and that they can reach its host and port"
-        ) from None
-    line = Line(connection)
-    hello = line.hear(5.0)
-    if hello is None or not {"process", "count"} <= set(hello):
+def _admit_all(server: socket.socket, present: dict[int, Line], count: int, deadline: float, timeout: float) -> None:
+    with contextlib.closing(door.guests(server, deadline)) as guests:
+        for line, hello, _ in guests:
+            _admit(line, hello, present, count)
+            if len(present) == count - 1:
+                return
+    missing = sorted(set(range(1, count)) - set(present))
+    raise BackendNotAvailableError(
+        f"processes {missing} of {count} did not come to process 0 within {timeout:g} s: check that all {count} "
+        "were started, and that they can reach its host and port"
+    )
+
+
+def _admit(line: Line, hello: dict[str, Any], present: dict[int, Line], count: int) -> None:
+    """Takes a process. One that does not speak as we do is sent away."""
+    other = hello.get("process")
+    if type(other) is not int or type(hello.get("count")) is not int:
         line.close()
         return
-    other = int(hello["process"])
     if hello["count"] != count or not 0 < other < count or other in present:
         text = (
             f"process 0 waits for processes 1 to {count - 1}, once each, but one came as process {other} of "
@@ -127,7 +133,7 @@ def _admit(server: socket.socket, present: dict[int, Line], count: int, deadline
 
 def _as_other(host: str, port: int, count: int, index: int, deadline: float, timeout: float) -> Roll:
     line = Line(_connected(host, port, index, count, deadline, timeout))
-    line.say(process=index, count=count)
+    door.knock(line, process=index, count=count)
     # Process 0 gives up first, and says so.
     answer = line.hear(max(0.0, deadline - time.monotonic()) + 5.0)
     if answer is None or "coordinator" not in answer:
@@ -152,15 +158,12 @@ def _connected(host: str, port: int, index: int, count: int, deadline: float, ti
         time.sleep(_RETRY)
 
 
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def _listening(host: str, port: int, count: int) -> socket.socket:
     """A listener for the others: on the loopback alone where the address is that."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host if is_loopback(host) else "", port), family=family, backlog=count)
+        place = (host if is_loopback(host) else "", port)
+        return socket.create_server(place, family=family, backlog=max(count, _QUEUE))
     except OSError as error:
         raise BackendNotAvailableError(
             f"process 0 cannot listen on port {port} for the others ({error}): choose an address whose port is free"

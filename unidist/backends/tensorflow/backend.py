@@ -68,6 +68,11 @@ class TensorflowBackend:
         self._world = join(cluster)
         self._forget()
 
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long collectives wait."""
+        if self.world.gate is not None:
+            self.world.gate.timeout = seconds
+
     def shutdown(self) -> None:
         """Leaves the world. Where it had several processes TensorFlow itself stays in it until the process ends, and
         no other world can be joined: DTensor cannot shut down a world of several clients."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
+from unidist.backends import door
 from unidist.backends.environment import detect
-from unidist.backends.lines import Line
+from unidist.backends.lines import Line, is_loopback
 from unidist.backends.protocol import Cluster
 from unidist.backends.tensorflow.gate import Gate
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
@@ -62,7 +65,24 @@ def join(cluster: Cluster) -> World:
     os.environ.update({_JOBS: ",".join(jobs), _CLIENT: str(index), _COUNT: str(count), _NAME: "worker"})
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     dtensor.initialize_accelerator_system(kind)
+    if all(is_loopback(job.rpartition(":")[0]) for job in jobs):
+        _keep_to_the_loopback()
     return World(count, index, Gate(index, count, lines, cluster.timeout))
+
+
+def _keep_to_the_loopback() -> None:
+    """Binds this process's listening sockets to the loopback's interface, on Linux.
+
+    TensorFlow's servers listen at every address, and take no other: "0.0.0.0" is written in their source.
+    """
+    folder = Path("/proc/self/fd")
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            number = int(name)
+            if os.readlink(folder / name).startswith("socket:"):
+                with socket.socket(fileno=os.dup(number)) as found:
+                    if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
 
 
 def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[str], dict[int, Line]]:
@@ -84,20 +104,25 @@ def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[st
 
 
 def _collect(place: tuple[str, int], count: int, own: str, deadline: float) -> tuple[list[str], dict[int, Line]]:
-    jobs, lines = {0: own}, {}
-    with socket.create_server(place, family=_family(place)) as server:
-        try:
-            while len(jobs) < count:
-                server.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, peer = server.accept()
-                line = Line(connection)
-                told = _heard(line, deadline)
-                lines[int(told["index"])] = line
-                jobs[int(told["index"])] = f"{_bracketed(peer[0])}:{int(told['port'])}"
-        except BaseException:
-            for line in lines.values():
+    jobs: dict[int, str] = {0: own}
+    lines: dict[int, Line] = {}
+    with (
+        socket.create_server(place, family=_family(place)) as server,
+        contextlib.closing(door.guests(server, deadline)) as guests,
+    ):
+        for line, told, address in guests:
+            index, port = told.get("index"), told.get("port")
+            if type(index) is not int or not 0 < index < count or index in jobs or type(port) is not int:
                 line.close()
-            raise
+                continue
+            lines[index] = line
+            jobs[index] = f"{_bracketed(address)}:{port}"
+            if len(jobs) == count:
+                break
+    if len(jobs) < count:
+        for line in lines.values():
+            line.close()
+        raise TimeoutError(f"processes {[k for k in range(count) if k not in jobs]} did not come")
     ordered = [jobs[k] for k in range(count)]
     for line in lines.values():
         line.say(jobs=ordered)
@@ -114,7 +139,7 @@ def _tell(place: tuple[str, int], index: int, own: int, deadline: float) -> tupl
                 raise
             time.sleep(0.05)
             continue
-        line.say(index=index, port=own)
+        door.knock(line, index=index, port=own)
         return [str(job) for job in _heard(line, deadline)["jobs"]], line
 
 

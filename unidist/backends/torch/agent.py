@@ -3,8 +3,9 @@
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
 Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its
-standard output and error) and `failures` (the descriptor on which a line [rank, exit code] is written for each worker
-that has failed, as soon as it has). The others go on: who started this process ends them, and it.
+standard output and error), `failures` (the descriptor on which a line [rank, exit code] is written for each worker
+that has failed, as soon as it has) and `program` (the path of what runs the command in each worker). The others go on:
+who started this process ends them, and it. The standard input is that one's lifeline, here and in the workers.
 """
 
 from __future__ import annotations
@@ -12,15 +13,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
+import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+_LOOPBACK, _OURS = "127.0.0.1", "unidist-loopback"
+# What torch's static rendezvous waits.
+_SECONDS = 600
 
 
 class Descriptors(LogsSpecs):
@@ -44,8 +55,26 @@ class Descriptors(LogsSpecs):
         )
 
 
+class Loopback(StaticTCPRendezvous):
+    """One node's rendezvous: a store that listens at the loopback alone, where torch's own listen everywhere.
+
+    Nor does it unpickle what others write there, as torchrun's usual one does.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        with socket.create_server((_LOOPBACK, 0)) as server:
+            port = server.getsockname()[1]
+            super().__init__(_LOOPBACK, port, 0, 1, run_id, _SECONDS)
+            self._store = TCPStore(
+                _LOOPBACK, port, 1, True, self.timeout, multi_tenant=True, master_listen_fd=server.detach()
+            )
+
+    def get_backend(self) -> str:
+        return _OURS
+
+
 def configuration(task: dict[str, Any]) -> LaunchConfig:
-    """One node: the agent finds a free port by itself. Several: they meet at node 0's address, ranked as told."""
+    """One node: at a free port of the loopback. Several: they meet at node 0's address, ranked as told."""
     several = task["nodes"] > 1
     return LaunchConfig(
         min_nodes=task["nodes"],
@@ -53,10 +82,10 @@ def configuration(task: dict[str, Any]) -> LaunchConfig:
         nproc_per_node=task["processes"],
         run_id="unidist",
         role="unidist",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=task["address"] if several else "localhost:0",
+        rdzv_backend="static" if several else _OURS,
+        rdzv_endpoint=task["address"] if several else "",
         rdzv_configs={"rank": task["node_rank"]} if several else {},
-        local_addr=None if several else "127.0.0.1",
+        local_addr=None if several else _LOOPBACK,
         logs_specs=Descriptors(task["streams"]),
         max_restarts=0,
         monitor_interval=0.05,
@@ -89,18 +118,22 @@ def telling(
 
 
 def main(task: dict[str, Any]) -> int:
+    runpy.run_path(task["program"])["watch"](sys.stdin.fileno())
     sys.unraisablehook = sent_again
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
     logging.raiseExceptions = False
+    rendezvous_handler_registry.register(_OURS, lambda parameters: Loopback(parameters.run_id))
     with os.fdopen(task["failures"], "w") as stream:
         first_rank = task["node_rank"] * task["processes"]
         SubprocessContext.wait = telling(SubprocessContext.wait, first_rank, stream)  # type: ignore[method-assign]
         try:
-            launch_agent(configuration(task), sys.executable, list(task["command"]))
+            launch_agent(configuration(task), sys.executable, [task["program"], *task["command"]])
         except ChildFailedError:
             return 0
         except SignalException as error:
+            # It ends by itself now. A second one would raise in whatever runs at Python's exit, and print that.
+            signal.signal(error.sigval, signal.SIG_IGN)
             return 128 + error.sigval
     return 0
 

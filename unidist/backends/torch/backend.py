@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from unidist import events
 from unidist.algebra import Axes, Mesh, Sharding, plan
+from unidist.backends import environment
 from unidist.backends.local import Both, LocalViewBackend, Move
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
 from unidist.backends.torch import native, tracing
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import TorchComm
-from unidist.backends.torch.joining import DeviceType, World, alone, join
+from unidist.backends.torch.joining import DeviceType, World, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced
 from unidist.backends.torch.wires import Wires
@@ -66,7 +67,8 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._is_tracing = False
         self._sent: list[events.Event] = []
         self.ops = TorchOps()
-        self.comm = TorchComm(Wires(Cluster().timeout))  # of the world of one, until another is joined
+        self._wires = Wires(environment.timeout())
+        self.comm = TorchComm(self._wires)  # of the world of one, until another is joined
         self._traced = self.comm
 
     # the world ------------------------------------------------------------------------------------------------
@@ -86,9 +88,14 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._forget()
         self._world = world
         self.ops = TorchOps(world.device)
-        wires = Wires(world.timeout)
-        self.comm = TorchComm(wires)
-        self._traced = TorchComm(wires, BufferedCollectives(Traced()))
+        self._wires = Wires(world.timeout)
+        self.comm = TorchComm(self._wires)
+        self._traced = TorchComm(self._wires, BufferedCollectives(Traced()))
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long collectives wait, in the groups that are made already too."""
+        self._world = retimed(self.world, seconds)
+        self._wires.set_timeout(seconds)
 
     def _forget(self) -> None:
         self._moves.clear()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # exported, but not by name
 
 from unidist.backends.environment import detect
@@ -75,6 +76,16 @@ def alone(world: World) -> None:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_transports(world.device.type), store=store, rank=0, world_size=1)
+
+
+def retimed(world: World, seconds: float) -> World:
+    """The world with another timeout, which holds for its default group and for making new ones."""
+    limit = timedelta(seconds=seconds)
+    if dist.is_initialized():
+        c10d._set_pg_timeout(limit)
+    for store, _ in _stores.values():
+        store.set_timeout(limit)
+    return replace(world, timeout=seconds)
 
 
 def _existing(cluster: Cluster, device_type: DeviceType) -> World:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -26,6 +26,7 @@ class Wire:
         ranks: the ranks of the places, in order.
         index: this process's place.
         is_gloo: whether CPU tensors go over gloo.
+        limit: how long a message waits now.
         tags: numbers for the exchanges on this wire; every member draws the same ones.
     """
 
@@ -34,6 +35,7 @@ class Wire:
     ranks: tuple[int, ...]
     index: int
     is_gloo: bool
+    limit: Callable[[], timedelta]
     tags: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(1 << 10, 1 << 20)))
 
     @property
@@ -63,6 +65,12 @@ class Wires:
         self._wires: dict[tuple[int, ...], Wire] = {}
         self._lock = threading.Lock()
 
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long collectives wait, over groups that are made already too."""
+        self._timeout = timedelta(seconds=seconds)
+        for wire in self._wires.values():
+            c10d._set_pg_timeout(self._timeout, wire.pg)
+
     def __call__(self, group: Group) -> Wire:
         wire = self._wires.get(group.ranks)
         if wire is None:
@@ -78,7 +86,7 @@ class Wires:
         else:
             pg = self._found(group.ranks) or self._new(group)
         kind = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
-        return Wire(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo")
+        return Wire(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo", lambda: self._timeout)
 
     def _found(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group that an earlier adapter left in a world that is not ours to end."""

@@ -180,7 +180,7 @@ def _place_variable(variable: Any, distribution: Any) -> None:
         return
     if before is None:
         # Made on its own in each process: the seeds may have differed.
-        value = processes.from_first(processes.whole(value)) if processes.several() else value
+        value = processes.array_from_first(processes.whole(value)) if processes.several() else value
     variable._value = processes.put(processes.whole(value) if processes.several() else value, sharding)
 
 

@@ -1,9 +1,8 @@
-"""What the processes of a JAX world tell each other on the host: objects, whole arrays, and that they are there."""
+"""What the processes of a JAX world tell each other on the host: bytes, whole arrays, and that they are there."""
 
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,17 @@ def is_first() -> bool:
     return int(jax.process_index()) == 0
 
 
-def from_first(value: Any) -> Any:
-    """Process 0's value, pickled, on every process. A collective of the world."""
+def from_first(data: bytes) -> bytes:
+    """Process 0's bytes, on every process. A collective of the world."""
     if not several():
-        return value
-    data = pickle.dumps(value) if is_first() else b""
+        return data
     ranks = tuple(device.id for device in jax.local_devices())
-    return pickle.loads(bytes_of_first(data, _of_first, is_first=is_first(), ranks=ranks))
+    return bytes_of_first(data, _of_first, is_first=is_first(), ranks=ranks)
+
+
+def array_from_first(value: Array) -> Array:
+    """Process 0's values of an array that all processes have with this shape and dtype. A collective of the world."""
+    return np.frombuffer(from_first(value.tobytes()), value.dtype).reshape(value.shape)
 
 
 def _of_first(own: Array) -> Array:
@@ -43,7 +46,7 @@ def _of_first(own: Array) -> Array:
 
 def crew() -> Crew | None:
     """The processes of the world, if there are several."""
-    return Crew(is_first(), from_first) if several() else None
+    return Crew(is_first(), lambda text: from_first(text.encode()).decode()) if several() else None
 
 
 def of_all(number: int) -> tuple[int, ...]:
