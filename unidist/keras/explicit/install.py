@@ -6,16 +6,10 @@ import functools
 import inspect
 from typing import Any
 
-from keras.src import backend as keras_backend
-from keras.src import tree
-from keras.src.backend.torch.layer import TorchLayer
-from keras.src.backend.torch.trainer import TorchTrainer
-from keras.src.callbacks.callback import Callback
-from keras.src.callbacks.callback_list import CallbackList
-from keras.src.distribution import distribution_lib as keras_distribution_lib
-from keras.src.dtype_policies.dtype_policy import DTypePolicy
-
 from unidist import session
+from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
+from unidist.keras.compat import backend as keras_backend
+from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.explicit import (
     context,
     data,
