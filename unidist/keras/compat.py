@@ -65,6 +65,7 @@ _PLACES = {
     "TorchLayer": "keras.src.backend.torch.layer:TorchLayer",
     "TorchAdam": "keras.src.backend.torch.optimizers.torch_adam:Adam",
     "TorchParallelOptimizer": "keras.src.backend.torch.optimizers.torch_parallel_optimizer:TorchParallelOptimizer",
+    "torch_trainer": "keras.src.backend.torch.trainer:",
     "TorchEpochIterator": "keras.src.backend.torch.trainer:TorchEpochIterator",
     "TorchModuleWrapper": "keras.src.utils.torch_utils:TorchModuleWrapper",
     # JAX

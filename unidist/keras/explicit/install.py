@@ -19,6 +19,7 @@ from unidist.keras.explicit import (
     initializing,
     losses,
     metrics,
+    natively,
     optimizers,
     placing,
     programs,
@@ -46,6 +47,8 @@ def install() -> None:
         return
     _installed = True
     _give_distribution()
+    # First: others build on what it leaves.
+    natively.install()
     placing.install()
     initializing.install()
     losses.install()
