@@ -231,3 +231,11 @@ def test_a_step_with_a_loss_of_its_own_is_refused_with_the_remedy():
     x, y = features()
     with pytest.raises(unidist.CapabilityError, match=r"self\.compute_loss\(x=x, y=y, y_pred=y_pred\)"):
         train(own(OwnLoss), x, y, unidist.DataParallel())
+
+
+def test_several_steps_an_execution_are_refused_not_left_out():
+    """Keras 3.16 hands several batches to a step, of which the engine would take the first."""
+    x, y = features()
+    compiled = {"loss": "mse", "steps_per_execution": 2}
+    with pytest.raises(unidist.CapabilityError, match=r"steps_per_execution=2: .* leave it out of compile"):
+        train(own(keras.Sequential), x, y, unidist.DataParallel(), compiled=compiled)

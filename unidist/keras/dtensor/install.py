@@ -1,4 +1,4 @@
-"""Installs the DTensor engine into Keras on TensorFlow. Made for Keras 3.15."""
+"""Installs the DTensor engine into Keras on TensorFlow. Made for Keras 3.15 and 3.16."""
 
 from __future__ import annotations
 

@@ -7,10 +7,12 @@ Keras 3.15, which has none of these places.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from unidist.keras.compat import TorchEpochIterator, TorchTrainer, Trainer, backend, torch_trainer, tree
+from unidist.keras.explicit import context, programs
 from unidist.keras.interception import around
 
 
@@ -21,6 +23,7 @@ def install() -> None:
     around(backend.Variable, "_initialize_distributed", _nothing)
     around(TorchTrainer, "_initialize_ddp", _nothing)
     around(TorchTrainer, "_use_torch_compile", _as_compiled)
+    around(TorchTrainer, "train_step", _by_backward)
     around(TorchTrainer, "get_metrics_result", _of_any_backend)
     around(TorchEpochIterator, "_get_iterator", _whole_batches)
     around(torch_trainer, "_distribute_data", _converted)
@@ -33,6 +36,23 @@ def _nothing(original: Any) -> Callable[..., None]:
 def _as_compiled(original: Any) -> Callable[[Any], bool]:
     """Also under a distribution: one of unidist brings no dispatch mode, which torch.compile could not trace."""
     return lambda self: bool(self.jit_compile and not self.run_eagerly)
+
+
+def _by_backward(original: Any) -> Callable[[Any, Any], Any]:
+    """A model whose call is a program: its step calls `backward`, whose gradients are summed over the ranks. With
+    jit_compile=True Keras's would call torch.autograd.grad, unless it runs eagerly."""
+
+    @functools.wraps(original)
+    def train_step(self: Any, data: Any) -> Any:
+        if context.frame() is None or self.run_eagerly or not programs.is_compiled(self):
+            return original(self, data)
+        self.run_eagerly = True
+        try:
+            return original(self, data)
+        finally:
+            self.run_eagerly = False
+
+    return train_step
 
 
 def _of_any_backend(original: Any) -> Callable[[Any], Any]:

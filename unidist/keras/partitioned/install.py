@@ -1,4 +1,4 @@
-"""Installs the partitioned engine into Keras on JAX. Made for Keras 3.15; tests/keras/jax checks every place."""
+"""Installs the engine into Keras on JAX. Made for Keras 3.15 and 3.16; tests/keras/jax checks every place."""
 
 from __future__ import annotations
 
@@ -65,6 +65,9 @@ def _install_trainer() -> None:
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)
     around(steps, "_symbolic_build", trainer.building)
+    if hasattr(steps, "_maybe_symbolic_build"):
+        # Keras 3.16: it leaves the other out where all is built.
+        around(steps, "_maybe_symbolic_build", trainer.building)
     around(steps, "_make_function", trainer.making_function)
     around(steps, "compute_metrics", trainer.measuring)
     around(keras_trainer, "jit", trainer.compiling)
