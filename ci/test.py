@@ -11,6 +11,7 @@ import-linter and mypy, then every test in one pytest run of two workers: tests/
     python3 ci/test.py --all ...            matrices that are sampled are run whole
     python3 ci/test.py --repeat N TEST ...  these tests N times over, one after the other; how often they failed
     python3 ci/test.py --measure            all of it, and what its time went to; writes ci/durations.json anew
+    python3 ci/test.py --keras nightly ...  with another Keras, "nightly" or a version; without tests, ci/of_keras.txt
     python3 ci/test.py --checks             only ruff, import-linter and mypy
     python3 ci/test.py --python             only the environment; prints its Python
 """
@@ -47,6 +48,8 @@ CHECKS = (
 WORKERS = 2
 SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
+# What notices first where another Keras differs: names inside it, steps of every Keras backend, Keras's own strategies.
+OF_KERAS = "@ci/of_keras.txt"
 DURATIONS = ROOT / "ci" / "durations.json"
 MEASURING = ROOT / "ci" / "measuring"
 KEPT_DAYS = 30
@@ -69,6 +72,9 @@ def main(arguments: list[str]) -> int:
         return repeat(python, int(arguments[1]), arguments[2:])
     if arguments == ["--measure"]:
         return measure(python)
+    if arguments[:1] == ["--keras"]:
+        other = with_keras(python, arguments[1])
+        return run(other, *PYTEST, *(arguments[2:] or [OF_KERAS]))
     whole = {"TESTS_ALL": "1"} if "--all" in arguments else {}
     tests = [argument for argument in arguments if argument != "--all"]
     return run(python, *PYTEST, *(tests or ["tests"]), env=whole)
@@ -135,6 +141,29 @@ def environment() -> Path:
         done.touch()
         forget_unused(base)
     return home / "bin" / "python"
+
+
+def with_keras(python: Path, version: str) -> Path:
+    """The Python of an environment that has another Keras and all else from the main one; a nightly is a week's."""
+    home = python.parents[1]
+    wanted = f"keras=={version}"
+    age = ""
+    if version == "nightly":
+        wanted, age = "keras-nightly", time.strftime("%G-%V")
+    other = home.with_name(hashlib.sha256("\n".join([home.name, wanted, age]).encode()).hexdigest()[:16])
+    with (home.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (other / "complete").exists():
+            say(f"making {other}")
+            venv.create(other, clear=True)
+            (packages,), (behind,) = other.glob("lib/*/site-packages"), home.glob("lib/*/site-packages")
+            # Read after the environment's own packages, so that its Keras is found first.
+            (packages / "main.pth").write_text(f"{behind}\n")
+            install = ("install", "--quiet", "--disable-pip-version-check", "--no-deps", wanted)
+            if code := run(python, "-m", "pip", "--python", other / "bin" / "python", *install):
+                sys.exit(code)
+        (other / "complete").touch()
+    return other / "bin" / "python"
 
 
 def requirements() -> list[str]:

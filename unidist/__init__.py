@@ -34,6 +34,10 @@ def __getattr__(name: str) -> Any:
     module = _WHERE.get(name)
     if module is None:
         raise AttributeError(f"module 'unidist' has no attribute {name!r}")
+    if module.startswith("unidist.keras."):
+        # First and whole: where `use` came before Keras, the end of its import brings the hooks, which import the same
+        # modules. Begun by one of them, it would find that one half made.
+        importlib.import_module("keras")
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

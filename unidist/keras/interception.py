@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
-from unidist.errors import BackendMismatchError
-
-MADE_FOR = "3.15"
+from unidist.keras.compat import missing
 
 
 def around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -21,8 +17,5 @@ def around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name, None)
     if original is None:
         where = getattr(owner, "__qualname__", getattr(owner, "__name__", repr(owner)))
-        raise BackendMismatchError(
-            f"unidist steps into Keras at {where}.{name}, which Keras {keras.__version__} does not have: "
-            f"install keras {MADE_FOR}, for which this unidist was made"
-        )
+        raise missing(f"{where}.{name}")
     setattr(owner, name, make(original))

@@ -10,9 +10,9 @@ import functools
 from typing import Any
 
 import keras
-from keras.src.trainers.trainer import Trainer
 
-_OF_TORCH = "keras.src.backend.torch.optimizers."
+from unidist.keras.compat import TORCH_OPTIMIZERS, Trainer
+
 _originals: dict[str, Any] = {}
 
 
@@ -44,7 +44,7 @@ def as_of_here(config: Any, backend: str) -> Any:
 
 def _is_of_torch(config: Any) -> bool:
     if isinstance(config, dict):
-        return str(config.get("module", "")).startswith(_OF_TORCH) or any(map(_is_of_torch, config.values()))
+        return str(config.get("module", "")).startswith(TORCH_OPTIMIZERS) or any(map(_is_of_torch, config.values()))
     return isinstance(config, list) and any(map(_is_of_torch, config))
 
 
@@ -54,6 +54,6 @@ def _renamed(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     inner = {key: _renamed(value) for key, value in config.items()}
-    if str(inner.get("module", "")).startswith(_OF_TORCH):
+    if str(inner.get("module", "")).startswith(TORCH_OPTIMIZERS):
         inner |= {"module": "keras.optimizers", "registered_name": None}
     return inner

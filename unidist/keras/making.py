@@ -10,6 +10,9 @@ from weakref import WeakKeyDictionary
 
 from keras import distribution as keras_distribution
 
+from unidist.keras.compat import Distribution, data_adapters
+from unidist.keras.interception import around
+
 # The distribution under which a model object was made: all that is known of one that has no variables yet.
 made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -23,6 +26,25 @@ def active(distribution: Any) -> Iterator[None]:
         yield
     finally:
         keras_distribution.set_distribution(before)
+
+
+@functools.cache
+def install() -> None:
+    """Patches get_data_adapter (Keras 3.16), once."""
+    if hasattr(Distribution, "num_data_shards"):
+        around(data_adapters, "get_data_adapter", _reading_all)
+
+
+def _reading_all(original: Any) -> Any:
+    """Keras's get_data_adapter: from 3.16 on it leaves to each process some of the batches of any data, by the
+    distribution that it sees. unidist cuts each batch."""
+
+    @functools.wraps(original)
+    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
+        with active(None):
+            return original(*args, **kwargs)
+
+    return get_data_adapter
 
 
 def making_model(original: Any) -> Any:

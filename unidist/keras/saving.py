@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keras.src.saving import saving_api
-
+from unidist.keras.compat import saving_api
 from unidist.keras.interception import around
 from unidist.keras.writing import Crew
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
-from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+
+from unidist.keras.compat import GLOBAL_RANDOM_SEED, GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
 
 _ARRAY = "array"
 

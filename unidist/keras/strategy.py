@@ -9,12 +9,12 @@ from typing import Any
 
 import keras
 from keras.distribution import DeviceMesh, TensorLayout
-from keras.src.distribution.distribution_lib import Distribution
 
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.errors import CapabilityError, LayoutError, MeshError
+from unidist.keras.compat import Distribution
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras.callbacks import BackupAndRestore, CSVLogger, TensorBoard
-from keras.src import tree
 
 from unidist.errors import UnidistError
+from unidist.keras.compat import tree
 
 
 class SavingFailedError(UnidistError, OSError):

@@ -8,17 +8,22 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from keras.src.backend.jax import distribution_lib, trainer
-from keras.src.backend.jax.core import JaxVariable
-from keras.src.layers.layer import Layer
-from keras.src.metrics.metric import Metric
-from keras.src.ops.operation import Operation
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.saving import saving_api
-from keras.src.trainers import data_adapters
 
 import unidist
 from unidist.errors import BackendMismatchError
+from unidist.keras.compat import (
+    READ,
+    BaseOptimizer,
+    JAXTrainer,
+    JaxVariable,
+    Layer,
+    Metric,
+    Operation,
+    data_adapters,
+    saving_api,
+)
+from unidist.keras.compat import jax_distribution_lib as distribution_lib
+from unidist.keras.compat import jax_trainer as trainer
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 PLACES: dict[str, Any] = {
@@ -30,7 +35,7 @@ PLACES: dict[str, Any] = {
     "Layer": (Layer, ("stateless_call",)),
     "Operation": (Operation, ("__call__",)),
     "Metric": (Metric, ("add_variable",)),
-    "JAXTrainer": (trainer.JAXTrainer, ("__init__", "_make_function")),
+    "JAXTrainer": (JAXTrainer, ("__init__", "_make_function")),
     "JAXEpochIterator": (trainer.JAXEpochIterator, ("_get_iterator",)),
     "trainer": (trainer, ("_distribute_data",)),
     "distribution_lib": (distribution_lib, ("distribute_tensor",)),
@@ -46,14 +51,15 @@ def signatures() -> dict[str, Any]:
         for name in names
     }
     steps = {
-        "train": inspect.getsource(trainer.JAXTrainer.train_step),
-        "test": inspect.getsource(trainer.JAXTrainer.test_step),
-        "predict": inspect.getsource(trainer.JAXTrainer.predict_step),
+        "train": inspect.getsource(JAXTrainer.train_step),
+        "test": inspect.getsource(JAXTrainer.test_step),
+        "predict": inspect.getsource(JAXTrainer.predict_step),
     }
     return {
         "version": keras.__version__,
+        "read": READ,
         "places": places,
-        "entrances": [name for name in ENTRANCES if name not in vars(trainer.JAXTrainer)],
+        "entrances": [name for name in ENTRANCES if name not in vars(JAXTrainer)],
         "jit is jax.jit": trainer.jit is jax.jit,
         "state lengths": {
             name: source.partition(") = state")[0].rpartition("(")[2].count("variables")
@@ -67,9 +73,9 @@ def signatures() -> dict[str, Any]:
 def after_install() -> dict[str, Any]:
     from unidist.keras import hooks
 
-    before = trainer.JAXTrainer.fit
+    before = JAXTrainer.fit
     hooks.install()
-    again = trainer.JAXTrainer.fit is before
+    again = JAXTrainer.fit is before
     keras.utils.clear_session()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
@@ -84,7 +90,7 @@ def missing() -> str:
     from unidist.keras.interception import around
 
     try:
-        around(trainer.JAXTrainer, "_no_such_method", lambda original: original)
+        around(JAXTrainer, "_no_such_method", lambda original: original)
     except BackendMismatchError as error:
         return str(error)
     return "accepted"

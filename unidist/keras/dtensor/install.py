@@ -1,4 +1,4 @@
-"""Installs the DTensor engine into Keras on TensorFlow. Made for Keras 3.15."""
+"""Installs the DTensor engine into Keras on TensorFlow. Made for Keras 3.15 and 3.16."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow import core as keras_core
-from keras.src.backend.tensorflow import distribution_lib as keras_distribution_lib
-from keras.src.backend.tensorflow import optimizer as keras_optimizer
-from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers import data_adapters
 from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
 from unidist.keras import distribution_lib, making
 from unidist.keras import saving as keras_saving
+from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
+from unidist.keras.compat import tensorflow_core as keras_core
+from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import tensorflow_optimizer as keras_optimizer
 from unidist.keras.dtensor import parts, pinning, placing, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import around
 
@@ -36,7 +34,7 @@ def install() -> None:
     if _state.installed:
         return
     _install_distribution()
-    steps: Any = keras_trainer.TensorFlowTrainer
+    steps: Any = TensorFlowTrainer
     around(steps, "__init__", making.making_model)
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)

@@ -8,10 +8,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import tensorflow as tf
-from keras.src import backend
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
+from unidist.keras.compat import random_seed_dtype
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.making import made_under
 from unidist.keras.planning.candidates import candidate
@@ -92,7 +92,7 @@ def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -
     if reference is not None:
         same = tuple(reference.shape) == shape and hasattr(reference, LAYOUTS)
         return _all_at(getattr(reference, LAYOUTS).state if same else Layout())
-    if not ruled or str(variable.dtype) == backend.random_seed_dtype():
+    if not ruled or str(variable.dtype) == random_seed_dtype():
         return _all_at(Layout())
     if distribution.layout_map is not None:
         distribution.layout_map.match(variable.path)

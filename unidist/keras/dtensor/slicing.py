@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras import tree
-from keras.src.backend import get_keras_mask
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.trainers.trainer import Trainer
 from tensorflow.experimental import dtensor
 
+from unidist.keras.compat import Trainer, get_keras_mask, set_keras_mask
 from unidist.keras.dtensor import values
 
 _mesh: ContextVar[dtensor.Mesh | None] = ContextVar("unidist_dtensor_mesh", default=None)

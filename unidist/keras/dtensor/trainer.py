@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras import tree
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.layers.rnn.rnn import RNN
 from tensorflow.experimental import dtensor
 
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making
+from unidist.keras.compat import RNN, in_stateless_scope
 from unidist.keras.dtensor import compiled, ledger, parts, placing, slicing, values, worlds
 from unidist.keras.lockstep import Part
 from unidist.keras.strategy import UnidistDistribution

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from keras.src import tree
 
 from unidist.errors import UnidistError
+from unidist.keras.compat import tree
 from unidist.keras.explicit import context, heads
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.engine import Engine

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from keras.src import tree
-from keras.src.backend.torch.trainer import TorchEpochIterator
 
 from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras import seeds
+from unidist.keras.compat import TorchEpochIterator, tree
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.first import bytes_of_first

@@ -9,15 +9,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from keras.src import tree
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
-from keras.src.trainers.trainer import Trainer
-from keras.src.utils.torch_utils import TorchModuleWrapper
 
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
+from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
 from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules, sequence
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from keras.src import ops
-from keras.src.backend.torch.optimizers.torch_adam import Adam
 
+from unidist.keras.compat import TorchAdam as Adam
+from unidist.keras.compat import ops
 from unidist.keras.explicit import placing
 from unidist.keras.explicit.context import Frame
 

@@ -10,11 +10,10 @@ import functools
 from typing import Any
 
 import torch
-from keras.src import tree
-from keras.src.trainers.trainer import Trainer
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
+from unidist.keras.compat import Trainer, tree
 from unidist.keras.explicit import cached, engine, placing
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Lies

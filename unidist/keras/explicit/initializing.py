@@ -11,11 +11,9 @@ from math import prod
 from typing import Any
 
 import torch
-from keras.src.backend.config import floatx
-from keras.src.backend.torch import random as torch_random
-from keras.src.backend.torch.core import get_device, to_torch_dtype
 
 from unidist.keras import strategy as strategies
+from unidist.keras.compat import floatx, get_device, to_torch_dtype, torch_random
 from unidist.keras.explicit.context import frame
 
 SMALL = 1 << 16

@@ -1,4 +1,4 @@
-"""Installs the explicit engine into Keras on torch. Made for Keras 3.15; tests/keras checks every place it touches."""
+"""Installs the explicit engine into Keras on torch. Made for Keras 3.15 and 3.16; tests/keras checks every place."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import functools
 import inspect
 from typing import Any
 
-from keras.src import backend as keras_backend
-from keras.src import tree
-from keras.src.backend.torch.layer import TorchLayer
-from keras.src.backend.torch.trainer import TorchTrainer
-from keras.src.callbacks.callback import Callback
-from keras.src.callbacks.callback_list import CallbackList
-from keras.src.distribution import distribution_lib as keras_distribution_lib
-from keras.src.dtype_policies.dtype_policy import DTypePolicy
-
 from unidist import session
+from unidist.errors import CapabilityError
+from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
+from unidist.keras.compat import backend as keras_backend
+from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.explicit import (
     context,
     data,
@@ -25,6 +20,7 @@ from unidist.keras.explicit import (
     initializing,
     losses,
     metrics,
+    natively,
     optimizers,
     placing,
     programs,
@@ -52,6 +48,8 @@ def install() -> None:
         return
     _installed = True
     _give_distribution()
+    # First: others build on what it leaves.
+    natively.install()
     placing.install()
     initializing.install()
     losses.install()
@@ -143,6 +141,11 @@ def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
         found = engine.current_engine()
+        if found is not None and self.steps_per_execution > 1:
+            raise CapabilityError(
+                f"steps_per_execution={self.steps_per_execution}: under a strategy with Keras on torch each step is an "
+                "execution of its own; leave it out of compile"
+            )
         if found is not None and programs.is_compiled(self):
             # The model's call is the program: the step around it is run as it is.
             self.jit_compile = False

@@ -11,20 +11,17 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from keras.src import ops
-from keras.src.layers.layer import Layer
-from keras.src.losses import loss as loss_module
-from keras.src.trainers.trainer import Trainer
 
 from unidist import events
 from unidist.algebra import Layout
+from unidist.keras.compat import Layer, Trainer, loss_module, ops
 from unidist.keras.explicit.context import Frame, Rows, frame
 
 _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Patches keras.src.losses.loss, Layer.losses and Trainer (Keras 3.15); outside of a training frame they are as
+    """Patches the module of losses, Layer.losses and Trainer (Keras 3.15); outside of a training frame they are as
     before."""
     _originals["reduce_values"] = loss_module.reduce_values
     _originals["apply_mask"] = loss_module.apply_mask

@@ -11,13 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from keras.src import tree
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.metrics.reduction_metrics import Mean
-from keras.src.trainers.trainer import Trainer
 
 from unidist import events
+from unidist.keras.compat import INSIDE, Mean, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.variables import DistributedVariable
@@ -105,7 +101,7 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
 
 def _counts_its_own_way(metric: Any) -> bool:
     """Whether its state may be another thing than a sum over rows, as those of Keras's own metrics are."""
-    return not type(metric).update_state.__module__.startswith("keras.src.")
+    return not type(metric).update_state.__module__.startswith(INSIDE)
 
 
 def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 from keras import optimizers
-from keras.src.backend.torch.optimizers.torch_parallel_optimizer import TorchParallelOptimizer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.ftrl import Ftrl
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import CapabilityError
+from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer
 from unidist.keras.explicit import context, fused, placing
 from unidist.keras.explicit.context import Frame
 

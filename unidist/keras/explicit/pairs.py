@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from keras.src import tree
-from keras.src.backend.common.stateless_scope import StatelessScope
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import UnidistError
+from unidist.keras.compat import StatelessScope, tree
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.rules import Rule

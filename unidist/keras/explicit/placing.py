@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from keras.src import backend
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
 from unidist.keras import strategy as strategies
+from unidist.keras.compat import backend, in_stateless_scope
 from unidist.keras.explicit.context import frame, left
 from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place

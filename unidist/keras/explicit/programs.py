@@ -15,14 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from keras.src import tree
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.backend.torch.core import get_device
-from keras.src.backend.torch.trainer import TorchTrainer
-from keras.src.utils.torch_utils import TorchModuleWrapper
 
 from unidist import events
 from unidist.errors import CapabilityError
+from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, set_keras_mask, tree
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.variables import DistributedVariable

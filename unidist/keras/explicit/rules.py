@@ -14,12 +14,10 @@ from typing import Any
 
 import keras
 import torch
-from keras.src import ops
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.backend.torch.core import get_device
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.keras.compat import get_device, ops, set_keras_mask
 from unidist.keras.explicit import context, sequence
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move

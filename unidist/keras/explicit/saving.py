@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
 
+from unidist.keras.compat import legacy_h5_format, saving_lib
 from unidist.keras.explicit import data, walks
 
 _originals: dict[str, Any] = {}

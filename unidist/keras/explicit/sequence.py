@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from keras.src import backend, tree
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import CapabilityError
+from unidist.keras.compat import backend, get_keras_mask, set_keras_mask, tree
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move

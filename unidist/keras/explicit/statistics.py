@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from keras.src import backend
-from keras.src.backend.torch import random as torch_random
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
-from keras.src.random.seed_generator import SeedGenerator, draw_seed
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
+from unidist.keras.compat import BatchNormalization, SeedGenerator, backend, draw_seed, torch_random
 from unidist.keras.explicit.context import Frame, frame
 from unidist.keras.explicit.sequence import SequencePart, dropped_out
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from keras.src.backend.torch.trainer import TorchTrainer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.utils.torch_utils import TorchModuleWrapper
 
 from unidist.errors import CapabilityError
+from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.reducer import Reducer, Watched

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from keras.distribution import TensorLayout
-from keras.src import backend
-from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from keras.src.backend.torch.core import convert_to_numpy, get_device, to_torch_dtype
 
 from unidist.algebra import Sharding
+from unidist.keras.compat import (
+    backend,
+    get_device,
+    get_stateless_scope,
+    global_state,
+    in_stateless_scope,
+    to_torch_dtype,
+)
+from unidist.keras.compat import torch_convert_to_numpy as convert_to_numpy
 from unidist.keras.explicit import context, memory
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Lies, Place

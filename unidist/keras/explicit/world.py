@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
-from keras.src.backend.common import global_state
 
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.local import LocalViewBackend
 from unidist.errors import CapabilityError
+from unidist.keras.compat import global_state
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 

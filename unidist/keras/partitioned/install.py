@@ -1,4 +1,4 @@
-"""Installs the partitioned engine into Keras on JAX. Made for Keras 3.15; tests/keras/jax checks every place."""
+"""Installs the engine into Keras on JAX. Made for Keras 3.15 and 3.16; tests/keras/jax checks every place."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-from keras.src.backend.jax import distribution_lib as keras_distribution_lib
-from keras.src.backend.jax import trainer as keras_trainer
-from keras.src.backend.jax.core import JaxVariable
-from keras.src.layers.layer import Layer
-from keras.src.metrics.metric import Metric
-from keras.src.ops.operation import Operation
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers import data_adapters
-
 from unidist.backends import registry
 from unidist.keras import making
 from unidist.keras import saving as keras_saving
+from unidist.keras.compat import BaseOptimizer, JAXTrainer, JaxVariable, Layer, Metric, Operation, data_adapters
+from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import jax_trainer as keras_trainer
 from unidist.keras.interception import around
 from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, regions, saving, seeds, trainer
 from unidist.keras.partitioned.devices import prepare_devices
@@ -66,11 +60,14 @@ def _install_variables() -> None:
 
 
 def _install_trainer() -> None:
-    steps: Any = keras_trainer.JAXTrainer
+    steps: Any = JAXTrainer
     around(steps, "__init__", making.making_model)
     for name in trainer.ENTRANCES:
         around(steps, name, trainer.entering)
     around(steps, "_symbolic_build", trainer.building)
+    if hasattr(steps, "_maybe_symbolic_build"):
+        # Keras 3.16: it leaves the other out where all is built.
+        around(steps, "_maybe_symbolic_build", trainer.building)
     around(steps, "_make_function", trainer.making_function)
     around(steps, "compute_metrics", trainer.measuring)
     around(keras_trainer, "jit", trainer.compiling)

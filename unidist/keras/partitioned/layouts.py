@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.distribution import TensorLayout
-from keras.src.backend import random_seed_dtype
 
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import LayoutError
+from unidist.keras.compat import random_seed_dtype
 from unidist.keras.strategy import UnidistDistribution, adopt, keras_layout
 from unidist.planner.layout_map import check_variable
 

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from keras import StatelessScope
 from keras.layers import RNN, Wrapper
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 
+from unidist.keras.compat import get_keras_mask, get_stateless_scope, set_keras_mask
 from unidist.keras.partitioned import fanning, layouts, rowwise
 
 _active = threading.local()

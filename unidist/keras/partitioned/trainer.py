@@ -11,6 +11,7 @@ import jax
 
 from unidist import events
 from unidist.keras import making
+from unidist.keras.compat import jax_trainer
 from unidist.keras.partitioned import data, ledger, placing, processes, seeds
 from unidist.keras.strategy import adopt
 from unidist.keras.writing import by_one
@@ -105,17 +106,60 @@ def building(original: Any) -> Any:
 
 def making_function(original: Any) -> Any:
     """JAXTrainer._make_function: every step places its batch, and tells the ledger what it communicates."""
+    if "out_shardings" in inspect.signature(original).parameters:
+        return _making_and_compiling(original)
 
     @functools.wraps(original)
     def _make_function(self: Any, step_function: Any, concatenate_outputs: bool = False) -> Any:
-        distribution = placing.current()
-        if distribution is not None:
-            placing.check_rules(self, distribution)
-            if placing.waits_for_plan(self, distribution):
-                placing.place_model(self, distribution)
+        _check(self)
         return original(self, _placed(step_function), concatenate_outputs=concatenate_outputs)
 
     return _make_function
+
+
+def _making_and_compiling(original: Any) -> Any:
+    """From Keras 3.16 on it compiles the step itself, and several steps on a stack of batches as one program. Under a
+    distribution each step is a program, and places its own batch."""
+
+    @functools.wraps(original)
+    def _make_function(
+        self: Any, step_function: Any, out_shardings: Any = None, concatenate_outputs: bool = False
+    ) -> Any:
+        _check(self)
+        undistributed = original(self, step_function, out_shardings, concatenate_outputs)
+        compiled = step_function
+        if self.jit_compile and not self.run_eagerly:
+            compiled = jax_trainer.jit(step_function, donate_argnums=0, out_shardings=out_shardings)
+        one = _placed(compiled)
+
+        def steps(state: Any, iterator: Any) -> Any:
+            if placing.current() is None:
+                return undistributed(state, iterator)
+            outputs: list[Any] = []
+            for k in range(self.steps_per_execution):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    if not k:
+                        raise
+                    break
+                out, state = one(state, batch)
+                outputs = [*outputs, out] if concatenate_outputs else [out]
+            if len(outputs) == 1:
+                return outputs[0], state
+            return jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *outputs), state
+
+        return steps
+
+    return _make_function
+
+
+def _check(model: Any) -> None:
+    distribution = placing.current()
+    if distribution is not None:
+        placing.check_rules(model, distribution)
+        if placing.waits_for_plan(model, distribution):
+            placing.place_model(model, distribution)
 
 
 def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,8 +186,8 @@ def distributing_data(original: Any) -> Any:
     """The trainer's _distribute_data: leaves the batch to the step, which places it."""
 
     @functools.wraps(original)
-    def _distribute_data(batch: Any, layouts: Any = None) -> Any:
-        return original(batch, layouts) if placing.current() is None else batch
+    def _distribute_data(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(batch, *args, **kwargs) if placing.current() is None else batch
 
     return _distribute_data
 

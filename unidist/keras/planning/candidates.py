@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
-from keras.src.layers.convolutional.base_conv import BaseConv
+
+from unidist.keras.compat import BaseConv
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
 _TABLE_CALLS = (keras.layers.Embedding.call, keras.layers.ReversibleEmbedding.call)

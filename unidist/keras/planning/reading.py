@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state
 
 from unidist.errors import LayoutError, UnidistError
+from unidist.keras.compat import global_state
 from unidist.keras.planning import samples
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.reaching import Reacher

@@ -17,9 +17,8 @@ from typing import Any
 import keras
 import numpy as np
 from keras import distribution as keras_distribution
-from keras.src import backend, tree
-from keras.src.backend.common.masking import set_keras_mask
 
+from unidist.keras.compat import is_float_dtype, is_tensor, set_keras_mask, tree
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 
 
@@ -51,7 +50,7 @@ class RandomValues(keras.StatelessScope):  # type: ignore[misc]
 
 def random_value(shape: tuple[int, ...], dtype: str) -> Any:
     """Floats in [0.5, 1.5), zeros of other dtypes."""
-    if not backend.is_float_dtype(dtype):
+    if not is_float_dtype(dtype):
         return keras.ops.zeros(shape, dtype)
     rng = np.random.default_rng(prod(shape))
     return keras.ops.convert_to_tensor(rng.uniform(0.5, 1.5, shape).astype("float32"), dtype)
@@ -121,7 +120,7 @@ class Runner:
         self._trace, self._change, self._capturing, self._places_of = Trace(), change, capture, places_of
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
-        self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if backend.is_tensor(t)]
+        self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
 
     def _through(self, layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src import backend, tree
 
 from unidist.errors import LayoutError
+from unidist.keras.compat import is_float_dtype, tree
 
 ROWS = 2
 PLACES = 32  # of an image's side that is not fixed
@@ -57,7 +57,7 @@ def _one(x: Any, length: int) -> Any:
         # Some places are hidden, as in a batch of sentences of several lengths.
         mask[-1, -1:] = 0
         return keras.ops.convert_to_tensor(mask, x.dtype)
-    if backend.is_float_dtype(x.dtype):
+    if is_float_dtype(x.dtype):
         return keras.ops.convert_to_tensor(rng.normal(size=(ROWS, *shape)).astype("float32"), x.dtype)
     return keras.ops.convert_to_tensor(rng.integers(0, 2, (ROWS, *shape)), x.dtype)
 

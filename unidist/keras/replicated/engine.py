@@ -9,10 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
-from keras.src import tree
-from keras.src.backend import get_keras_mask
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
@@ -20,6 +16,7 @@ from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import seeds
 from unidist.keras import strategy as strategies
+from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.first import bytes_of_first
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution

@@ -1,4 +1,4 @@
-"""Installs the replicated engine into Keras on TensorFlow. Made for Keras 3.15."""
+"""Installs the replicated engine into Keras on TensorFlow. Made for Keras 3.15 and 3.16."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import inspect
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend as keras_backend
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.layers.layer import Layer
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.random.seed_generator import SeedGenerator
-from keras.src.saving import saving_lib
 
 from unidist.keras import strategy as strategies
+from unidist.keras.compat import (
+    BaseOptimizer,
+    BatchNormalization,
+    Layer,
+    LossScaleOptimizer,
+    SeedGenerator,
+    TensorFlowTrainer,
+    legacy_h5_format,
+    saving_lib,
+)
+from unidist.keras.compat import backend as keras_backend
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
 from unidist.keras.writing import by_one

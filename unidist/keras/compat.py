@@ -1,0 +1,148 @@
+"""Every name of `keras.src` that unidist uses, and where each version of Keras has it.
+
+`from unidist.keras.compat import X` imports what X is in the Keras that is installed, and nothing else: no other file
+of unidist names a place inside Keras. A framework's names import the framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import keras
+
+from unidist.errors import BackendMismatchError
+
+# The versions that the places below were read in.
+READ = ("3.15", "3.16")
+# How the modules of Keras's own classes begin.
+INSIDE = "keras.src."
+# What Keras writes into files for its own optimizers on torch.
+TORCH_OPTIMIZERS = "keras.src.backend.torch.optimizers."
+
+# The same place in all of READ, as "module:name"; "module:" is the module itself.
+_PLACES = {
+    "backend": "keras.src.backend:",
+    "ops": "keras.src.ops:",
+    "tree": "keras.src.tree:",
+    "global_state": "keras.src.backend.common.global_state:",
+    "get_keras_mask": "keras.src.backend.common.masking:get_keras_mask",
+    "set_keras_mask": "keras.src.backend.common.masking:set_keras_mask",
+    "StatelessScope": "keras.src.backend.common.stateless_scope:StatelessScope",
+    "get_stateless_scope": "keras.src.backend.common.stateless_scope:get_stateless_scope",
+    "in_stateless_scope": "keras.src.backend.common.stateless_scope:in_stateless_scope",
+    "in_symbolic_scope": "keras.src.backend.common.symbolic_scope:in_symbolic_scope",
+    "is_float_dtype": "keras.src.backend.common:is_float_dtype",
+    "floatx": "keras.src.backend.config:floatx",
+    "Callback": "keras.src.callbacks.callback:Callback",
+    "CallbackList": "keras.src.callbacks.callback_list:CallbackList",
+    "distribution_lib": "keras.src.distribution.distribution_lib:",
+    "Distribution": "keras.src.distribution.distribution_lib:Distribution",
+    "DTypePolicy": "keras.src.dtype_policies.dtype_policy:DTypePolicy",
+    "BaseConv": "keras.src.layers.convolutional.base_conv:BaseConv",
+    "Layer": "keras.src.layers.layer:Layer",
+    "BatchNormalization": "keras.src.layers.normalization.batch_normalization:BatchNormalization",
+    "RNN": "keras.src.layers.rnn.rnn:RNN",
+    "legacy_h5_format": "keras.src.legacy.saving.legacy_h5_format:",
+    "loss_module": "keras.src.losses.loss:",
+    "Metric": "keras.src.metrics.metric:Metric",
+    "Mean": "keras.src.metrics.reduction_metrics:Mean",
+    "Operation": "keras.src.ops.operation:Operation",
+    "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",
+    "Ftrl": "keras.src.optimizers.ftrl:Ftrl",
+    "LossScaleOptimizer": "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
+    "GLOBAL_SEED_GENERATOR": "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
+    "SeedGenerator": "keras.src.random.seed_generator:SeedGenerator",
+    "draw_seed": "keras.src.random.seed_generator:draw_seed",
+    "global_seed_generator": "keras.src.random.seed_generator:global_seed_generator",
+    "saving_api": "keras.src.saving.saving_api:",
+    "saving_lib": "keras.src.saving.saving_lib:",
+    "data_adapters": "keras.src.trainers.data_adapters:",
+    "unpack_x_y_sample_weight": "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
+    "GLOBAL_RANDOM_SEED": "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",
+    # torch
+    "torch_random": "keras.src.backend.torch.random:",
+    "TorchLayer": "keras.src.backend.torch.layer:TorchLayer",
+    "TorchAdam": "keras.src.backend.torch.optimizers.torch_adam:Adam",
+    "TorchParallelOptimizer": "keras.src.backend.torch.optimizers.torch_parallel_optimizer:TorchParallelOptimizer",
+    "torch_trainer": "keras.src.backend.torch.trainer:",
+    "TorchEpochIterator": "keras.src.backend.torch.trainer:TorchEpochIterator",
+    "TorchModuleWrapper": "keras.src.utils.torch_utils:TorchModuleWrapper",
+    # JAX
+    "jax_distribution_lib": "keras.src.backend.jax.distribution_lib:",
+    "jax_trainer": "keras.src.backend.jax.trainer:",
+    # TensorFlow
+    "tensorflow_distribution_lib": "keras.src.backend.tensorflow.distribution_lib:",
+    "tensorflow_optimizer": "keras.src.backend.tensorflow.optimizer:",
+}
+# What has moved: a place for each of READ.
+_MOVED = {
+    "Trainer": ("keras.src.trainers.trainer:Trainer", "keras.src.trainers.trainer:BaseTrainer"),
+    "is_tensor": ("keras.src.backend:is_tensor", "keras.src.backend:ops.is_tensor"),
+    "random_seed_dtype": ("keras.src.backend:random_seed_dtype", "keras.src.backend:ops.random_seed_dtype"),
+    "TorchTrainer": ("keras.src.backend.torch.trainer:TorchTrainer", "keras.src.backend.torch.trainer:Trainer"),
+    "torch_convert_to_numpy": (
+        "keras.src.backend.torch.core:convert_to_numpy",
+        "keras.src.backend.torch.ops.core:convert_to_numpy",
+    ),
+    "get_device": ("keras.src.backend.torch.core:get_device", "keras.src.backend.torch.ops.core:get_device"),
+    "to_torch_dtype": (
+        "keras.src.backend.torch.core:to_torch_dtype",
+        "keras.src.backend.torch.ops.core:to_torch_dtype",
+    ),
+    "JaxVariable": ("keras.src.backend.jax.core:JaxVariable", "keras.src.backend.jax.ops.core:Variable"),
+    "JAXTrainer": ("keras.src.backend.jax.trainer:JAXTrainer", "keras.src.backend.jax.trainer:Trainer"),
+    "tensorflow_core": ("keras.src.backend.tensorflow.core:", "keras.src.backend.tensorflow.ops.core:"),
+    "TensorFlowTrainer": (
+        "keras.src.backend.tensorflow.trainer:TensorFlowTrainer",
+        "keras.src.backend.tensorflow.trainer:Trainer",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What a name of the tables is in this Keras.
+
+    Raises:
+        BackendMismatchError: this Keras does not have it where the version that is nearest to it has.
+    """
+    if name in _PLACES:
+        place = _PLACES[name]
+    elif name in _MOVED:
+        place = _MOVED[name][_column(keras.__version__)]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = _resolve(place)
+    return found
+
+
+def _column(version: str) -> int:
+    """The place of READ that a version is nearest to."""
+    older = [k for k, read in enumerate(READ) if _minor(read) <= _minor(version)]
+    return older[-1] if older else 0
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _resolve(place: str) -> Any:
+    module, _, path = place.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split(".") if path else ():
+            found = getattr(found, part)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("keras."):
+            raise
+        raise missing(f"{module}{'.' if path else ''}{path}") from error
+    return found
+
+
+def missing(place: str) -> BackendMismatchError:
+    """The error of a place inside Keras that this Keras does not have."""
+    versions = " or ".join(READ)
+    return BackendMismatchError(
+        f"unidist steps into Keras at {place}, which Keras {keras.__version__} does not have: "
+        f"install keras {versions}, for which this unidist was made"
+    )
