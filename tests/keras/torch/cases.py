@@ -252,3 +252,15 @@ def own_loop():
     wanted = run(None)
     for a, b in zip(run(model_parallel(mesh=unidist.Mesh({"model": 2}))), wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def rematerialized():
+    """Rematerialized in a backward of another thread, against without."""
+    import unidist
+    from tests.keras.torch.models import model_parallel
+    from tests.keras.torch.test_remat import Threaded, trained
+
+    for strategy in (unidist.DataParallel, lambda: model_parallel(mesh=unidist.Mesh({"model": 2}))):
+        found, wanted = trained(strategy(), "full", Threaded), trained(strategy(), None)
+        for a, b in zip(found.weights, wanted.weights, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)

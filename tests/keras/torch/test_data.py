@@ -118,6 +118,11 @@ def test_a_loop_of_the_users_own(world):
 
 
 @pytest.mark.processes
+def test_rematerialization_in_a_backward_of_another_thread(world):
+    world.call(cases.rematerialized)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("zero", [0, 3])
 def test_steps_of_the_users_own(world, zero):
     world.call(cases.own_steps, zero)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from keras.src.backend.common.variables import AutocastScope
 
 if TYPE_CHECKING:
     from unidist.keras.explicit.sequence import SharedWeights
+    from unidist.keras.explicit.units import Fetcher
     from unidist.keras.explicit.world import RankWorld
 
 
@@ -61,6 +63,8 @@ class Frame:
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
+        fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
+        written: for each rematerialized call that is going on, id of a variable -> its value before (remat.py).
     """
 
     rank: int
@@ -81,6 +85,8 @@ class Frame:
     number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
     seed_place: int = 0
+    fetcher: Fetcher | None = None
+    written: tuple[dict[int, torch.Tensor], ...] = ()
 
     @contextlib.contextmanager
     def reading(self, values: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -127,6 +133,22 @@ class Frame:
             yield
         finally:
             self.seed_place = before
+
+    @contextlib.contextmanager
+    def noting(self, before: dict[int, torch.Tensor]) -> Iterator[None]:
+        """What variables held before they are written inside is noted."""
+        self.written = (*self.written, before)
+        try:
+            yield
+        finally:
+            self.written = self.written[:-1]
+
+    def note_write(self, variable: Any) -> None:
+        """To be called before a variable is written."""
+        for before in self.written:
+            if id(variable) not in before:
+                with AutocastScope(None):
+                    before[id(variable)] = variable.value.detach().clone()
 
 
 _here = threading.local()

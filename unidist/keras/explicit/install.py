@@ -28,6 +28,7 @@ from unidist.keras.explicit import (
     optimizers,
     placing,
     programs,
+    remat,
     saving,
     state_dicts,
     statistics,
@@ -57,6 +58,7 @@ def install() -> None:
     losses.install()
     metrics.install()
     statistics.install()
+    remat.install()
     data.install()
     saving.install()
     optimizers.install()
