@@ -7,7 +7,7 @@ import importlib
 import keras
 
 from unidist.backends import registry
-from unidist.keras import loading
+from unidist.keras import clearing, loading
 
 _ENGINES = {
     "torch": "unidist.keras.explicit",
@@ -28,6 +28,7 @@ def engine() -> str | None:
 def install() -> None:
     """Adds the hooks of this Keras backend's engine, once."""
     loading.install()
+    clearing.install()
     if (found := engine()) is not None:
         importlib.import_module(f"{found}.install").install()
 
