@@ -58,6 +58,7 @@ class Frame:
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
+        calls: ids of the layers that hold a pair and are being called.
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
@@ -80,6 +81,7 @@ class Frame:
     exact_loss: bool = False
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
+    calls: tuple[int, ...] = ()
     wide: bool = False
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -125,6 +127,15 @@ class Frame:
             yield
         finally:
             self.wide = before
+
+    @contextlib.contextmanager
+    def calling(self, layer: Any) -> Iterator[None]:
+        """The layer's call is going on."""
+        before, self.calls = self.calls, (*self.calls, id(layer))
+        try:
+            yield
+        finally:
+            self.calls = before
 
     @contextlib.contextmanager
     def seeds_at(self, place: int) -> Iterator[None]:
