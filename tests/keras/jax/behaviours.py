@@ -382,3 +382,22 @@ def traffic(kind: str | None, rows: int, batch: int) -> Result:
             "axes": sorted({event.axes for event in book.events}),
         }
     return {**runs, "gradients": sum(v.value.nbytes for v in model.trainable_variables)}
+
+
+def low_rank_saved(folder: str) -> None:
+    """A model with low-rank kernels, saved: what one device computes with the file."""
+    fresh()
+    data = CASES["mlp"].data()
+    with scope(strategy("mp")):
+        model = CASES["mlp"].build()
+        for layer in [layer for layer in model.layers if isinstance(layer, keras.layers.Dense)]:
+            layer.enable_lora(2)
+        compile_case(model, CASES["mlp"], "adam")
+        model.fit(**data, batch_size=BATCH, epochs=1, verbose=0)
+    model.save(f"{folder}/low.keras")
+    wanted = model.predict(data["x"], verbose=0)
+    if is_first():
+        with scope(None):
+            found = keras.saving.load_model(f"{folder}/low.keras")
+            np.testing.assert_allclose(found(data["x"]), wanted, atol=1e-5)
+    model.fit(**data, batch_size=BATCH, epochs=1, verbose=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import unidist
@@ -12,6 +13,7 @@ from tests import preloaded
 from tests.keras.torch import cases
 from tests.keras.torch.sources import SOURCES, check
 from tests.visible import WITH_TENSORFLOW
+from unidist.keras.explicit import saving
 from unidist.testing.processes import ProcessWorld
 
 WITHOUT_TENSORFLOW = [name for name in SOURCES if name != "tf.data"]
@@ -110,6 +112,21 @@ def test_callbacks_write_once(world, tmp_path):
     assert world.call(cases.checkpoints, str(tmp_path)) == [True, True]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best.keras", "log.csv", "model.h5", "w.weights.h5"]
     assert [line.split(",")[0] for line in (tmp_path / "log.csv").read_text().splitlines()] == ["epoch", "0", "1"]
+
+
+@pytest.mark.processes
+def test_low_rank_kernels_are_saved_in_two_processes(world, tmp_path):
+    world.call(cases.low_rank, str(tmp_path))
+
+
+def test_low_rank_kernels_are_saved_in_the_simulator(tmp_path):
+    cases.low_rank(str(tmp_path), ranks=4)
+
+
+def test_what_processes_that_do_not_write_fail_at_fails_in_the_simulator(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving._Discard, "__setitem__", lambda self, key, value: np.asarray(value))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        cases.low_rank(str(tmp_path), ranks=4)
 
 
 @pytest.mark.processes

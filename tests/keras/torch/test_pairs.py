@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import keras
 import numpy as np
 import pytest
@@ -235,7 +237,7 @@ def test_unmatched_rules_are_told():
 class Apart(keras.Sequential):
     """Besides the model itself, its step calls layers of a pair one by one, and a model of its first layers."""
 
-    shapes = []
+    shapes: ClassVar[list] = []
 
     def train_step(self, data):
         x, y = data
