@@ -41,6 +41,8 @@ def _use(
     if name is None:
         name, why = registry.default_name()
         print(f"unidist: using {name!r} ({why})", file=sys.stderr)
+    # TensorFlow imports Keras, on whatever backend the environment or keras.json names.
+    _choose_keras(name, registry.find(name).keras_backends)
     adapter_class = registry.load(name)
     served = tuple(getattr(adapter_class, "keras_backends", ()))
     chosen = options.get("framework")

@@ -19,6 +19,7 @@ BEHAVIOURS = (
     "slices_of_rows",
     "layers_that_slice",
     "a_loss_of_all_pairs",
+    "steps_of_a_sequence_that_are_cut",
 )
 # Those in which processes could part.
 IN_PROCESSES = ("numpy_in_and_out", "custom_train_step", "single_batches", "keras_distribution", "slices_of_rows")
@@ -297,6 +298,28 @@ def cut_along_another_dim() -> None:
                     move = tf.function(lambda x, to=after: dtensor.relayout(x, to), autograph=False)
                     moved = move(values.put(value, before))
                 np.testing.assert_array_equal(values.whole(moved), value)
+
+
+def steps_of_a_sequence_that_are_cut() -> None:
+    """Recurrent layers and TimeDistributed take and stack steps, around layers whose kernels are found to be cut."""
+    import keras
+
+    import unidist
+
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 20, (8, 3)), rng.normal(size=(8, 3, 20)).astype("float32")
+    trained = []
+    for mesh in (None, unidist.Mesh({"data": 2, "model": 2})):
+        keras.utils.set_random_seed(1)
+        steps = [keras.layers.GRU(8, return_sequences=True), keras.layers.TimeDistributed(keras.layers.Dense(20))]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(20, 12), *steps])
+        model.compile("sgd", "mse")
+        if mesh is not None:
+            unidist.parallelize(model, unidist.ModelParallel(mesh))
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        trained.append([np.asarray(v) for v in model.weights])
+    for found, wanted in zip(*trained, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def in_one_line() -> dict[str, Any]:

@@ -61,6 +61,25 @@ def two_rules_for_one_variable() -> Told:
     return told_by(lambda: _train({"model": 4}, {".*kernel": (None, "model"), ".*wide/.*": ("model",)}))
 
 
+def clear_session_in_a_scope() -> tuple[float, float]:
+    """Bytes that are sent for a model made before clear_session, and for one made after it in the same scope."""
+    import keras
+
+    import unidist
+
+    x, sent = np.ones((8, 4), "float32"), []
+    keras.distribution.set_distribution(None)
+    with unidist.DataParallel().scope():
+        for _ in range(2):
+            model = _model()
+            keras.utils.clear_session()
+            with unidist.ledger() as book:
+                model.fit(x, np.ones((8, 8), "float32"), batch_size=4, verbose=0)
+            sent.append(float(book.bytes()))
+    assert keras.distribution.distribution() is None
+    return sent[0], sent[1]
+
+
 def unknown_axis() -> Told:
     return told_by(lambda: _train({"data": 2, "model": 2}, {".*kernel": (None, "modle")}))
 

@@ -38,6 +38,12 @@ def test_a_mesh_larger_than_the_world(setting: str, worlds: Worlds) -> None:
         assert re.search(r"4 devices|devices=|4 processes|unidist run", message), message
 
 
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "tensorflow-4"])
+def test_clear_session_leaves_the_strategy_of_a_scope(setting: str, worlds: Worlds) -> None:
+    for first, second in worlds.get(setting).call("tests.parity.mistakes:clear_session_in_a_scope"):
+        assert first == second > 0
+
+
 @pytest.mark.parametrize("setting", ["jax-4", "tensorflow-4"])
 def test_sequence_parallelism_without_torch(setting: str, worlds: Worlds) -> None:
     for kind, message in worlds.get(setting).call("tests.parity.mistakes:parts_of_sequences"):

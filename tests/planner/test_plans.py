@@ -352,6 +352,17 @@ def test_a_plan_leaves_no_variable_waiting_for_values() -> None:
     assert not global_state.get_global_attribute("uninitialized_variables", [])
 
 
+@pytest.mark.parametrize("name", ["adafactor", "nadam"])
+def test_optimizers_that_make_variables_of_their_own_are_counted(name) -> None:
+    """Besides slots: constants, and factors of other shapes."""
+    import keras
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+    model.compile(name, "mse")
+    sizes = [row.slot_bytes_per_device for row in unidist.plan(model, unidist.Mesh({"model": 2})).rows]
+    assert all(size > 0 for size in sizes)
+
+
 def test_rules_that_do_not_fit_are_told_together() -> None:
     model = zoo.backbone("bert")
     rules = unidist.LayoutMap(

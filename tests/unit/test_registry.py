@@ -224,6 +224,30 @@ def test_what_the_shell_says_of_keras_is_taken_or_refused(served: Path, monkeypa
     assert chosen("serving", framework="jax") == "jax", "the framework that was asked for is the only one"
 
 
+class Importing(Serving):
+    """Its module imports Keras, as TensorFlow does."""
+
+
+def test_keras_is_told_its_backend_before_an_adapter_imports_it(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the shell or Keras's own configuration says."""
+    entry = registry.Entry(target=f"{__name__}:Importing", keras_backends=("jax",))
+    monkeypatch.setitem(registry._entries, "importing", entry)
+    found, load = [], registry.load
+
+    def loading(name: str) -> Any:
+        found.append(os.environ.get("KERAS_BACKEND"))
+        return load(name)
+
+    monkeypatch.setattr(registry, "load", loading)
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    unidist.use("importing")
+    monkeypatch.delenv("KERAS_BACKEND")
+    served.write_text('{"backend": "torch"}')
+    unidist.use("importing")
+    assert set(found) == {"jax"}
+    assert set(registry.entries()["tensorflow"].keras_backends) == {"tensorflow"}
+
+
 # Joining -----------------------------------------------------------------------------------------------------------
 
 

@@ -32,12 +32,14 @@ class Entry:
         hint: how to install what is missing.
         requires: top-level modules that must be importable.
         distribution: the distribution whose version `backends()` tells.
+        keras_backends: as the adapter's own, where importing it imports Keras: that must know its backend before.
     """
 
     target: str
     hint: str = ""
     requires: tuple[str, ...] = ()
     distribution: str = ""
+    keras_backends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ _entries: dict[str, Entry] = {
         hint='pip install "keras-unidist[tensorflow]"',
         requires=("tensorflow",),
         distribution="tensorflow",
+        keras_backends=("tensorflow",),
     ),
     "horovod": Entry(
         target="unidist.backends.horovod.backend:HorovodBackend",

@@ -50,6 +50,7 @@ _PLACES = {
     "Operation": "keras.src.ops.operation:Operation",
     "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",
     "Ftrl": "keras.src.optimizers.ftrl:Ftrl",
+    "AutocastScope": "keras.src.backend.common.variables:AutocastScope",
     "LossScaleOptimizer": "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
     "GLOBAL_SEED_GENERATOR": "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
     "SeedGenerator": "keras.src.random.seed_generator:SeedGenerator",
@@ -59,6 +60,7 @@ _PLACES = {
     "saving_lib": "keras.src.saving.saving_lib:",
     "data_adapters": "keras.src.trainers.data_adapters:",
     "unpack_x_y_sample_weight": "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
+    "jax_utils": "keras.src.utils.jax_utils:",
     "GLOBAL_RANDOM_SEED": "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",
     # torch
     "torch_random": "keras.src.backend.torch.random:",
@@ -85,6 +87,7 @@ _MOVED = {
         "keras.src.backend.torch.core:convert_to_numpy",
         "keras.src.backend.torch.ops.core:convert_to_numpy",
     ),
+    "torch_core": ("keras.src.backend.torch.core:", "keras.src.backend.torch.ops.core:"),
     "get_device": ("keras.src.backend.torch.core:get_device", "keras.src.backend.torch.ops.core:get_device"),
     "to_torch_dtype": (
         "keras.src.backend.torch.core:to_torch_dtype",

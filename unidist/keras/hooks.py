@@ -7,7 +7,7 @@ import importlib
 import keras
 
 from unidist.backends import registry
-from unidist.keras import loading, making
+from unidist.keras import clearing, loading, making
 
 _ENGINES = {
     "torch": "unidist.keras.explicit",
@@ -29,6 +29,7 @@ def install() -> None:
     """Adds the hooks of this Keras backend's engine, once."""
     loading.install()
     making.install()
+    clearing.install()
     if (found := engine()) is not None:
         importlib.import_module(f"{found}.install").install()
 

@@ -382,3 +382,58 @@ def traffic(kind: str | None, rows: int, batch: int) -> Result:
             "axes": sorted({event.axes for event in book.events}),
         }
     return {**runs, "gradients": sum(v.value.nbytes for v in model.trainable_variables)}
+
+
+def low_rank_saved(folder: str) -> None:
+    """A model with low-rank kernels, saved: what one device computes with the file."""
+    fresh()
+    data = CASES["mlp"].data()
+    with scope(strategy("mp")):
+        model = CASES["mlp"].build()
+        for layer in [layer for layer in model.layers if isinstance(layer, keras.layers.Dense)]:
+            layer.enable_lora(2)
+        compile_case(model, CASES["mlp"], "adam")
+        model.fit(**data, batch_size=BATCH, epochs=1, verbose=0)
+    model.save(f"{folder}/low.keras")
+    wanted = model.predict(data["x"], verbose=0)
+    if is_first():
+        with scope(None):
+            found = keras.saving.load_model(f"{folder}/low.keras")
+            np.testing.assert_allclose(found(data["x"]), wanted, atol=1e-5)
+    model.fit(**data, batch_size=BATCH, epochs=1, verbose=0)
+
+
+class Cell(keras.layers.Layer):
+    """A recurrent layer's cell of two products, which a plan does not see at work."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.state_size = units
+        self.wide, self.narrow = keras.layers.Dense(16, "relu"), keras.layers.Dense(units)
+
+    def build(self, shape: Any) -> None:
+        self.wide.build((None, shape[-1] + self.state_size))
+        self.narrow.build((None, 16))
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        h = self.narrow(self.wide(keras.ops.concatenate([x, states[0]], -1)))
+        return h, [h]
+
+
+def recurrent_found() -> None:
+    """Layouts are found for models with recurrent layers, whose steps are one program."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 5, 12)).astype("float32"), rng.normal(size=(8, 3)).astype("float32")
+    for make in (lambda: keras.layers.LSTM(8), lambda: keras.layers.RNN(Cell(8))):
+        trained = []
+        for distribution in (None, unidist.ModelParallel(unidist.Mesh({"model": 4}))):
+            fresh()
+            with scope(distribution):
+                hidden = [make(), keras.layers.Dense(16, "relu", name="up"), keras.layers.Dense(3, name="down")]
+                model = keras.Sequential([keras.Input((5, 12)), *hidden])
+                model.compile("sgd", "mse")
+                model.fit(x, y, batch_size=4, verbose=0)
+            trained.append([np.asarray(v) for v in model.weights])
+        for a, b in zip(*trained, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        assert {row.path.split("/", 1)[1] for row in unidist.describe(model).sharded} >= {"up/kernel", "down/kernel"}

@@ -121,6 +121,14 @@ def test_a_model_built_differently_in_each_process_becomes_process_0s(pair: Proc
         close(found["history"], expected("built_before", None, False)["history"])
 
 
+def test_layouts_are_found_around_recurrent_layers(four: ProcessWorld) -> None:
+    four.call(RUN("recurrent_found"))
+
+
+def test_low_rank_kernels_that_span_processes_are_saved(pair: ProcessWorld, tmp_path: Path) -> None:
+    pair.call(RUN("low_rank_saved"), str(tmp_path))
+
+
 @pytest.mark.parametrize("owner", ["unidist", "keras"])
 @pytest.mark.parametrize(
     ("fault", "words"),

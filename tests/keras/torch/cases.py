@@ -252,3 +252,37 @@ def own_loop():
     wanted = run(None)
     for a, b in zip(run(model_parallel(mesh=unidist.Mesh({"model": 2}))), wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def rematerialized():
+    """Rematerialized in a backward of another thread, against without."""
+    import unidist
+    from tests.keras.torch.models import model_parallel
+    from tests.keras.torch.test_remat import Threaded, trained
+
+    for strategy in (unidist.DataParallel, lambda: model_parallel(mesh=unidist.Mesh({"model": 2}))):
+        found, wanted = trained(strategy(), "full", Threaded), trained(strategy(), None)
+        for a, b in zip(found.weights, wanted.weights, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def low_rank(folder, ranks=2):
+    """A model with low-rank kernels is saved whole: loaded on one device it computes the same."""
+    import keras
+
+    import unidist
+    from tests.keras.torch.models import features, mlp, model_parallel
+
+    x, y = features()
+    with model_parallel(mesh=unidist.Mesh({"model": ranks})).scope():
+        model = mlp()
+        model.get_layer("a").enable_lora(2)
+        model.compile("sgd", loss="mse")
+        model.fit(x, y, batch_size=4, verbose=0)
+    model.save(f"{folder}/low.keras")
+    model.save_weights(f"{folder}/low.weights.h5")
+    wanted = model.predict(x, verbose=0)
+    np.testing.assert_allclose(keras.saving.load_model(f"{folder}/low.keras").predict(x, verbose=0), wanted, atol=1e-5)
+    plain = mlp()
+    plain.load_weights(f"{folder}/low.weights.h5")
+    np.testing.assert_allclose(plain.predict(x, verbose=0), wanted, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import unidist
@@ -12,6 +13,7 @@ from tests import preloaded
 from tests.keras.torch import cases
 from tests.keras.torch.sources import SOURCES, check
 from tests.visible import WITH_TENSORFLOW
+from unidist.keras.explicit import saving
 from unidist.testing.processes import ProcessWorld
 
 WITHOUT_TENSORFLOW = [name for name in SOURCES if name != "tf.data"]
@@ -113,8 +115,28 @@ def test_callbacks_write_once(world, tmp_path):
 
 
 @pytest.mark.processes
+def test_low_rank_kernels_are_saved_in_two_processes(world, tmp_path):
+    world.call(cases.low_rank, str(tmp_path))
+
+
+def test_low_rank_kernels_are_saved_in_the_simulator(tmp_path):
+    cases.low_rank(str(tmp_path), ranks=4)
+
+
+def test_what_processes_that_do_not_write_fail_at_fails_in_the_simulator(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving._Discard, "__setitem__", lambda self, key, value: np.asarray(value))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        cases.low_rank(str(tmp_path), ranks=4)
+
+
+@pytest.mark.processes
 def test_a_loop_of_the_users_own(world):
     world.call(cases.own_loop)
+
+
+@pytest.mark.processes
+def test_rematerialization_in_a_backward_of_another_thread(world):
+    world.call(cases.rematerialized)
 
 
 @pytest.mark.processes

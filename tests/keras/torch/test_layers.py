@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, pairs_of, train
 
 COLUMNS = {".*a/kernel": (None, "model")}
@@ -122,3 +123,33 @@ def test_a_subclass_that_computes_alike_keeps_its_rule():
     found = train(build, x, y, model_parallel())
     assert_equal(found, train(build, x, y))
     assert len(pairs_of(found.model)) == 1
+
+
+class NamesWithin(layers.Layer):
+    """Two weights of one shape; the name of the first begins that of the second."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 12), name="w")
+        self.w_b = self.add_weight(shape=(shape[-1], 12), name="w_b")
+
+    def call(self, x):
+        return x @ self.w + x @ self.w_b
+
+
+def test_a_slot_lies_as_its_own_variable():
+    """Also of an optimizer that was built before, where another's name begins the variable's."""
+    x, y = features(out=12)
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([layers.Input((12,)), NamesWithin(name="n")])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    grid = unidist.Mesh({"model": 4})
+    unidist.parallelize(model, unidist.ModelParallel(grid, unidist.LayoutMap(grid, {".*n/w": (None, "model")})))
+    model.fit(x, y, batch_size=4, verbose=0)
+    lies = {row.path.rsplit("/", 1)[1]: row.local_shape for row in unidist.describe(model).rows if row.local_shape[1:]}
+    assert {name: shape for name, shape in lies.items() if "w" in name} == {
+        "w": (12, 3),
+        "w_b": (12, 12),
+        **{name: (12, 12) if "w_b" in name else (12, 3) for name in lies if "momentum" in name},
+    }
+    assert len([name for name in lies if "momentum" in name]) == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers, ops
 
 import unidist
@@ -229,3 +232,35 @@ def test_dropout_between_a_pair_differs_by_shard():
 def test_unmatched_rules_are_told():
     with pytest.raises(unidist.LayoutError, match=r"rules that match no variable.*re\.fullmatch"):
         train(mlp, *features(), model_parallel({**PAIR, "dense.*kernel": ("model", None)}))
+
+
+class Apart(keras.Sequential):
+    """Besides the model itself, its step calls layers of a pair one by one, and a model of its first layers."""
+
+    shapes: ClassVar[list] = []
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        hidden = self.get_layer("a")(x)
+        again = self.get_layer("b")(ops.softmax(hidden))
+        self.shapes.append((tuple(hidden.shape), tuple(again.shape)))
+        loss = self.compute_loss(x=x, y=y, y_pred=y_pred + ops.mean(again) + ops.max(hidden))
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("found_layouts", [False, True])
+def test_layers_of_a_pair_that_a_step_calls_by_themselves_give_the_whole(found_layouts):
+    x, y = features(4)
+    Apart.shapes.clear()
+    strategy = unidist.ModelParallel(unidist.Mesh({"model": 4})) if found_layouts else model_parallel()
+    found = train(lambda: Apart(mlp().layers), x, y, strategy, epochs=2)
+    assert len(pairs_of(found.model)) == 1
+    wanted = train(lambda: Apart(mlp().layers), x, y, epochs=2)
+    assert set(Apart.shapes) == {((4, 16), (4, 8))}
+    assert_equal(found, wanted)

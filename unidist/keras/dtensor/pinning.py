@@ -20,10 +20,12 @@ from unidist.keras.interception import around
 
 
 def install() -> None:
-    """Wraps the ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices."""
+    """Wraps the ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices, and
+    that behind tf.unstack, by which recurrent layers take their steps: of shards DTensor refuses it."""
     around(gen_array_ops, "concat_v2", _concatenating)
     around(gen_array_ops, "pad", _padding)
     around(gen_array_ops, "pad_v2", _padding)
+    around(gen_array_ops, "unpack", _unpacking)
 
 
 def _concatenating(original: Any) -> Any:
@@ -46,15 +48,27 @@ def _padding(original: Any) -> Any:
     return pad
 
 
-def _pinned(x: Any, keeps_rows: bool) -> Any:
-    """A tensor of a program, and its gradient, whole along all dims, but for the first where its rows stay as they
+def _unpacking(original: Any) -> Any:
+    @functools.wraps(original)
+    def unpack(value: Any, num: int, axis: int = 0, name: Any = None) -> Any:
+        # Rows stand first, and second behind the steps of a sequence.
+        found = original(_pinned(tf.convert_to_tensor(value), True, rows=int(axis == 0)), num, axis, name)
+        return [_pinned(part, True) for part in found]
+
+    return unpack
+
+
+def _pinned(x: Any, keeps_rows: bool, rows: int = 0) -> Any:
+    """A tensor of a program, and its gradient, whole along all dims, but for that of its rows where these stay as they
     are."""
     mesh = slicing.mesh_here()
     # Shapes and paddings are joined too: DTensor must go on seeing constants in them.
     if mesh is None or tf.executing_eagerly() or not x.shape.rank or x.dtype.is_integer:
         return x
-    first = MATCH if keeps_rows else dtensor.UNSHARDED
-    layout = dtensor.Layout([first] + [dtensor.UNSHARDED] * (x.shape.rank - 1), mesh)
+    dims = [dtensor.UNSHARDED] * x.shape.rank
+    if keeps_rows and rows < len(dims):
+        dims[rows] = MATCH
+    layout = dtensor.Layout(dims, mesh)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def pin(value: Any) -> tuple[Any, Any]:

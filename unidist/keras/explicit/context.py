@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unidist.keras.compat import AutocastScope
+
 if TYPE_CHECKING:
     from unidist.keras.explicit.sequence import SharedWeights
+    from unidist.keras.explicit.units import Fetcher
     from unidist.keras.explicit.world import RankWorld
 
 
@@ -56,11 +59,14 @@ class Frame:
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
+        calls: ids of the layers that hold a pair and are being called.
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
+        fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
+        written: for each rematerialized call that is going on, id of a variable -> its value before (remat.py).
     """
 
     rank: int
@@ -76,11 +82,14 @@ class Frame:
     exact_loss: bool = False
     gathered_loss: bool = False
     trial: frozenset[int] | None = None
+    calls: tuple[int, ...] = ()
     wide: bool = False
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
     seed_place: int = 0
+    fetcher: Fetcher | None = None
+    written: tuple[dict[int, torch.Tensor], ...] = ()
 
     @contextlib.contextmanager
     def reading(self, values: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -121,12 +130,37 @@ class Frame:
             self.wide = before
 
     @contextlib.contextmanager
+    def calling(self, layer: Any) -> Iterator[None]:
+        """The layer's call is going on."""
+        before, self.calls = self.calls, (*self.calls, id(layer))
+        try:
+            yield
+        finally:
+            self.calls = before
+
+    @contextlib.contextmanager
     def seeds_at(self, place: int) -> Iterator[None]:
         before, self.seed_place = self.seed_place, place
         try:
             yield
         finally:
             self.seed_place = before
+
+    @contextlib.contextmanager
+    def noting(self, before: dict[int, torch.Tensor]) -> Iterator[None]:
+        """What variables held before they are written inside is noted."""
+        self.written = (*self.written, before)
+        try:
+            yield
+        finally:
+            self.written = self.written[:-1]
+
+    def note_write(self, variable: Any) -> None:
+        """To be called before a variable is written."""
+        for before in self.written:
+            if id(variable) not in before:
+                with AutocastScope(None):
+                    before[id(variable)] = variable.value.detach().clone()
 
 
 _here = threading.local()

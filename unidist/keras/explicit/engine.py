@@ -194,6 +194,7 @@ class Engine:
         self._proven_on.add(frame.rank)
         if self.pairs is None:
             self.pairs = found
+            pairs.hold(self.model, found)
             for pair in found:
                 for layer in pair.random:
                     _distinct_seeds(layer, pair.row)

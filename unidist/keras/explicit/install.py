@@ -24,6 +24,7 @@ from unidist.keras.explicit import (
     optimizers,
     placing,
     programs,
+    remat,
     saving,
     state_dicts,
     statistics,
@@ -55,6 +56,7 @@ def install() -> None:
     losses.install()
     metrics.install()
     statistics.install()
+    remat.install()
     data.install()
     saving.install()
     optimizers.install()

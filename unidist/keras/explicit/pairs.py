@@ -13,6 +13,7 @@ What fails any check is gathered.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,35 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
         for rule in pair.rules:
             rule.paired = True
     return proven
+
+
+def hold(model: Any, pairs: list[Pair]) -> None:
+    """From now on a pair is in use in calls of the innermost layer that has all of it, and in no others: a layer of it
+    that a step calls by itself gathers."""
+    has = [(layer, {id(inner) for inner in layer._flatten_layers()}) for layer in model._flatten_layers()]
+    watched: set[int] = set()
+    for pair in pairs:
+        wanted = {id(rule.layer) for rule in pair.rules}
+        holder, _ = min((one for one in has if wanted <= one[1]), key=lambda one: len(one[1]))
+        for rule in pair.rules:
+            rule.within = holder
+        if id(holder) not in watched:
+            watched.add(id(holder))
+            _tell_calls(holder)
+
+
+def _tell_calls(layer: Any) -> None:
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None:
+            return original(*args, **kwargs)
+        with frame.calling(layer):
+            return original(*args, **kwargs)
+
+    object.__setattr__(layer, "call", call)
 
 
 def _can_be_paired(rule: Rule) -> bool:

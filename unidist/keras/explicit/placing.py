@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,11 +12,12 @@ import torch
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
 from unidist.keras import strategy as strategies
-from unidist.keras.compat import backend, in_stateless_scope
+from unidist.keras.compat import BaseOptimizer, backend, in_stateless_scope
 from unidist.keras.explicit.context import frame, left
 from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
+from unidist.keras.interception import around
 from unidist.keras.strategy import UnidistDistribution
 from unidist.strategies import Strategy, VariableLayouts
 
@@ -216,18 +219,35 @@ def _owner_of(slot: Any, optimizer: Any) -> Any:
         return None
     if not any(slot is v for v in inner.variables):
         return None
-    for variable in inner._trainable_variables:
-        if slot.name.startswith(variable.path.replace("/", "_") + "_") and tuple(slot.shape) == tuple(variable.shape):
-            return variable if is_placed(variable) else None
-    return None
+    owner = getattr(slot, _REFERENCE, lambda: None)()
+    if owner is None:
+        # Made before the hooks. The name of one variable may begin that of another.
+        named = [v for v in inner._trainable_variables if slot.name.startswith(v.path.replace("/", "_") + "_")]
+        owner = max(named, key=lambda v: len(v.path), default=None)
+    same = owner is not None and tuple(slot.shape) == tuple(owner.shape)
+    return owner if same and is_placed(owner) else None
 
 
+def _adding_slot(original: Any) -> Any:
+    """Optimizer.add_variable_from_reference: notes whose slot it is."""
+
+    @functools.wraps(original)
+    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, reference_variable, *args, **kwargs)
+        setattr(slot, _REFERENCE, weakref.ref(reference_variable))
+        return slot
+
+    return add_variable_from_reference
+
+
+_REFERENCE = "_unidist_reference"
 _originals: dict[str, Any] = {}
 
 
 def install() -> None:
     """Patches the torch backend's Variable (Keras 3.15) so that new variables are placed as soon as they have a
-    value: at most one whole value exists at a time."""
+    value: at most one whole value exists at a time. Optimizers note whose slots they make."""
+    around(BaseOptimizer, "add_variable_from_reference", _adding_slot)
     variable_class = backend.Variable
     _originals["init"] = variable_class.__init__
     _originals["deferred"] = variable_class._deferred_initialize

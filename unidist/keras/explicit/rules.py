@@ -51,6 +51,7 @@ class Rule:
         meets: the row of a pair that works with this column's whole output: while that is in use, each rank takes its
             own part of it, so its gradient arrives partial, and what is joined is fanned out.
         paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
+        within: the layer in whose calls that was proven: who calls this one by itself gets, and gives, the whole.
     """
 
     layer: Any
@@ -64,11 +65,14 @@ class Rule:
     share: tuple[int, int, int] | None = None
     meets: Rule | None = None
     paired: bool = False
+    within: Any = None
     call: Callable[..., Any] = field(default=lambda: None)
 
     def is_paired(self, frame: Frame) -> bool:
         """Whether it is paired for this rank: as proven, or as being tried."""
-        return self.paired if frame.trial is None else id(self) in frame.trial
+        if frame.trial is not None:
+            return id(self) in frame.trial
+        return self.paired and (self.within is None or id(self.within) in frame.calls)
 
     def joined(self, frame: Frame) -> Layout:
         """What a column's output is where it does not stay cut."""

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from unidist.keras.compat import legacy_h5_format, saving_lib
+from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
 from unidist.keras.explicit import data, walks
 
 _originals: dict[str, Any] = {}
@@ -29,7 +27,8 @@ class _Discard(saving_lib.H5IOStore):  # type: ignore[misc]
         return self
 
     def __setitem__(self, key: str, value: Any) -> None:
-        np.asarray(value)
+        # As the writer's does: a value may be computed, with a gradient, or of a dtype that NumPy has not.
+        torch_convert_to_numpy(value)
 
     def __len__(self) -> int:
         return 0
@@ -97,6 +96,9 @@ def _save(model: Any, write: Callable[[], None], read_along: Callable[[], None])
     _settle(model)
     world = world_of_model(model)
     several = None if world is None else data.crew(world)
+    if world is not None and world.is_virtual:
+        # What ranks that do not write would fail at in real processes fails here too.
+        read_along()
     if several is None:
         write()
         return

@@ -73,8 +73,10 @@ def _rows_of_shards(here: Frame, row: torch.Tensor) -> torch.Tensor:
 
 
 def _next(self: Any, ordered: bool = True) -> Any:
-    seed = _originals["next"](self, ordered)
     here = frame()
+    if here is not None and here.written:
+        here.note_write(self.state)  # also of a generator that belongs to no model
+    seed = _originals["next"](self, ordered)
     if here is None or not here.seed_place or seed.is_meta:
         return seed
     offset = (here.seed_place * SEED_STRIDE) & 0x7FFFFFFF

@@ -65,13 +65,14 @@ class Traffic:
         if self.model.jit_compile or self._has_modules:
             fetcher.settle()  # compiled programs and torch modules do not wait for what they read
         reducer.frame = frame
+        frame.fetcher = fetcher if fetcher.fetched else None
         frame.keeps_gradients = reducer.is_holding
         frame.accumulating = reducer.is_paused = kind == "train" and self._accumulates()
         try:
             with fetcher.step(kind):
                 yield
         finally:
-            reducer.frame = None
+            reducer.frame = frame.fetcher = None
             if reducer.is_paused:
                 reducer.is_paused, reducer.is_holding = False, True
 

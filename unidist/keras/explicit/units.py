@@ -201,6 +201,27 @@ class Fetcher:
         finally:
             self.release()
 
+    @contextlib.contextmanager
+    def besides(self) -> Iterator[None]:
+        """Inside of hooks that keep what backward needs in a way of their own, fetched values are still kept here:
+        another way would open them without fetching them."""
+        other: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if other is None:
+            yield
+            return
+        keep, give = other
+
+        def pack(saved: torch.Tensor) -> tuple[bool, Any]:
+            ours = saved.untyped_storage()._cdata in self.by_memory
+            return ours, _alias(saved) if ours else keep(saved)
+
+        def unpack(packed: tuple[bool, Any]) -> torch.Tensor:
+            ours, kept = packed
+            return self._opened(kept) if ours else give(kept)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
     def _opened(self, saved: torch.Tensor) -> torch.Tensor:
         memory = saved.untyped_storage()._cdata
         unit = self.by_memory.get(memory)

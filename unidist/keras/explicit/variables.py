@@ -101,10 +101,13 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     def assign(self, value: Any) -> torch.Tensor:
         value = self._convert_to_tensor(value, dtype=self._dtype)
+        frame = context.frame()
+        if frame is not None and frame.written:
+            frame.note_write(self)
         if in_stateless_scope():
             get_stateless_scope().add_update((self, value))
             return value  # type: ignore[no-any-return]
-        frame, shape = context.frame(), tuple(value.shape)
+        shape = tuple(value.shape)
         if frame is not None and (frame.local or self._place.is_replica):
             shard = self._place.own(frame) if frame.local else self._place.local(frame)
             self._check_shape(shape, tuple(shard.shape))

@@ -62,12 +62,12 @@ class RankWorld:
         if not self.is_virtual:
             with context.entered(self.frame_for(self.ranks[0])) as frame:
                 return work(frame)
-        state = _keras_state()
+        state = keras_state()
 
         def on_rank(rank: int) -> T | None:
             if rank not in self.ranks:
                 return None
-            _restore_keras_state(state)
+            restore_keras_state(state)
             with context.entered(self.frame_for(rank)) as frame:
                 return work(frame)
 
@@ -91,12 +91,12 @@ class RankWorld:
         return self.backend.redistribute(x, cut, cut.with_layout(layout or Layout()))
 
 
-def _keras_state() -> dict[str, Any]:
+def keras_state() -> dict[str, Any]:
     """Keras's thread-local state (distribution, dtype policy, device...), to be copied into rank threads."""
     return dict(global_state.GLOBAL_STATE_TRACKER.__dict__)
 
 
-def _restore_keras_state(state: dict[str, Any]) -> None:
+def restore_keras_state(state: dict[str, Any]) -> None:
     own = global_state.GLOBAL_STATE_TRACKER.__dict__
     own.clear()
     # Containers are copied: ranks that take turns must not push and pop on one stack.

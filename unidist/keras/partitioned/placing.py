@@ -16,9 +16,6 @@ from unidist.keras.partitioned import layouts, processes
 from unidist.keras.planning.settling import PLACED, REFERENCE, to_place
 from unidist.keras.strategy import UnidistDistribution, adopt
 
-# The whole value on the host, while a model is being saved.
-WHOLE = "_unidist_whole"
-
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _making = threading.local()
 
@@ -57,9 +54,7 @@ def reading(original: Any) -> Any:
     def __array__(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: N807 (Keras's name)
         value = variable.value
         if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-            held = getattr(variable, WHOLE, None)
-            host = processes.whole(value) if held is None else held
-            return np.array(host, dtype, copy=copy)
+            return np.array(processes.whole(value), dtype, copy=copy)
         return original(variable, dtype)
 
     return __array__

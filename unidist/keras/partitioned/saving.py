@@ -6,24 +6,28 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from unidist.keras import making
-from unidist.keras.partitioned import placing, processes
+from unidist.keras.partitioned import processes
 
 
 @contextlib.contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """On process 0 the model's variables read as whole values, without asking the others again."""
+    """On process 0 the model's variables are whole values in its memory, which it computes with alone: a layer with
+    low-rank kernels saves what they make together."""
     held = []
     for variable in making.all_variables(model):
-        value = variable.value
-        if value.is_fully_addressable or value.is_fully_replicated:
+        value = variable._value
+        if value is None or value.is_fully_addressable:
             continue
         host = processes.whole(value)
         if processes.is_first():
-            setattr(variable, placing.WHOLE, host)
-            held.append(variable)
+            held.append((variable, value, jax.device_put(host, jax.local_devices(backend="cpu")[0])))
+    for variable, _, whole in held:
+        variable._value = whole
     try:
         yield
     finally:
-        for variable in held:
-            delattr(variable, placing.WHOLE)
+        for variable, value, _ in held:
+            variable._value = value

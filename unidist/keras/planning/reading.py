@@ -10,7 +10,6 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
-from unidist.keras.compat import global_state
 from unidist.keras.planning import samples
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.reaching import Reacher
@@ -249,20 +248,15 @@ def _slots(model: Any, variables: list[Any]) -> tuple[tuple[int, ...], str]:
     made: dict[int, int] = {}
     twin = type(optimizer).from_config(optimizer.get_config()) if optimizer is not None else keras.optimizers.Adam()
     inner = getattr(twin, "inner_optimizer", twin)
-    original = inner.add_variable_from_reference
 
     def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(reference_variable, *args, **kwargs)
-        made[id(reference_variable)] = made.get(id(reference_variable), 0) + prod(slot.shape) * itemsize(slot.dtype)
-        return slot
+        size = prod(reference_variable.shape) * itemsize(reference_variable.dtype)
+        made[id(reference_variable)] = made.get(id(reference_variable), 0) + size
+        return None
 
+    # A twin of the optimizer whose slots are none: only their sizes are wanted.
     object.__setattr__(inner, "add_variable_from_reference", add)
-    # Keras notes variables without values, to give them some at the next occasion: these shall never have any.
-    waiting = global_state.get_global_attribute("uninitialized_variables", [], set_to_default=True)
-    count = len(waiting)
-    with keras.StatelessScope(initialize_variables=False):
-        # A twin of the optimizer without values: only its slots' shapes are wanted.
-        twin.build(trainable)
-    del waiting[count:]
+    object.__setattr__(inner, "add_variable", lambda *args, **kwargs: None)
+    twin.build(trainable)
     name = type(inner).__name__ if optimizer is not None else "Adam (no optimizer is compiled)"
     return tuple(made.get(id(v), 0) for v in variables), name

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from keras import distribution as keras_distribution
 
-from unidist.keras.compat import is_float_dtype, is_tensor, set_keras_mask, tree
+from unidist.keras.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 
 
@@ -45,15 +45,15 @@ class RandomValues(keras.StatelessScope):  # type: ignore[misc]
             return written
         if id(variable) not in self._random:
             self._random[id(variable)] = random_value(tuple(variable.shape), variable.dtype)
-        return self._random[id(variable)]
+        # Anew each time: what is made inside a program, as of a recurrent layer's steps, is worth nothing outside.
+        return keras.ops.convert_to_tensor(self._random[id(variable)], variable.dtype)
 
 
 def random_value(shape: tuple[int, ...], dtype: str) -> Any:
-    """Floats in [0.5, 1.5), zeros of other dtypes."""
+    """Floats in [0.5, 1.5), zeros of other dtypes; NumPy's."""
     if not is_float_dtype(dtype):
-        return keras.ops.zeros(shape, dtype)
-    rng = np.random.default_rng(prod(shape))
-    return keras.ops.convert_to_tensor(rng.uniform(0.5, 1.5, shape).astype("float32"), dtype)
+        return np.zeros(shape, dtype)
+    return np.random.default_rng(prod(shape)).uniform(0.5, 1.5, shape).astype("float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +124,23 @@ class Runner:
         return self._trace
 
     def _through(self, layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._capturing:
+        # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.
+        if self._capturing and not any(map(jax_utils.is_in_jax_tracing_scope, tree.flatten((args, kwargs)))):
             self.captured.setdefault(id(layer), (args, kwargs))
         return original(*args, **kwargs)
 
     def _random_output(self, index: int, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = self.candidates[index]
         reverse = bool(kwargs.get("reverse", args[0] if args and found.kind == "table" else False))
-        self._trace.taken.setdefault(index, []).append(inputs)
         shape = self._output_shape(found, inputs, reverse)
         calls = self._trace.given.setdefault(index, [])
         key = (index, len(calls), shape)
-        calls.append((shape, reverse))
+        if jax_utils.is_in_jax_tracing_scope(inputs):
+            # In a program, as a recurrent layer's cell: nobody sees what goes on there, so its weights stay whole.
+            self.read_elsewhere.add(index)
+        else:
+            self._trace.taken.setdefault(index, []).append(inputs)
+            calls.append((shape, reverse))
         if key not in self._random:
             self._random[key] = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
         value = self._random[key]
