@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from unidist.keras.compat import StatelessScope, get_stateless_scope, global_state, torch_core
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.world import keras_state, restore_keras_state
