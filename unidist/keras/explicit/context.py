@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from unidist.keras.explicit.mixing import Region
     from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.world import RankWorld
 
@@ -60,6 +61,7 @@ class Frame:
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
+        region: the layer, operation or loss that is computing with the rows of all shards in view (mixing.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
     """
 
@@ -80,6 +82,7 @@ class Frame:
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
+    region: Region | None = None
     seed_place: int = 0
 
     @contextlib.contextmanager
