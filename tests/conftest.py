@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import sampling
-from tests.support.hiding import HIDDEN
+from tests.support.hiding import FROM_PROGRAMS, HIDDEN
 from unidist.backends.environment import without_launcher
 from unidist.testing import forkserver
 
@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     hidden = [str(ROOT / folder) for folder in HIDDEN.values()]
     sys.path[:0] = hidden
+    hidden += [str(ROOT / folder) for folder in FROM_PROGRAMS]
     os.environ["PYTHONPATH"] = os.pathsep.join([*hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,35 @@ def join(timeout: float | None = None) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[ProcessWorld]:
-    with ProcessWorld(2, setup=join, preload=preloaded.TORCH) as processes:
-        yield processes
+def kept() -> Iterator[dict[str, ProcessWorld]]:
+    worlds: dict[str, ProcessWorld] = {}
+    yield worlds
+    _end(worlds)
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessWorld]:
-    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as processes:
-        yield processes
+@pytest.fixture(autouse=True)
+def no_world_idles(kept: dict[str, ProcessWorld], request: pytest.FixtureRequest) -> None:
+    """Idle processes of Horovod take half of two cores: a world lasts until a test does without it."""
+    _end(kept, but=request.fixturenames)
+
+
+def _end(worlds: dict[str, ProcessWorld], but: Sequence[str] = ()) -> None:
+    for name in [name for name in worlds if name not in but]:
+        worlds.pop(name).close()
+
+
+@pytest.fixture
+def two(kept: dict[str, ProcessWorld]) -> ProcessWorld:
+    if "two" not in kept:
+        kept["two"] = ProcessWorld(2, setup=join, preload=preloaded.TORCH)
+    return kept["two"]
+
+
+@pytest.fixture
+def four(kept: dict[str, ProcessWorld]) -> ProcessWorld:
+    if "four" not in kept:
+        kept["four"] = ProcessWorld(4, setup=join, preload=preloaded.TORCH)
+    return kept["four"]
 
 
 def backend() -> Any:

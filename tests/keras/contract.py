@@ -127,8 +127,8 @@ def _adam(**options: Any) -> Any:
     return optimizers.Adam(0.01, epsilon=1e-3, **options)
 
 
-def _decayed() -> Any:
-    optimizer = optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3)
+def _decayed(**options: Any) -> Any:
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3, **options)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return optimizer
 
@@ -146,6 +146,17 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "scaled": lambda: optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**8, dynamic_growth_steps=2),
     "overflow": lambda: optimizers.LossScaleOptimizer(_adam(), initial_scale=2.0**127),
     "scaled accumulation": lambda: optimizers.LossScaleOptimizer(_adam(gradient_accumulation_steps=2), 2.0**8),
+    # Several at once, where each program takes seconds to compile.
+    "clipnorm, schedule, ema": lambda: _sgd(
+        learning_rate=optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
+        momentum=0.9,
+        clipnorm=0.1,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=3,
+    ),
+    "clipvalue, ema at the end": lambda: _sgd(clipvalue=0.01, momentum=0.9, use_ema=True, ema_momentum=0.5),
+    "global clipnorm, decay": lambda: _decayed(global_clipnorm=0.1),
     "rmsprop": lambda: optimizers.RMSprop(0.01, epsilon=1e-3),
     "lion": lambda: optimizers.Lion(0.001),
     "adagrad": lambda: optimizers.Adagrad(0.1),

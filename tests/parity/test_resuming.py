@@ -34,15 +34,12 @@ ROUTES: tuple[tuple[tuple[str, Spec], tuple[Place, ...]], ...] = (
     ),
     (("horovod-2", replace(DATA_2, zero=1)), (("jax-4", replace(GRID, zero=1)),)),
     (
-        ("tensorflow-4", DATA_4),
-        (("torch-2", replace(DATA_2, zero=1)), ("jax-4", GRID), ("tensorflow-alone", None)),
-    ),
-    (
         ("tensorflow-4", GRID),
         (
             ("sim-torch", MODEL_4),
+            ("torch-2", replace(DATA_2, zero=1)),
             ("jax-4", replace(DATA_4, zero=3)),
-            ("tensorflow-4", DATA_4),
+            ("tensorflow-alone", None),
             ("torch-alone", None),
             ("jax-alone", None),
         ),

@@ -12,6 +12,7 @@ from tests.parity.compare import assert_same_arrays, assert_same_logs, assert_sa
 from tests.parity.models import CASES
 from tests.parity.train import Saved, Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Alone, Worlds
+from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
 
@@ -32,12 +33,16 @@ class Written:
         return SETTINGS[self.setting].keras
 
 
+# On TensorFlow each load compiles for seconds; two processes there are below.
+PLACES = [
+    *(("torch-2", MODEL_2), ("torch-4", GRID), ("sim-torch", MODEL_4), ("jax-4", GRID)),
+    *unless_all([("tensorflow-4", GRID)], [("tensorflow-4", DATA_4), ("tensorflow-4", GRID)]),
+]
+
+
 @pytest.fixture(
     scope="module",
-    params=[
-        *(("torch-2", MODEL_2), ("torch-4", GRID), ("sim-torch", MODEL_4), ("jax-4", GRID)),
-        *(("tensorflow-4", DATA_4), ("tensorflow-4", GRID)),
-    ],
+    params=PLACES,
     ids=lambda p: f"{p[0]}-{p[1].name}",
 )
 def written(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Written:

@@ -13,6 +13,7 @@ import pytest
 
 import unidist
 from tests import preloaded
+from tests.support.sampling import unless_all
 from tests.visible import WITH_TENSORFLOW
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
@@ -39,11 +40,11 @@ def _world(backend: Any, layout_pairs: int) -> World:
 
 
 def eight_devices() -> World:
-    return _world(unidist.use("tensorflow", devices=8), 12)
+    return _world(unidist.use("tensorflow", devices=8), unless_all(6, 12))
 
 
 def two_devices_each() -> World:
-    return _world(unidist.use("tensorflow", devices=2), 4)
+    return _world(unidist.use("tensorflow", devices=2), unless_all(3, 4))
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ class ConformanceSuite:
         world: "module:function", importable in another process, that calls unidist.use(...), joins the world and gives
             a laws.World.
         differentiable: False leaves the laws of gradients out, for an adapter that declares so.
+        left_out: names of further laws that another suite checks for this adapter.
         processes: 0 where the calling process holds all ranks; else how many to start.
         launcher: whose environment the processes see: "torchrun", "jax" or None.
         env: further environment variables of the processes.
@@ -48,6 +49,7 @@ class ConformanceSuite:
     backend: ClassVar[str] = ""
     world: ClassVar[str] = ""
     differentiable: ClassVar[bool] = True
+    left_out: ClassVar[frozenset[str]] = frozenset()
     processes: ClassVar[int] = 0
     launcher: ClassVar[Launcher | None] = "torchrun"
     env: ClassVar[Mapping[str, str | None]] = {}
@@ -73,7 +75,7 @@ class ConformanceSuite:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "law" in metafunc.fixturenames:
-            left_out = frozenset() if self.differentiable else laws.NEED_GRADIENTS
+            left_out = self.left_out | (frozenset() if self.differentiable else laws.NEED_GRADIENTS)
             metafunc.parametrize("law", [name for name in laws.CHECKS if name not in left_out])
 
     def test_law(self, run: Callable[[str], None], law: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import unidist
 from tests.keras.hub import zoo
+from tests.support.sampling import unless_all
 
 
 @functools.cache
@@ -18,8 +19,12 @@ def alone(name: str) -> zoo.Trained:
     return zoo.train(zoo.BACKBONES[name])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", zoo.BY_HAND)
+RANKS = [(name, ranks) for name in zoo.BY_HAND for ranks in (2, 4)]
+# Two ranks and four in turn; where keys have fewer heads than queries, both.
+SOME = [(name, n) for k, name in enumerate(zoo.BY_HAND) for n in (2, 4) if n == (2, 4)[k % 2] or name in zoo.GROUPED]
+
+
+@pytest.mark.parametrize(("name", "ranks"), unless_all(SOME, RANKS))
 def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     wanted = alone(name)
     with unidist.ledger() as traffic:

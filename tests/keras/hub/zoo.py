@@ -52,6 +52,8 @@ BACKBONES: dict[str, Callable[[], Any]] = {
     "gpt-oss": _grouped(M.GptOssBackbone, 2, num_experts=2, sliding_window=4),
     "falcon": lambda: M.FalconBackbone(**_PLAIN, num_attention_heads=4),
 }
+# With fewer heads of keys than of queries.
+GROUPED = ("llama gqa", "llama mqa", "mistral", "gemma", "gemma mqa", "gemma3")
 # Of which there are layouts written by hand below.
 BY_HAND = [name for name in BACKBONES if name not in ("esm", "roformer-v2", "deberta-v3", "gpt-oss")]
 

@@ -15,6 +15,7 @@ from tests import preloaded
 from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.keras.jax.worlds import joined, virtual, with_tensorflow
 from tests.launch.runs import run
+from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 
 RUN = "tests.keras.contract:{}".format
@@ -22,18 +23,26 @@ PRELOAD = (*preloaded.KERAS["jax"], "tensorflow")
 COUNTED = "tests.keras.counted:{}".format
 ALONE = (None, 0)
 # Each promise under one strategy; among them every stage of ZeRO, with and without a model axis.
-OPTIMIZERS = {
+_ONE_BY_ONE = {
     "clipnorm": ("2x2", 1),
     "global clipnorm": ("dp", 3),
     "clipvalue": ("dp", 0),
     "ema": ("2x2", 3),
-    "accumulation": ("dp", 1),
     "decay": ("2x2", 3),
+    "schedule": ("dp", 2),
+    "ema at the end": ("dp", 3),
+}
+_TOGETHER = {
+    "clipnorm, schedule, ema": ("2x2", 3),
+    "clipvalue, ema at the end": ("dp", 0),
+    "global clipnorm, decay": ("dp", 3),
+}
+OPTIMIZERS = {
+    **unless_all(_TOGETHER, _ONE_BY_ONE),
+    "accumulation": ("dp", 1),
     "scaled": ("dp", 3),
     "overflow": ("2x2", 0),
     "adafactor": ("2x2", 1),
-    "schedule": ("dp", 2),
-    "ema at the end": ("dp", 3),
     "scaled accumulation": ("2x2", 1),
     "rmsprop": ("2x2", 2),
     "lion": ("dp", 1),
