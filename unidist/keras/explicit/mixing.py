@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.torch.core import get_device
 from keras.src.models.functional import Functional
 from keras.src.models.sequential import Sequential
@@ -95,12 +97,19 @@ class Mixer:
     """A layer, operation or loss that may mix rows, and what its calls have shown.
 
     Attributes:
-        mixes: (rank, training) -> whether it looked at other rows; missing: it was not called yet.
+        mixes: (rank, whether gradients are made, training) -> whether it looked at other rows; missing: not called yet.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, subject: Any, name: str) -> None:
         self.name = name
         self.mixes: dict[Any, bool] = {}
+        self._subject = weakref.ref(subject)
+
+    @property
+    def why(self) -> str:
+        if any(self.mixes.values()):
+            return "given the rows of all shards: it looks at several"
+        return "called with each shard's own rows: it treats each alone" if self.mixes else "not called yet"
 
     def call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         frame = context.frame()
@@ -117,13 +126,25 @@ class Mixer:
         with _inside(frame, region):
             out = original(*args, **kwargs)
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
-        return out if within else mapped(lambda x: _as_local(frame, rows, x), out)
+        if within:
+            return out
+        told = iter(self._have_rows())
+        return mapped(lambda x: _as_local(frame, rows, x, next(told, None)), out)
+
+    def _have_rows(self) -> list[bool]:
+        """Of each output whether it has a row for each of the batch, where a graph of Keras's says so."""
+        nodes = getattr(self._subject(), "_inbound_nodes", ())
+        return [x.shape[:1] == (None,) for x in nodes[0].output_tensors] if nodes else []
 
 
 def _can_begin(frame: Frame) -> bool:
     """Not where a few rows prove something else, or the whole batch is there already."""
-    return bool(frame.world.data_axes) and frame.trial is None and not frame.wide and not frame.gathered_loss and (
-        str(get_device()) != "meta"
+    return (
+        bool(frame.world.data_axes)
+        and frame.trial is None
+        and not frame.wide
+        and not frame.gathered_loss
+        and (str(get_device()) != "meta")
     )
 
 
@@ -131,7 +152,7 @@ def _give_region(layer: Any, name: str) -> Mixer:
     known = vars(layer).get("_unidist_mixer")
     if known is not None:
         return known
-    mixer, original = Mixer(name), layer.call
+    mixer, original = Mixer(layer, name), layer.call
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -178,23 +199,30 @@ def _outside(frame: Frame) -> contextlib.AbstractContextManager[None]:
 
 def _as_row_part(frame: Frame, rows: Rows, x: Any, within: bool) -> Any:
     """Outside of a region a tensor with as many rows as this shard has is this shard's part."""
-    if within or not isinstance(x, torch.Tensor) or isinstance(x, (RowPart, torch.nn.Parameter)) or not x.ndim:
+    if within or isinstance(x, (RowPart, torch.nn.Parameter)) or getattr(x, _ROWLESS, False):
         return x
-    if x.shape[0] != rows.local or getattr(x, _ROWLESS, False):
-        return x
-    return RowPart.of(frame, x, rows.total)
+    return RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x
 
 
-def _as_local(frame: Frame, rows: Rows, x: Any) -> Any:
-    """What leaves a region: this shard's rows of what has rows."""
-    if isinstance(x, RowPart):
-        return x.part if x.part is not None else own_rows(frame, x.whole())
-    if not isinstance(x, torch.Tensor) or not x.ndim:
-        return x
-    if x.shape[0] == rows.total:
-        return own_rows(frame, x)
-    setattr(x, _ROWLESS, True)
-    return x
+def _as_local(frame: Frame, rows: Rows, x: Any, has_rows: bool | None = None) -> Any:
+    """What leaves a region: this shard's rows of what has rows. None: what has as many as the batch has them."""
+    if isinstance(x, RowPart) and x.part is not None:
+        return _masked(frame, rows, x, x.part)
+    whole = x.whole() if isinstance(x, RowPart) else x
+    if not isinstance(whole, torch.Tensor) or not whole.ndim:
+        return whole
+    if whole.shape[0] == rows.total and has_rows is not False:
+        return _masked(frame, rows, x, own_rows(frame, whole))
+    setattr(whole, _ROWLESS, True)
+    return whole
+
+
+def _masked(frame: Frame, rows: Rows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """This shard's rows, with those of the mask that Keras keeps on a tensor."""
+    mask = get_keras_mask(x)
+    if mask is not None:
+        set_keras_mask(own, _as_local(frame, rows, mask))
+    return own
 
 
 def _locals(value: Any) -> Any:
@@ -208,10 +236,11 @@ def _as_given(frame: Frame, rows: Rows, args: Any, kwargs: Any, out: Any) -> Any
     if not given:
         return out
 
-    def again(x: Any) -> Any:
-        return RowPart.of(frame, x, rows.total) if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == rows.local else x
+    return mapped(lambda x: RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x, out)
 
-    return mapped(again, out)
+
+def _has_as_many(x: Any, rows: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == rows
 
 
 # losses ---------------------------------------------------------------------------------------------------------------
@@ -232,3 +261,10 @@ def give_region_to_loss(loss: Any) -> None:
     if "call" in vars(loss) or is_known_loss(loss):
         return
     _give_region(loss, f"loss {loss.name}")
+
+
+def of_losses(model: Any) -> list[Mixer]:
+    """Those of the losses that a model was compiled with, once they were called."""
+    compiled = getattr(model, "_compile_loss", None)
+    losses = [entry[1] for entry in getattr(compiled, "_flat_losses", None) or ()]
+    return [mixer for loss in losses if isinstance(mixer := getattr(loss, "_unidist_mixer", None), Mixer)]

@@ -187,7 +187,11 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, RowPart) or x.part is None or set(kwargs) - {"dim", "axis", "keepdim", "dtype"}:
         return None
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
-    given = list(range(x.ndim)) if dims is None else [d % x.ndim for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
+    given = (
+        list(range(x.ndim))
+        if dims is None
+        else [d % x.ndim for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
+    )
     if 0 not in given or len(args) > 3:
         return None
     keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
@@ -198,15 +202,16 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     mixing(x.frame)
     axes = x.frame.world.data_axes
     with events.for_purpose(x.frame.region.why if x.frame.region else _WHY):
-        # A shard without rows comes to backward's collective too.
-        anchored = own + torch.zeros((), dtype=own.dtype, device=own.device, requires_grad=True) if _is_float(own) else own
-        total = move(x.frame, anchored, tuple(own.shape), Layout(partial=axes), Layout(fanout=axes))
+        total = move(x.frame, _anchored(own), tuple(own.shape), Layout(partial=axes), Layout(fanout=axes))
     found = total / math.prod(x.shape[d] for d in given) if func in _MEANS else total
     return found if dtype is None else found.to(dtype)
 
 
-def _is_float(x: torch.Tensor) -> bool:
-    return x.is_floating_point() and torch.is_grad_enabled()
+def _anchored(x: torch.Tensor) -> torch.Tensor:
+    """With a gradient wherever there may be one: a shard without rows comes to backward's collective too."""
+    if not x.is_floating_point() or not torch.is_grad_enabled():
+        return x
+    return x + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
 
 
 def _einsum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -274,7 +279,8 @@ _LEAST_DIMS = {
     **dict.fromkeys(_named("conv2d", "max_pool2d", "avg_pool2d"), 4),
     **dict.fromkeys(_named("conv3d", "max_pool3d", "avg_pool3d"), 5),
 }
-_ROWS_FIRST = ("linear", "embedding", "one_hot", *(f"{k}{n}d" for n in (1, 2, 3) for k in ("conv", "max_pool", "avg_pool")))
+_WINDOWS = tuple(f"{kind}{n}d" for n in (1, 2, 3) for kind in ("conv", "max_pool", "avg_pool"))
+_ROWS_FIRST = ("linear", "embedding", "one_hot", *_WINDOWS)
 RowPart.HANDLERS = {
     **dict.fromkeys(_named("reshape", "view"), _reshaped),
     **dict.fromkeys(_named("expand", "broadcast_to"), _expanded),

@@ -39,7 +39,7 @@ _WHY = "parts of the sequence"
 
 
 class SequencePart(Part):
-    """A tensor that is the same on all ranks of `axes`, of which each holds a part along dim 1 (torch.chunk's sizes)."""
+    """A tensor that is the same on all ranks of `axes`, of which each holds a part along dim 1."""
 
     DIM = DIM
     TABLE = rowwise.table(DIM)
