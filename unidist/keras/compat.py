@@ -48,6 +48,7 @@ _PLACES = {
     "Metric": "keras.src.metrics.metric:Metric",
     "Mean": "keras.src.metrics.reduction_metrics:Mean",
     "Operation": "keras.src.ops.operation:Operation",
+    "Functional": "keras.src.models.functional:Functional",
     "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",
     "Ftrl": "keras.src.optimizers.ftrl:Ftrl",
     "AutocastScope": "keras.src.backend.common.variables:AutocastScope",

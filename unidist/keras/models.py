@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -59,9 +60,16 @@ def gather_weights(model: Any) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` tells: a row for each variable, model's first, then the optimizer's."""
+    """What `describe` tells.
+
+    Attributes:
+        rows: one for each variable, the model's first, then the optimizer's.
+        why: of each layer, operation or loss that may look at several rows of a batch (those that are not Keras's own):
+            whether it is given the rows of all data shards, and why. On torch and the simulator with Keras on torch.
+    """
 
     rows: tuple[Row, ...]
+    why: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes_per_device(self) -> int:
@@ -111,4 +119,5 @@ def describe(model: Any) -> Description:
     Args:
         model: a built model. Its optimizer's slots are listed once they exist.
     """
-    return Description(tuple(_engine().rows(model)))
+    engine = _engine()
+    return Description(tuple(engine.rows(model)), engine.why(model) if hasattr(engine, "why") else {})

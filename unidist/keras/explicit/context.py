@@ -14,6 +14,7 @@ import torch
 from unidist.keras.compat import AutocastScope
 
 if TYPE_CHECKING:
+    from unidist.keras.explicit.mixing import Region
     from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.units import Fetcher
     from unidist.keras.explicit.world import RankWorld
@@ -64,6 +65,7 @@ class Frame:
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
+        region: the layer, operation or loss that is computing with the rows of all shards in view (mixing.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
         written: for each rematerialized call that is going on, id of a variable -> its value before (remat.py).
@@ -87,6 +89,7 @@ class Frame:
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
+    region: Region | None = None
     seed_place: int = 0
     fetcher: Fetcher | None = None
     written: tuple[dict[int, torch.Tensor], ...] = ()

@@ -14,7 +14,7 @@ from unidist.algebra import Layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
-from unidist.keras.explicit import context, data, heads, metrics, pairs, placing, programs, rules, sequence
+from unidist.keras.explicit import context, data, heads, metrics, mixing, pairs, placing, programs, rules, sequence
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
@@ -46,6 +46,7 @@ class Engine:
         self.rules: list[rules.Rule] = []
         self.pairs: list[pairs.Pair] | None = None
         self.traffic: Traffic | None = None
+        self.mixers: list[mixing.Mixer] = []
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
         self.logs_are_read = True
@@ -130,6 +131,8 @@ class Engine:
             heads.install_heads(layer, self.rules)
         if self.distribution.strategy.sequence_parallel:
             sequence.give_whole(self.model)
+        if self.world.data_axes and not programs.is_compiled(self.model):
+            self.mixers = mixing.install_regions(self.model)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model

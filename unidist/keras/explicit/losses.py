@@ -15,6 +15,7 @@ import torch
 from unidist import events
 from unidist.algebra import Layout
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
+from unidist.keras.explicit import mixing
 from unidist.keras.explicit.context import Frame, Rows, frame
 
 _originals: dict[str, Any] = {}
@@ -27,6 +28,8 @@ def install() -> None:
     _originals["apply_mask"] = loss_module.apply_mask
     _originals["losses"] = Layer.losses
     _originals["additional"] = Trainer._aggregate_additional_loss
+    _originals["call"] = loss_module.Loss.__call__
+    loss_module.Loss.__call__ = _loss_call
     loss_module.reduce_values = reduce_values
     loss_module.apply_mask = apply_mask
     Layer.losses = property(_added_losses, doc=Layer.losses.__doc__)
@@ -52,6 +55,12 @@ def global_count(here: Frame, rows: Rows, shape: tuple[int, ...], like: torch.Te
     if rows.even:
         return torch.as_tensor(float(local * here.world.mesh.axis_size(here.world.data_axes)), dtype=like.dtype)
     return global_sum(here, torch.as_tensor(float(local), dtype=like.dtype, device=like.device))
+
+
+def _loss_call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    if _needs_denominators(frame()):
+        mixing.give_region_to_loss(self)
+    return _originals["call"](self, y_true, y_pred, sample_weight)
 
 
 def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size") -> Any:

@@ -101,7 +101,10 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
 
 def _counts_its_own_way(metric: Any) -> bool:
     """Whether its state may be another thing than a sum over rows, as those of Keras's own metrics are."""
-    return not type(metric).update_state.__module__.startswith(INSIDE)
+    if not type(metric).update_state.__module__.startswith(INSIDE):
+        return True
+    function = getattr(metric, "_fn", None)
+    return function is not None and not getattr(function, "__module__", "").startswith(INSIDE)
 
 
 def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from unidist.backends.protocol import Array
-from unidist.keras.explicit import engine
+from unidist.keras.explicit import engine, mixing
 from unidist.keras.rows import Row
 from unidist.keras.strategy import UnidistDistribution
 
@@ -35,6 +35,14 @@ def rows(model: Any) -> list[Row]:
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
     return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]
+
+
+def why(model: Any) -> dict[str, str]:
+    """name -> why it is given the rows of all shards or not, of what may look at several rows."""
+    found = engine.engine_of(model)
+    mixers = list(found.mixers) if found is not None else []
+    mixers += mixing.of_losses(model)
+    return {mixer.name: mixer.why for mixer in mixers}
 
 
 def _row(variable: Any, kind: str) -> Row:

@@ -1,10 +1,11 @@
-"""Which functions of torch treat each place of a sequence (dim 1) alone, told by name. What is not here may mix them.
+"""Which functions of torch treat each place of a dim alone, by name. What is not here may mix them.
 
 An entry is a function of torch, and the condition on its arguments under which it does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ _ALONE = (
     *("to", "type", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
     *("zeros_like", "ones_like", "full_like", "empty_like"),
 )
-# Along the dims that they are told.
+# Along the dims that they are given.
 _ALONG = (
     *("mean", "sum", "prod", "var", "std", "amax", "amin", "logsumexp", "softmax", "log_softmax", "cumsum"),
     *("cumprod", "all", "any"),
@@ -67,23 +68,23 @@ def _alone(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())) == 1
 
 
-def _along(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Told to go along dims behind the sequence alone."""
+def _along(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Along dims behind one alone."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
     given: list[Any] = list(dims) if isinstance(dims, (list, tuple)) else [dims]
     # x.all(1, 2): another dim behind the first one.
     if not given or not all(map(_is_number, given)) or any(map(_is_number, args[2:])) or not _each(ndim, args, kwargs):
         return False
-    return all(-ndim <= d < ndim and d % ndim > 1 for d in given)
+    return all(-ndim <= d < ndim and d % ndim > behind for d in given)
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-def _normalizing(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _normalizing(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    return len(shape) < ndim - 1
+    return len(shape) < ndim - behind
 
 
 def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -91,13 +92,17 @@ def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(args) + len(kwargs) == 3 and _each(ndim, args, kwargs)
 
 
-TABLE: dict[Any, Condition] = {
-    **dict.fromkeys(_named(_EACH), _each),
-    **dict.fromkeys(_named(_ALONE), _alone),
-    **dict.fromkeys(_named(_ALONG), _along),
-    **dict.fromkeys(_named(_NORMALIZING), _normalizing),
-    torch.where: _where,
-}
+def table(dim: int) -> dict[Any, Condition]:
+    """function -> the condition under which it treats each place of the dim alone."""
+    return {
+        **dict.fromkeys(_named(_EACH), _each),
+        **dict.fromkeys(_named(_ALONE), _alone),
+        **dict.fromkeys(_named(_ALONG), functools.partial(_along, dim)),
+        **dict.fromkeys(_named(_NORMALIZING), functools.partial(_normalizing, dim)),
+        torch.where: _where,
+    }
+
+
 OF_THE_SHAPE = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),

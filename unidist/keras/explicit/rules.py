@@ -18,7 +18,7 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.keras.compat import get_device, ops, set_keras_mask
-from unidist.keras.explicit import context, sequence
+from unidist.keras.explicit import context, parts, sequence
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.variables import DistributedVariable
@@ -218,7 +218,7 @@ def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     noted = getattr(x, _FANNED, None)
     if noted is not None and noted[0] == key:
         return noted[1]  # type: ignore[no-any-return]
-    y = move(frame, sequence.whole(x), tuple(x.shape), Layout(), Layout(fanout=axes))
+    y = move(frame, parts.whole(x), tuple(x.shape), Layout(), Layout(fanout=axes))
     if y is not x:
         setattr(x, _FANNED, (key, y))
     return y
@@ -273,7 +273,7 @@ def _row(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> An
         inputs = frame.probe(rule, inputs)
     if not rule.is_paired(frame):
         cut = cut_dim(inputs.ndim, rule.in_dim, rule.axes)
-        inputs = move(frame, sequence.whole(inputs), tuple(inputs.shape), Layout(), cut)
+        inputs = move(frame, parts.whole(inputs), tuple(inputs.shape), Layout(), cut)
     dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
     y = _product(layer, inputs, _shard(frame, layer._kernel, dim, rule.axes))
     y = _joined(rule, frame, y, tuple(y.shape), Layout(partial=rule.axes))

@@ -24,45 +24,42 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import CapabilityError
-from unidist.keras.compat import backend, get_keras_mask, set_keras_mask, tree
+from unidist.keras.compat import get_keras_mask, set_keras_mask, tree
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
+from unidist.keras.explicit.parts import Part, has_gradient, whole
 from unidist.keras.explicit.world import RankWorld
 
 # The dim that is cut: of (batch, sequence, features), and of whatever else has a dim behind the batch.
 DIM = 1
 # The purpose of what is sent where no layer with a cut kernel asks for it.
 _WHY = "parts of the sequence"
-_CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class SequencePart(torch.Tensor):
-    """A tensor that is the same on all ranks of `axes`, of which each holds a part along dim 1 (torch.chunk's sizes).
+class SequencePart(Part):
+    """A tensor that is the same on all ranks of `axes`, of which each holds a part along dim 1."""
 
-    Its shape is the whole one. Functions of torch on it give what they would give of the whole: as parts where they
-    treat each place of the sequence alone, else of the gathered whole. What writes into it makes it whole first.
-    """
+    DIM = DIM
+    TABLE = rowwise.table(DIM)
 
-    frame: Frame
     axes: Axes
-    _part: torch.Tensor | None
-    _whole: torch.Tensor | None
     _fanned: torch.Tensor | None
 
     @staticmethod
     def of(frame: Frame, part: torch.Tensor, shape: tuple[int, ...], axes: Axes) -> SequencePart:
-        made: SequencePart = torch.Tensor._make_wrapper_subclass(
-            SequencePart, shape, dtype=part.dtype, device=part.device
-        )
-        made.frame, made.axes = frame, axes
-        made._part, made._whole, made._fanned = part, None, None
+        made = SequencePart._made(frame, part, shape)
+        made.axes, made._fanned = axes, None
         return made
 
-    @property
-    def part(self) -> torch.Tensor | None:
-        """This rank's part; None once it was written into."""
-        return self._part
+    def like(self, part: torch.Tensor, shape: tuple[int, ...]) -> SequencePart:
+        return SequencePart.of(self.frame, part, shape, self.axes)
+
+    def goes_with(self, other: Part) -> bool:
+        return isinstance(other, SequencePart) and other.axes == self.axes
+
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
+        return _operand(self, x)
 
     def whole(self) -> torch.Tensor:
         """The whole, on every rank: S -> I (all_gather forward, a slice backward). Gathered once."""
@@ -95,51 +92,10 @@ class SequencePart(torch.Tensor):
         with events.for_purpose(events.purpose() or _WHY):
             return move(self.frame, x, tuple(self.shape), src, dst)
 
-    def _serves(self, known: torch.Tensor | None) -> bool:
-        """Whether what was gathered before can be used here: not without a gradient where one is wanted."""
-        part = self._part
-        return known is not None and (known.requires_grad or part is None or not _has_gradient(part))
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        held = "whole" if self._part is None else tuple(self._part.shape)
-        return f"SequencePart(shape={tuple(self.shape)}, axes={self.axes}, held={held})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _values(args), _values(kwargs or {})
-        if func in rowwise.OF_THE_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in rowwise.OF_THE_GRAPH:
-            return func(args[0]._part if args[0]._part is not None else args[0]._whole, *args[1:], **kwargs)
-        condition = rowwise.TABLE.get(func)
-        if condition is not None:
-            found = _on_parts(func, condition, args, kwargs)
-            if found is not None:
-                return found
-        out = func(*_wholes(args), **_wholes(kwargs))
-        written = [kwargs.get("out"), args[0] if args and rowwise.writes(func, kwargs) else None]
-        for x in written:
-            if isinstance(x, SequencePart):
-                x._part = None
-                out = x if out is x._whole else out
-        return out
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise RuntimeError(f"{func} reached a SequencePart past its __torch_function__")
-
 
 def cut(frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout, axes: Axes) -> SequencePart:
     """A tensor of the global `shape` from its layout to parts of the sequence."""
     return SequencePart.of(frame, move(frame, y, shape, src, cut_dim(len(shape), DIM, axes)), shape, axes)
-
-
-def whole(x: Any) -> Any:
-    """What a SequencePart is a part of; anything else as it is."""
-    return x.whole() if isinstance(x, SequencePart) else x
 
 
 def check(model: Any) -> None:
@@ -170,46 +126,7 @@ def can_be_cut(frame: Frame, shape: tuple[int, ...], axes: Axes) -> bool:
     return len(shape) > DIM + 1 and shape[DIM] >= frame.world.mesh.axis_size(axes)
 
 
-# functions of torch on parts ------------------------------------------------------------------------------------------
-
-
-def _on_parts(func: Any, condition: Any, args: Any, kwargs: Any) -> Any:
-    """func of this rank's parts, as a part; None where it is not that of the whole."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, SequencePart)]
-    if not given or any(x._part is None for x in given):
-        return None
-    first = given[0]
-    shape, ndim = tuple(first.shape), first.ndim
-    if any(x.axes != first.axes or x.ndim != ndim or x.shape[DIM] != shape[DIM] for x in given):
-        return None
-    if not condition(ndim, args, kwargs):
-        return None
-    if not all(_fits(x, ndim, shape[DIM]) for x in (*args, *kwargs.values())):
-        return None
-
-    def local(x: Any) -> Any:
-        if isinstance(x, SequencePart):
-            return x._part
-        return _operand(first, x) if isinstance(x, torch.Tensor) else x
-
-    out = func(*(local(x) for x in args), **{name: local(x) for name, x in kwargs.items()})
-    if not isinstance(out, torch.Tensor):
-        return out
-    for x in given:
-        # As it was, to its own dtype or the like: what was gathered of it goes on to serve.
-        if out is x._part:
-            return x
-    return SequencePart.of(first.frame, out, (out.shape[0], shape[DIM], *out.shape[DIM + 1 :]), first.axes)
-
-
-def _fits(x: Any, ndim: int, length: int) -> bool:
-    """Whether an argument means beside parts what it means beside the whole: a constant, or what broadcasts alike."""
-    if isinstance(x, torch.Tensor):
-        dim = DIM - (ndim - x.ndim)
-        return x.ndim <= ndim and (dim < 0 or x.shape[dim] in (1, length))
-    if isinstance(x, (list, tuple)):
-        return all(isinstance(entry, int) for entry in x)
-    return x is None or isinstance(x, _CONSTANTS)
+# whole tensors that meet parts ----------------------------------------------------------------------------------------
 
 
 def _operand(like: SequencePart, x: torch.Tensor) -> torch.Tensor:
@@ -228,33 +145,10 @@ def _operand(like: SequencePart, x: torch.Tensor) -> torch.Tensor:
 
 
 def _shared(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    if not _has_gradient(x):
+    if not has_gradient(x):
         return x
     known = frame.shared.fanned_out(x, axes) if frame.shared is not None else None
     return move(frame, x, tuple(x.shape), Layout(), Layout(fanout=axes)) if known is None else known
-
-
-def _has_gradient(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
-def _wholes(value: Any) -> Any:
-    return _mapped(whole, value)
-
-
-def _values(value: Any) -> Any:
-    """With the values of Keras's variables, which torch's functions take as well."""
-    return _mapped(lambda x: x.value if isinstance(x, backend.Variable) else x, value)
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """A function on all leaves of a call's arguments."""
-    if isinstance(value, dict):
-        return {key: _mapped(function, x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        found = [_mapped(function, x) for x in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    return function(value)
 
 
 # weights --------------------------------------------------------------------------------------------------------------

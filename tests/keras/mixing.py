@@ -1,0 +1,195 @@
+"""Models and losses that look at several rows of a batch, in the spirit of contrastive learning, collaborative
+filtering, mixtures of experts and the like; and what the processes of their tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import unidist
+from tests.keras.jax.programs import Result, fresh, scope, strategy, told
+
+ROWS, BATCH, WIDTH = 22, 8, 8  # three batches, the last of six rows: on four shards two, two, two and none
+RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*z/kernel": ("model", None)}
+TABLES: dict[str, tuple[str | None, ...]] = {".*user/embeddings": (None, "model"), ".*bias/embeddings": ("model", None)}
+
+
+# losses ---------------------------------------------------------------------------------------------------------------
+
+
+def contrastive(y: Any, p: Any) -> Any:
+    """Each row's similarity to all others: the row itself is the right answer."""
+    p = ops.normalize(p, axis=-1)
+    likeness = ops.matmul(p, ops.transpose(p)) * 3
+    return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(p)[0]), likeness, from_logits=True)
+
+
+class Supervised(keras.losses.Loss):
+    """Rows of one class are to be alike: one number for the batch."""
+
+    def call(self, y: Any, p: Any) -> Any:
+        likeness = ops.matmul(p, ops.transpose(p))
+        same = ops.cast(ops.equal(ops.reshape(y, (-1, 1)), ops.reshape(y, (1, -1))), p.dtype)
+        return ops.mean(ops.logsumexp(likeness, axis=1)) - ops.sum(likeness * same) / ops.sum(same)
+
+
+def total(y: Any, p: Any) -> Any:
+    return 0.01 * ops.sum(ops.square(ops.cast(ops.reshape(y, (-1, 1)), "float32") - p))
+
+
+def masked_mean(y: Any, p: Any) -> Any:
+    each, counts = ops.mean(ops.square(p), axis=-1), ops.cast(y > 0, "float32")
+    return ops.sum(each * counts) / ops.sum(counts)
+
+
+def centred(y: Any, p: Any) -> Any:
+    return ops.mean(ops.square(p - ops.mean(p, axis=0)), axis=-1)
+
+
+def dice(y: Any, p: Any) -> Any:
+    return keras.losses.dice(ops.one_hot(y, 4), ops.sigmoid(p))
+
+
+def alone(y: Any, p: Any) -> Any:
+    """A loss of one's own that treats each row alone."""
+    return ops.mean(ops.square(p[:, :2] - 1.0), axis=-1)
+
+
+# layers ---------------------------------------------------------------------------------------------------------------
+
+
+class Center(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class Neighbour(layers.Layer):
+    """A layer inside is called with rows in another order."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.inner = layers.Dense(WIDTH, name="inner")
+
+    def call(self, x: Any) -> Any:
+        return self.inner(ops.flip(x, 0)) + x
+
+
+class Experts(layers.Layer):
+    """Its added loss is a product of two means over the rows."""
+
+    def build(self, shape: Any) -> None:
+        self.gate = self.add_weight(shape=(shape[-1], 4), name="gate")
+        self.experts = self.add_weight(shape=(4, shape[-1], shape[-1]), name="experts")
+
+    def call(self, x: Any) -> Any:
+        chosen = ops.softmax(ops.matmul(x, self.gate))
+        often = ops.mean(ops.one_hot(ops.argmax(chosen, axis=-1), 4), axis=0)
+        self.add_loss(4 * ops.sum(ops.mean(chosen, axis=0) * often))
+        return ops.einsum("bf,efo,be->bo", x, self.experts, chosen)
+
+
+class Scaled(layers.Layer):
+    """Treats each row alone, though it is not Keras's."""
+
+    def call(self, x: Any) -> Any:
+        return ops.reshape(ops.reshape(x, (-1, 2, WIDTH // 2)) * 0.5, (-1, WIDTH))
+
+
+def _stack(*middle: Callable[[], Any]) -> Any:
+    first = [layers.Input((6,)), layers.Dense(WIDTH, "tanh", name="a")]
+    return keras.Sequential([*first, *(make() for make in middle), layers.Dense(4, name="z")], name="stack")
+
+
+def _centred_by_operations() -> Any:
+    """As wide as a batch has rows: the means have one number for each feature, and not for each row."""
+    inputs = layers.Input((6,))
+    x = layers.Dense(BATCH, "tanh", name="a")(inputs)
+    means = layers.Dense(BATCH, name="m")(ops.expand_dims(ops.mean(x, axis=0), 0))
+    return keras.Model(inputs, layers.Dense(4, name="z")(x - means), name="centred")
+
+
+def _filtering() -> Any:
+    """keras.io's collaborative filtering multiplies all users' vectors with all films'."""
+    ids = layers.Input((2,), dtype="int32")
+    user = layers.Embedding(16, 4, name="user")(ids[:, 0])
+    film = layers.Embedding(16, 4, name="film")(ids[:, 1])
+    bias = layers.Embedding(16, 4, name="bias")(ids[:, 0])
+    return keras.Model(ids, ops.sigmoid(ops.tensordot(user, film, 2) * 10 + bias), name="filtering")
+
+
+class Own(keras.Model):
+    """A model whose call mixes rows, with batch statistics and a layer that mixes them too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.a = layers.Dense(WIDTH, "tanh", name="a")
+        self.norm = layers.BatchNormalization(epsilon=0.1, name="norm")
+        self.center = Center(name="center")
+        self.z = layers.Dense(4, name="z")
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        x = self.norm(self.a(x), training=training)
+        return self.z(self.center(x) + ops.max(x, axis=0))
+
+
+# name -> (model, loss, what is given the rows of all shards)
+CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
+    "contrastive": (_stack, contrastive, {"loss contrastive"}),
+    "supervised": (_stack, Supervised, {"loss supervised"}),
+    "total": (_stack, total, {"loss total"}),
+    "masked mean": (_stack, masked_mean, {"loss masked_mean"}),
+    "centred": (_stack, centred, {"loss centred"}),
+    "dice": (_stack, dice, {"loss dice"}),
+    "Keras's own": (lambda: _stack(lambda: layers.Activation("sigmoid")), keras.losses.Circle, {"loss circle"}),
+    "alone": (lambda: _stack(Scaled), alone, set()),
+    "center": (lambda: _stack(Center), alone, {"stack/center"}),
+    "neighbour": (lambda: _stack(Neighbour), alone, {"stack/neighbour"}),
+    "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
+    "operations": (_centred_by_operations, alone, {"mean"}),
+    "filtering": (_filtering, alone, {"tensordot"}),
+    "own": (Own, contrastive, {"own", "own/center", "loss contrastive"}),
+}
+
+
+def spread(y: Any, p: Any) -> Any:
+    """A metric of all rows at once."""
+    return ops.max(p) - ops.mean(p)
+
+
+def data(name: str, rows: int = ROWS) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(rows, 6)).astype("float32")
+    x = rng.integers(0, 16, (rows, 2)).astype("int32") if name == "filtering" else x
+    return x, (np.arange(rows) % 4).astype("int32"), rng.uniform(0.1, 3.0, rows).astype("float32")
+
+
+def mixed(kind: str | None, zero: int, name: str, weighted: bool) -> Result:
+    """Trains, evaluates and predicts; `kind`: None for one device."""
+    fresh()
+    build, loss, _ = CASES[name]
+    x, y, weights = data(name)
+    rules = TABLES if name == "filtering" else RULES
+    with scope(None if kind is None else strategy(kind, rules, zero=zero)), unidist.ledger() as book:
+        model = build()
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9), loss() if isinstance(loss, type) else loss, metrics=[spread]
+        )
+        history = model.fit(
+            x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, sample_weight=weights if weighted else None
+        ).history
+    return {
+        "history": history,
+        "evaluate": model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True),
+        "predict": model.predict(x, batch_size=BATCH, verbose=0),
+        "_mixing": {event.purpose[8:] for event in book.events if event.purpose.startswith("rows of ")},
+        "_why": {} if kind is None else dict(unidist.describe(model).why),
+        **told(model),
+    }
+
+
+def mixing_of(name: str) -> set[str]:
+    return CASES[name][2]

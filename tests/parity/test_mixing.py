@@ -1,0 +1,52 @@
+"""Rows that look at each other: losses, layers, operations and added losses of all rows are one device's on torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.keras.jax.comparing import same
+from tests.parity.worlds import Alone, Worlds
+from tests.support.sampling import pairwise
+
+pytestmark = pytest.mark.processes
+
+RUN = "tests.keras.mixing:mixed"
+CASES = (
+    *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone", "center"),
+    *("neighbour", "experts", "operations", "filtering", "own"),
+)
+PLACES = [
+    *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3)),
+    *(("torch-2", "dp", zero) for zero in (0, 3)),
+    ("torch-4", "2x2", 1),
+    ("horovod-2", "dp", 0),
+]
+ROWS = [(*place, case, weighted) for place in PLACES for case in CASES for weighted in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Alone) -> Any:
+    return cache(lambda *args: alone.world("torch").call(RUN, None, 0, *args)[0])
+
+
+@pytest.mark.parametrize(("setting", "kind", "zero", "case", "weighted"), pairwise(ROWS))
+def test_it_trains_as_one_device(
+    setting: str, kind: str, zero: int, case: str, weighted: bool, expected: Any, worlds: Worlds
+) -> None:
+    wanted = expected(case, weighted)
+    for found in worlds.get(setting).call(RUN, kind, zero, case, weighted):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_mixes_is_given_all_rows_and_nothing_else(setting: str, case: str, worlds: Worlds) -> None:
+    world = worlds.get(setting)
+    mixing = world.call("tests.keras.mixing:mixing_of", case)[0]
+    for found in world.call(RUN, "dp", 0, case, False):
+        assert found["_mixing"] >= mixing
+        assert {name for name, why in found["_why"].items() if why.startswith("given the rows")} >= mixing
+        assert bool(found["_mixing"]) == bool(mixing)

@@ -1,0 +1,268 @@
+"""What may look at several rows of a batch: it is called with the rows of all shards in view.
+
+Layers, operations and losses of Keras and keras_hub treat each row alone, but for those named here, and are called with
+this shard's rows as they are. Anything else is called on RowParts (rowparts.py): its first call tells whether it looks
+at other rows. If not, it too is called with this shard's rows from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+
+from unidist.keras.compat import Functional, get_device, get_keras_mask, set_keras_mask
+from unidist.keras.explicit import context
+from unidist.keras.explicit.context import Frame, Rows
+from unidist.keras.explicit.parts import mapped
+from unidist.keras.explicit.rowparts import RowPart, own_rows
+
+_KNOWN = ("keras.", "keras_hub.")
+# Whose routing loss is of all tokens.
+_MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
+# Losses of all rows at once.
+_MIXING_LOSSES = ("dice", "tversky", "circle")
+# On a tensor: it has no rows, whatever its first dim.
+_ROWLESS = "_unidist_rowless"
+
+
+@dataclass
+class Region:
+    """A call with the rows of all shards in view.
+
+    Attributes:
+        name: of the layer, operation or loss.
+        mixes: whether it has looked at the rows of other shards.
+    """
+
+    name: str
+    mixes: bool = False
+
+    @property
+    def why(self) -> str:
+        return f"rows of {self.name}"
+
+
+# layers and operations ------------------------------------------------------------------------------------------------
+
+
+def install_regions(model: Any) -> list[Mixer]:
+    """Lets a model's own layers, and the operations of its graphs, see the rows of all shards."""
+    layers = list(model._flatten_layers())
+    inner = [layer for layer in layers if not _is_container(layer)]
+    unknown = [layer for layer in inner if not is_known(layer)]
+    unknown += [op for layer in layers if _is_container(layer) for op in _operations(layer)]
+    found = [_give_region(layer, getattr(layer, "path", None) or layer.name) for layer in unknown]
+    if found:
+        for layer in inner:
+            if is_known(layer):
+                _leave_regions(layer)
+    return found
+
+
+def _is_container(layer: Any) -> bool:
+    """Whether its call only passes on what its layers give."""
+    kinds = Functional, keras.Sequential
+    return isinstance(layer, kinds) and type(layer).call in [kind.call for kind in kinds]
+
+
+def _operations(layer: Any) -> Iterator[Any]:
+    inner = layer if isinstance(layer, Functional) else getattr(layer, "_functional", None)
+    for op in inner.operations if inner is not None else ():
+        if not isinstance(op, keras.layers.Layer):
+            yield op
+
+
+def is_known(layer: Any) -> bool:
+    """Whether a layer is known to treat each row alone (or, as BatchNormalization, to ask for the others itself)."""
+    home = type(layer).call.__module__
+    if not home.startswith(_KNOWN) or any(f".{name}." in home for name in _MIXTURES):
+        return False
+    if isinstance(layer, keras.layers.Lambda):
+        return False
+    axis = getattr(layer, "axis", None)
+    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    return 0 not in axes or isinstance(layer, keras.layers.BatchNormalization)
+
+
+class Mixer:
+    """A layer, operation or loss that may mix rows, and what its calls have shown.
+
+    Attributes:
+        mixes: (rank, whether gradients are made, training) -> whether it looked at other rows; missing: not called yet.
+    """
+
+    def __init__(self, subject: Any, name: str) -> None:
+        self.name = name
+        self.mixes: dict[Any, bool] = {}
+        self._subject = weakref.ref(subject)
+
+    @property
+    def why(self) -> str:
+        if any(self.mixes.values()):
+            return "given the rows of all shards: it looks at several"
+        return "called with each shard's own rows: it treats each alone" if self.mixes else "not called yet"
+
+    def call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        frame = context.frame()
+        rows = frame.rows if frame is not None else None
+        if frame is None or rows is None or not _can_begin(frame):
+            return original(*args, **kwargs)
+        key = frame.rank, torch.is_grad_enabled(), kwargs.get("training")
+        if self.mixes.get(key) is False:
+            with _outside(frame):
+                return _as_given(frame, rows, args, kwargs, original(*_locals(args), **_locals(kwargs)))
+        region = Region(self.name)
+        within = frame.region is not None
+        args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, within), value) for value in (args, kwargs))
+        with _inside(frame, region):
+            out = original(*args, **kwargs)
+        self.mixes[key] = self.mixes.get(key, False) or region.mixes
+        if within:
+            return out
+        told = iter(self._have_rows())
+        return mapped(lambda x: _as_local(frame, rows, x, next(told, None)), out)
+
+    def _have_rows(self) -> list[bool]:
+        """Of each output whether it has a row for each of the batch, where a graph of Keras's says so."""
+        nodes = getattr(self._subject(), "_inbound_nodes", ())
+        return [x.shape[:1] == (None,) for x in nodes[0].output_tensors] if nodes else []
+
+
+def _can_begin(frame: Frame) -> bool:
+    """Not where a few rows prove something else, or the whole batch is there already."""
+    return (
+        bool(frame.world.data_axes)
+        and frame.trial is None
+        and not frame.wide
+        and not frame.gathered_loss
+        and (str(get_device()) != "meta")
+    )
+
+
+def _give_region(layer: Any, name: str) -> Mixer:
+    known: Mixer | None = vars(layer).get("_unidist_mixer")
+    if known is not None:
+        return known
+    mixer, original = Mixer(layer, name), layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return mixer.call(original, args, kwargs)
+
+    object.__setattr__(layer, "call", call)
+    object.__setattr__(layer, "_unidist_mixer", mixer)
+    return mixer
+
+
+def _leave_regions(layer: Any) -> None:
+    """Lets a known layer compute with this shard's rows, wherever it is called."""
+    if vars(layer).get("_unidist_mixer") is not None:
+        return
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None or frame.rows is None or frame.region is None:
+            return original(*args, **kwargs)
+        with _outside(frame):
+            return _as_given(frame, frame.rows, args, kwargs, original(*_locals(args), **_locals(kwargs)))
+
+    object.__setattr__(layer, "call", call)
+    object.__setattr__(layer, "_unidist_mixer", False)
+
+
+@contextlib.contextmanager
+def _inside(frame: Frame, region: Region | None) -> Iterator[None]:
+    before, frame.region = frame.region, region
+    try:
+        yield
+    finally:
+        frame.region = before
+
+
+def _outside(frame: Frame) -> contextlib.AbstractContextManager[None]:
+    return _inside(frame, None)
+
+
+# tensors --------------------------------------------------------------------------------------------------------------
+
+
+def _as_row_part(frame: Frame, rows: Rows, x: Any, within: bool) -> Any:
+    """Outside of a region a tensor with as many rows as this shard has is this shard's part."""
+    if within or isinstance(x, (RowPart, torch.nn.Parameter)) or getattr(x, _ROWLESS, False):
+        return x
+    return RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x
+
+
+def _as_local(frame: Frame, rows: Rows, x: Any, has_rows: bool | None = None) -> Any:
+    """What leaves a region: this shard's rows of what has rows. None: what has as many as the batch has them."""
+    if isinstance(x, RowPart) and x.part is not None:
+        return _masked(frame, rows, x, x.part)
+    whole = x.whole() if isinstance(x, RowPart) else x
+    if not isinstance(whole, torch.Tensor) or not whole.ndim:
+        return whole
+    if whole.shape[0] == rows.total and has_rows is not False:
+        return _masked(frame, rows, x, own_rows(frame, whole))
+    setattr(whole, _ROWLESS, True)
+    return whole
+
+
+def _masked(frame: Frame, rows: Rows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """This shard's rows, with those of the mask that Keras keeps on a tensor."""
+    mask = get_keras_mask(x)
+    if mask is not None:
+        set_keras_mask(own, _as_local(frame, rows, mask))
+    return own
+
+
+def _locals(value: Any) -> Any:
+    return mapped(lambda x: x.part if isinstance(x, RowPart) and x.part is not None else x, value)
+
+
+def _as_given(frame: Frame, rows: Rows, args: Any, kwargs: Any, out: Any) -> Any:
+    """What was computed of this shard's rows, as RowParts again where it was given RowParts."""
+    given: list[Any] = []
+    mapped(lambda x: given.append(x) if isinstance(x, RowPart) else None, (args, kwargs))
+    if not given:
+        return out
+
+    return mapped(lambda x: RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x, out)
+
+
+def _has_as_many(x: Any, rows: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == rows
+
+
+# losses ---------------------------------------------------------------------------------------------------------------
+
+
+def is_known_loss(loss: Any) -> bool:
+    """Whether a loss is one of Keras's that give a number for each row, of that row alone."""
+    if not type(loss).call.__module__.startswith("keras."):
+        return False
+    function = getattr(loss, "fn", None)
+    axis = getattr(loss, "_fn_kwargs", {}).get("axis", -1)
+    known = function is None or getattr(function, "__module__", "").startswith("keras.")
+    return known and axis != 0 and getattr(function, "__name__", "") not in _MIXING_LOSSES
+
+
+def give_region_to_loss(loss: Any) -> None:
+    """Lets a loss see the rows of all shards, once."""
+    if "call" in vars(loss) or is_known_loss(loss):
+        return
+    _give_region(loss, f"loss {loss.name}")
+
+
+def of_losses(model: Any) -> list[Mixer]:
+    """Those of the losses that a model was compiled with, once they were called."""
+    compiled = getattr(model, "_compile_loss", None)
+    losses = [entry[1] for entry in getattr(compiled, "_flat_losses", None) or ()]
+    return [mixer for loss in losses if isinstance(mixer := getattr(loss, "_unidist_mixer", None), Mixer)]

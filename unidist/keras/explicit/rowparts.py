@@ -1,0 +1,300 @@
+"""RowPart: a batch's tensor of which this data shard holds its own rows.
+
+What computes with it sees the rows of all shards, as code under jax.jit does: what treats each row alone is computed on
+this shard's rows; sums and means over the rows are joined by an all_reduce of the sums; for anything else the rows are
+gathered (all_gather forward, reduce_scatter backward), and the rank goes on with the whole.
+
+Whatever is not a RowPart is the same on all shards, and its gradient is partial on each of them (layout F), as that of
+a weight is: the gradients of all ranks add up to that of one device.
+
+Source of the method: GSPMD (Xu et al. 2021, arXiv:2105.04663), op by op and without a compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Layout
+from unidist.keras.compat import get_keras_mask, set_keras_mask
+from unidist.keras.explicit import rowwise
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.moving import move
+from unidist.keras.explicit.parts import Part, as_parts, on_parts, whole
+
+_WHY = "rows of all shards"
+
+
+class RowPart(Part):
+    """A tensor with a row for each of the batch, of which this rank holds those of its data shard."""
+
+    DIM = 0
+    TABLE = rowwise.table(0)
+
+    @staticmethod
+    def of(frame: Frame, part: torch.Tensor, total: int) -> RowPart:
+        """`total`: rows of all shards."""
+        made = RowPart._made(frame, part, (total, *part.shape[1:]))
+        mask = get_keras_mask(part)
+        if isinstance(mask, torch.Tensor) and mask.ndim and mask.shape[0] == part.shape[0]:
+            set_keras_mask(made, RowPart.of(frame, mask, total))
+        return made
+
+    def like(self, part: torch.Tensor, shape: tuple[int, ...]) -> RowPart:
+        return RowPart._made(self.frame, part, shape)
+
+    def goes_with(self, other: Part) -> bool:
+        return isinstance(other, RowPart) and other.frame is self.frame
+
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
+        return own_rows(self.frame, x) if x.ndim == self.ndim and x.shape[0] == self.shape[0] else x
+
+    def whole(self) -> torch.Tensor:
+        """The rows of all shards, on every rank: S -> F (all_gather forward, reduce_scatter backward)."""
+        if self._part is not None and not self._serves(self._whole):
+            mixing(self.frame)
+            with events.for_purpose(self.frame.region.why if self.frame.region else _WHY):
+                fan = Layout(fanout=self.frame.world.data_axes)
+                self._whole = self.frame.world.gather_rows(whole(self._part), self.shape[0], fan)
+            mask = get_keras_mask(self)
+            if mask is not None:
+                set_keras_mask(self._whole, whole(mask))
+        if self._whole is None:
+            raise RuntimeError("a RowPart that holds nothing")
+        return self._whole
+
+
+def own_rows(frame: Frame, x: torch.Tensor) -> torch.Tensor:
+    """This shard's rows of a whole tensor."""
+    start, length = frame.world.batch_sharding(tuple(x.shape)).region(frame.rank)[0]
+    return x[start : start + length]
+
+
+def mixing(frame: Frame) -> None:
+    """Notes that what computes now looks at the rows of other shards."""
+    if frame.region is not None:
+        frame.region.mixes = True
+
+
+# functions whose arguments name the whole shape ----------------------------------------------------------------------
+
+
+def _named(*names: str) -> Iterable[Any]:
+    for name in names:
+        homes = (torch.Tensor,) if name.startswith("__") else (torch, torch.Tensor, torch.nn.functional)
+        yield from (found for home in homes if callable(found := getattr(home, name, None)))
+
+
+def _dims(x: Any) -> list[int]:
+    return [int(n) for n in (x[0] if len(x) == 1 and isinstance(x[0], (tuple, list)) else x)]
+
+
+def _reshaped(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The first dim stays, whatever becomes of the others."""
+    x = args[0]
+    shape = _dims(args[1:] or (kwargs.get("shape") or kwargs.get("size"),))
+    if not isinstance(x, RowPart) or x.part is None or not shape or not x.shape[0]:
+        return None
+    rest, each = shape[1:], x.numel() // x.shape[0]
+    if shape[0] not in (-1, x.shape[0]) or (shape[0] == -1 and (-1 in rest or math.prod(rest) != each)):
+        return None
+    if -1 in rest:
+        known = math.prod(n for n in rest if n != -1)
+        rest = [each // known if n == -1 and known else n for n in rest]
+    if math.prod(rest) != each:
+        return None
+    return as_parts(x, x.part.reshape(x.part.shape[0], *rest))
+
+
+def _expanded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, sizes = args[0], _dims(args[1:] or (kwargs.get("size"),))
+    if not isinstance(x, RowPart) or x.part is None or len(sizes) != x.ndim or sizes[0] not in (-1, x.shape[0]):
+        return None
+    return as_parts(x, x.part.expand(-1, *sizes[1:]))
+
+
+def _indexed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """All rows, and something of each."""
+    x, index = args[0], args[1]
+    entries = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, RowPart) or x.part is None or not entries:
+        return None
+    taken = sum(entry is not None for entry in entries[1:])
+    if isinstance(entries[0], slice):
+        if entries[0] != slice(None):
+            return None
+    elif entries[0] is not Ellipsis or taken >= x.ndim:
+        return None
+    tensors = [entry for entry in entries[1:] if isinstance(entry, torch.Tensor)]
+    plain = all(entry is None or entry is Ellipsis or isinstance(entry, (int, slice)) for entry in entries[1:])
+    if not plain and (
+        len(tensors) != 1
+        or isinstance(tensors[0], Part)
+        or not all(isinstance(entry, (slice, torch.Tensor)) for entry in entries[1:])
+    ):
+        return None
+    return as_parts(x, x.part[index])
+
+
+def _joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Tensors with the same rows, side by side or along a new dim behind the rows."""
+    members = args[0]
+    given = [x for x in members if isinstance(x, RowPart)]
+    if not given or any(x.part is None or not x.goes_with(given[0]) for x in given):
+        return None
+    first = given[0]
+    ndim = first.ndim + (func in _STACKING)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    if not isinstance(dim, int) or dim % ndim == 0 or any(x.ndim != first.ndim for x in members):
+        return None
+    if any(x.shape[0] != first.shape[0] for x in members):
+        return None
+    return as_parts(first, func([x.part if isinstance(x, RowPart) else own_rows(first.frame, x) for x in members], dim))
+
+
+def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Rows times a matrix that is the same for all, or the matrices of the rows each with its own."""
+    if len(args) != 2 or kwargs:
+        return None
+    a, b = args
+    if isinstance(a, RowPart) and isinstance(b, RowPart):
+        fits = a.ndim == b.ndim > 2 and a.goes_with(b) and a.shape[0] == b.shape[0]
+        first: Any = a
+    elif isinstance(a, RowPart):
+        fits, first = a.ndim > 1 and b.ndim <= 2, a
+    else:
+        fits, first = isinstance(b, RowPart) and b.ndim > 2 and a.ndim <= 2, b
+    if not fits or any(isinstance(x, RowPart) and x.part is None for x in (a, b)):
+        return None
+    return as_parts(first, func(*(x.part if isinstance(x, RowPart) else x for x in (a, b))))
+
+
+def _of_the_first(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Functions of rows with weights that are the same for all: linear, embedding, convolutions, pooling."""
+    x, others = args[0], (*args[1:], *kwargs.values())
+    if not isinstance(x, RowPart) or x.part is None or any(isinstance(other, Part) for other in others):
+        return None
+    return as_parts(x, func(x.part, *args[1:], **kwargs)) if x.ndim >= _LEAST_DIMS.get(func, 1) else None
+
+
+def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A sum or a mean over the rows: this shard's sum, then an all_reduce (P -> F)."""
+    x = args[0]
+    if not isinstance(x, RowPart) or x.part is None or set(kwargs) - {"dim", "axis", "keepdim", "dtype"}:
+        return None
+    dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
+    given = (
+        list(range(x.ndim))
+        if dims is None
+        else [d % x.ndim for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
+    )
+    if 0 not in given or len(args) > 3:
+        return None
+    keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+    dtype = kwargs.get("dtype") or (x.dtype if x.is_floating_point() else None)
+    # As torch does inside a sum of low precision.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    own = torch.sum(whole(x.part), given, keepdim, dtype=wide)
+    mixing(x.frame)
+    axes = x.frame.world.data_axes
+    with events.for_purpose(x.frame.region.why if x.frame.region else _WHY):
+        total = move(x.frame, _anchored(own), tuple(own.shape), Layout(partial=axes), Layout(fanout=axes))
+    found = total / math.prod(x.shape[d] for d in given) if func in _MEANS else total
+    return found if dtype is None else found.to(dtype)
+
+
+def _anchored(x: torch.Tensor) -> torch.Tensor:
+    """With a gradient wherever there may be one: a shard without rows comes to backward's collective too."""
+    if not x.is_floating_point() or not torch.is_grad_enabled():
+        return x
+    return x + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+
+
+def _einsum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A letter for the rows that is the first of every tensor that has them, of the result, and of nothing else."""
+    equation, *tensors = args
+    tensors = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    given = [x for x in tensors if isinstance(x, RowPart)]
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or not given:
+        return None
+    left, right = equation.replace(" ", "").split("->")
+    terms = left.split(",")
+    letters = {term[:1] for term, x in zip(terms, tensors, strict=True) if isinstance(x, RowPart)}
+    if len(letters) != 1 or any(x.part is None or not x.goes_with(given[0]) for x in given):
+        return None
+    (letter,) = letters
+    with_rows = [term for term, x in zip(terms, tensors, strict=True) if isinstance(x, RowPart)]
+    without = [term for term, x in zip(terms, tensors, strict=True) if not isinstance(x, RowPart)]
+    if right[:1] != letter or any(term.count(letter) != 1 for term in (*with_rows, right)):
+        return None
+    if any(letter in term for term in without):
+        return None
+    return as_parts(given[0], func(equation, *(x.part if isinstance(x, RowPart) else x for x in tensors)))
+
+
+def _kept(condition: Callable[[int, Sequence[Any], dict[str, Any]], bool]) -> Any:
+    """A handler of functions that leave the rows where they are under a condition."""
+
+    def handler(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return on_parts(func, condition, args, kwargs)
+
+    return handler
+
+
+def _last_unless_given(place: int) -> Any:
+    """Along the last dim, or the one that the argument at `place` names; never along the rows."""
+
+    def condition(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        dim = args[place] if len(args) > place else kwargs.get("dim", -1)
+        return isinstance(dim, int) and dim % ndim > 0
+
+    return _kept(condition)
+
+
+def _behind(*places: int, new: int = 0) -> Any:
+    """The dims that the arguments at these places name stand behind the rows; `new`: dims that the result has more."""
+
+    def condition(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        names = ("dim", "dim0", "dim1", "axis", "start_dim")
+        dims = [args[p] for p in places if p < len(args)] + [kwargs[n] for n in names if n in kwargs]
+        return bool(dims) and all(isinstance(d, int) and d % (ndim + new) > 0 for d in dims)
+
+    return _kept(condition)
+
+
+def _permutes(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    dims = _dims(args[1:] or (kwargs.get("dims"),))
+    return dims[0] % ndim == 0
+
+
+_STACKING = frozenset(_named("stack"))
+_MEANS = frozenset(_named("mean"))
+_LEAST_DIMS = {
+    **dict.fromkeys(_named("linear"), 2),
+    **dict.fromkeys(_named("conv1d", "max_pool1d", "avg_pool1d"), 3),
+    **dict.fromkeys(_named("conv2d", "max_pool2d", "avg_pool2d"), 4),
+    **dict.fromkeys(_named("conv3d", "max_pool3d", "avg_pool3d"), 5),
+}
+_WINDOWS = tuple(f"{kind}{n}d" for n in (1, 2, 3) for kind in ("conv", "max_pool", "avg_pool"))
+_ROWS_FIRST = ("linear", "embedding", "one_hot", *_WINDOWS)
+RowPart.HANDLERS = {
+    **dict.fromkeys(_named("reshape", "view"), _reshaped),
+    **dict.fromkeys(_named("expand", "broadcast_to"), _expanded),
+    **dict.fromkeys(_named("__getitem__"), _indexed),
+    **dict.fromkeys(_named("cat", "concat", "concatenate", "stack"), _joined),
+    **dict.fromkeys(_named("matmul", "mm", "bmm", "__matmul__"), _product),
+    **dict.fromkeys(_named(*_ROWS_FIRST), _of_the_first),
+    **dict.fromkeys(_named("sum", "mean"), _summed),
+    **dict.fromkeys(_named("einsum"), _einsum),
+    **dict.fromkeys(_named("topk"), _last_unless_given(2)),
+    **dict.fromkeys(_named("sort", "argsort", "normalize"), _last_unless_given(1)),
+    **dict.fromkeys(_named("transpose", "swapaxes"), _behind(1, 2)),
+    **dict.fromkeys(_named("unsqueeze"), _behind(1, new=1)),
+    **dict.fromkeys(_named("squeeze", "flatten", "argmax", "argmin", "max", "min", "gather", "unbind"), _behind(1)),
+    **dict.fromkeys(_named("split", "chunk"), _behind(2)),
+    **dict.fromkeys(_named("permute"), _kept(_permutes)),
+}
