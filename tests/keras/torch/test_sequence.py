@@ -188,7 +188,7 @@ def test_the_table_says_the_truth() -> None:
     local: Counter[Any] = Counter()
 
     def on_rank(frame) -> None:  # type: ignore[no-untyped-def]
-        for func in rowwise.TABLE:
+        for func in rowwise.table(sequence.DIM):
             for k in range(len(_arguments(a, b))):
                 args, kwargs = _arguments(a.clone(), b)[k]
                 try:
@@ -213,7 +213,9 @@ def test_the_table_says_the_truth() -> None:
                     )
 
     world.run(on_rank)
-    idle = [func for func in rowwise.TABLE if not local[func]]  # of no way to call it the result was a part
+    idle = [
+        func for func in rowwise.table(sequence.DIM) if not local[func]
+    ]  # of no way to call it the result was a part
     assert not idle, idle
     assert sum(local.values()) < sum(compared.values())
 

@@ -101,6 +101,7 @@ class Mixer:
     def __init__(self, subject: Any, name: str) -> None:
         self.name = name
         self.mixes: dict[Any, bool] = {}
+        self._found_in: dict[Any, int] = {}
         self._subject = weakref.ref(subject)
 
     @property
@@ -115,15 +116,16 @@ class Mixer:
         if frame is None or rows is None or not _can_begin(frame):
             return original(*args, **kwargs)
         key = frame.rank, torch.is_grad_enabled(), kwargs.get("training")
-        if self.mixes.get(key) is False:
-            with _outside(frame):
-                return _as_given(frame, rows, args, kwargs, original(*_locals(args), **_locals(kwargs)))
+        # What backward computes again is computed as it was: the step that has found it out goes on in the old way.
+        if self.mixes.get(key) is False and self._found_in[key] != frame.number:
+            return on_locals(frame, original, args, kwargs)
         region = Region(self.name)
         within = frame.region is not None
         args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, within), value) for value in (args, kwargs))
         with _inside(frame, region):
             out = original(*args, **kwargs)
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
+        self._found_in.setdefault(key, frame.number)
         if within:
             return out
         told = iter(self._have_rows())
@@ -172,11 +174,35 @@ def _leave_regions(layer: Any) -> None:
         frame = context.frame()
         if frame is None or frame.rows is None or frame.region is None:
             return original(*args, **kwargs)
-        with _outside(frame):
-            return _as_given(frame, frame.rows, args, kwargs, original(*_locals(args), **_locals(kwargs)))
+        return on_locals(frame, original, args, kwargs)
 
+    call._unidist_original = original  # type: ignore[attr-defined]
     object.__setattr__(layer, "call", call)
     object.__setattr__(layer, "_unidist_mixer", False)
+
+
+def without_region(call: Any) -> Any:
+    """A known layer's call as it is outside of regions; None for any other."""
+    return getattr(call, "_unidist_original", None)
+
+
+def on_locals(frame: Frame, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call with this shard's rows of what has rows, outside of the region; its results have rows again."""
+    if frame.rows is None:
+        raise RuntimeError("a region without a batch")
+    with _inside(frame, None):
+        out = call(*_locals(args), **_locals(kwargs))
+    if not are_row_parts(args, kwargs):
+        return out
+    rows = frame.rows
+    return mapped(lambda x: RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x, out)
+
+
+def are_row_parts(*values: Any) -> bool:
+    """Whether there is a RowPart among the leaves."""
+    found: list[bool] = []
+    mapped(lambda x: found.append(isinstance(x, RowPart)), values)
+    return any(found)
 
 
 @contextlib.contextmanager
@@ -186,10 +212,6 @@ def _inside(frame: Frame, region: Region | None) -> Iterator[None]:
         yield
     finally:
         frame.region = before
-
-
-def _outside(frame: Frame) -> contextlib.AbstractContextManager[None]:
-    return _inside(frame, None)
 
 
 # tensors --------------------------------------------------------------------------------------------------------------
@@ -225,16 +247,6 @@ def _masked(frame: Frame, rows: Rows, x: torch.Tensor, own: torch.Tensor) -> tor
 
 def _locals(value: Any) -> Any:
     return mapped(lambda x: x.part if isinstance(x, RowPart) and x.part is not None else x, value)
-
-
-def _as_given(frame: Frame, rows: Rows, args: Any, kwargs: Any, out: Any) -> Any:
-    """What was computed of this shard's rows, as RowParts again where it was given RowParts."""
-    given: list[Any] = []
-    mapped(lambda x: given.append(x) if isinstance(x, RowPart) else None, (args, kwargs))
-    if not given:
-        return out
-
-    return mapped(lambda x: RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x, out)
 
 
 def _has_as_many(x: Any, rows: int) -> bool:

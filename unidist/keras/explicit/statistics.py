@@ -77,6 +77,10 @@ def _next(self: Any, ordered: bool = True) -> Any:
     if here is not None and here.written:
         here.note_write(self.state)  # also of a generator that belongs to no model
     seed = _originals["next"](self, ordered)
+    if here is not None and here.region is not None:
+        # One device's numbers, for the rows of all shards: from now on in every step.
+        here.region.mixes = True
+        return seed
     if here is None or not here.seed_place or seed.is_meta:
         return seed
     offset = (here.seed_place * SEED_STRIDE) & 0x7FFFFFFF
