@@ -18,6 +18,7 @@ import-linter and mypy, then every test in one pytest run of two workers: tests/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -30,7 +31,8 @@ import tempfile
 import time
 import tomllib
 import venv
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def main(arguments: list[str]) -> int:
         return run(other, *PYTEST, *(arguments[2:] or [OF_KERAS]))
     whole = {"TESTS_ALL": "1"} if "--all" in arguments else {}
     tests = [argument for argument in arguments if argument != "--all"]
-    return run(python, *PYTEST, *(tests or ["tests"]), env=whole)
+    with programs(python) as compiled:
+        return run(python, *PYTEST, *(tests or ["tests"]), env={**whole, **compiled})
 
 
 def repeat(python: Path, times: int, tests: list[str]) -> int:
@@ -120,6 +123,38 @@ def summary(told: dict[str, Any], folder: Path) -> str:
         "files": files,
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+@contextlib.contextmanager
+def programs(python: Path) -> Iterator[dict[str, str]]:
+    """The variable of a folder of programs that XLA has compiled, beside those of earlier runs.
+
+    They are kept with the environment, whose versions they depend on. Each run has a folder of its own: what a process
+    that is killed leaves half written does not reach the next run.
+    """
+    kept = python.parent.parent / "programs"
+    kept.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="programs-", dir=kept.parent) as folder:
+        for one in kept.iterdir():
+            if time.time() - one.stat().st_mtime > KEPT_DAYS * 86400:
+                one.unlink()
+            else:
+                os.link(one, Path(folder) / one.name)
+        yield {"JAX_COMPILATION_CACHE_DIR": folder}
+        for one in Path(folder).glob("*-cache"):
+            if not (kept / one.name).exists() and is_whole(one):
+                with contextlib.suppress(FileExistsError):
+                    os.link(one, kept / one.name)
+
+
+def is_whole(program: Path) -> bool:
+    """Whether a file that JAX has compressed with zlib was written to its end."""
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(program.read_bytes())
+    except zlib.error:
+        return False
+    return stream.eof
 
 
 def environment() -> Path:

@@ -99,6 +99,17 @@ class Scaled(layers.Layer):
         return ops.reshape(ops.reshape(x, (-1, 2, WIDTH // 2)) * 0.5, (-1, WIDTH))
 
 
+class Sampling(layers.Layer):
+    """Noise for each row, as of a variational autoencoder."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seeds = keras.random.SeedGenerator(5)
+
+    def call(self, x: Any) -> Any:
+        return x + 0.1 * keras.random.normal(ops.shape(x), seed=self.seeds)
+
+
 def _stack(*middle: Callable[[], Any]) -> Any:
     first = [layers.Input((6,)), layers.Dense(WIDTH, "tanh", name="a")]
     return keras.Sequential([*first, *(make() for make in middle), layers.Dense(4, name="z")], name="stack")
@@ -146,6 +157,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "dice": (_stack, dice, {"loss dice"}),
     "Keras's own": (lambda: _stack(lambda: layers.Activation("sigmoid")), keras.losses.Circle, {"loss circle"}),
     "alone": (lambda: _stack(Scaled), alone, set()),
+    "sampling": (lambda: _stack(Sampling), alone, {"stack/sampling"}),
     "center": (lambda: _stack(Center), alone, {"stack/center"}),
     "neighbour": (lambda: _stack(Neighbour), alone, {"stack/neighbour"}),
     "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
@@ -189,6 +201,39 @@ def mixed(kind: str | None, zero: int, name: str, weighted: bool) -> Result:
         "_why": {} if kind is None else dict(unidist.describe(model).why),
         **told(model),
     }
+
+
+def table_beside(kind: str | None, zero: int) -> Result:
+    """A table that a graph gives to a layer, with as many rows as a shard of the batch."""
+
+    class Nearest(layers.Layer):
+        def call(self, x: Any, table: Any) -> Any:
+            return x + ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(table))), table)
+
+    fresh()
+    table = ops.convert_to_tensor(np.random.default_rng(4).normal(size=(2, WIDTH)).astype("float32"))
+    x, y, _ = data("")
+    with scope(None if kind is None else strategy(kind, RULES, zero=zero)):
+        inputs = layers.Input((6,))
+        near = Nearest(name="near")(layers.Dense(WIDTH, name="a")(inputs), table=table)
+        model = keras.Model(inputs, layers.Dense(4, name="z")(near), name="table")
+        model.compile(keras.optimizers.SGD(0.1), alone)
+        history = model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    return {"history": history, **told(model)}
+
+
+def compiled() -> str:
+    """What is said of a program of rows that look at each other."""
+    fresh()
+    x, y, _ = data("")
+    with scope(strategy("dp", RULES)):
+        model = _stack(Center)
+        model.compile("sgd", "mse", jit_compile=True)
+    try:
+        model.fit(x, y.astype("float32"), batch_size=BATCH, verbose=0)
+    except unidist.CapabilityError as error:
+        return str(error)
+    return ""
 
 
 def mixing_of(name: str) -> set[str]:

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.processes
 
 RUN = "tests.keras.mixing:mixed"
 CASES = (
-    *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone", "center"),
-    *("neighbour", "experts", "operations", "filtering", "own"),
+    *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone"),
+    *("sampling", "center", "neighbour", "experts", "operations", "filtering", "own"),
 )
 PLACES = [
     *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3)),
@@ -46,7 +46,20 @@ def test_it_trains_as_one_device(
 def test_what_mixes_is_given_all_rows_and_nothing_else(setting: str, case: str, worlds: Worlds) -> None:
     world = worlds.get(setting)
     mixing = world.call("tests.keras.mixing:mixing_of", case)[0]
+    # Noise is drawn for all rows and looks at none.
+    sending = mixing - {"stack/sampling"}
     for found in world.call(RUN, "dp", 0, case, False):
-        assert found["_mixing"] >= mixing
+        assert found["_mixing"] >= sending
+        assert bool(found["_mixing"]) == bool(sending)
         assert {name for name, why in found["_why"].items() if why.startswith("given the rows")} >= mixing
-        assert bool(found["_mixing"]) == bool(mixing)
+
+
+def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.mixing:table_beside", None, 0)[0]
+    for found in worlds.get("sim-torch").call("tests.keras.mixing:table_beside", "dp", 0):
+        same(found, wanted)
+
+
+def test_a_program_of_what_mixes_is_refused(worlds: Worlds) -> None:
+    for told in worlds.get("torch-2").call("tests.keras.mixing:compiled"):
+        assert "jit_compile=True: 'stack/center' of model 'stack' looks at several rows" in told

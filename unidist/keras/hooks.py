@@ -7,7 +7,7 @@ import importlib
 import keras
 
 from unidist.backends import registry
-from unidist.keras import clearing, loading, making
+from unidist.keras import clearing, files, loading, making
 
 _ENGINES = {
     "torch": "unidist.keras.explicit",
@@ -30,6 +30,7 @@ def install() -> None:
     loading.install()
     making.install()
     clearing.install()
+    files.install()
     if (found := engine()) is not None:
         importlib.import_module(f"{found}.install").install()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import random
+import sys
 from typing import Any
 
-import keras
 import numpy as np
 
 from unidist.keras.compat import GLOBAL_RANDOM_SEED, GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
@@ -29,9 +29,10 @@ def state() -> bytes:
         "seed": global_state.get_global_attribute(GLOBAL_RANDOM_SEED),
         "generator": None if generator is None else np.asarray(generator.state.numpy()),
     }
-    if keras.config.backend() == "tensorflow":
+    # Whichever runs Keras: datasets of the others are read too.
+    if "tensorflow" in sys.modules:
         found["tensorflow"] = _state_of_tensorflow()
-    if keras.config.backend() == "torch":
+    if "torch" in sys.modules:
         found["torch"] = _torch().get_rng_state().numpy()
     return json.dumps(found, default=_packed).encode()
 
@@ -45,9 +46,9 @@ def restore(data: bytes) -> None:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
     else:
         global_seed_generator().state.assign(found["generator"])
-    if "tensorflow" in found:
+    if "tensorflow" in found and "tensorflow" in sys.modules:
         _restore_tensorflow(*found["tensorflow"])
-    if "torch" in found:
+    if "torch" in found and "torch" in sys.modules:
         _torch().set_rng_state(_torch().from_numpy(found["torch"]))
     # Last, since making a seed generator draws from Python's state.
     random.setstate(_as_tuples(found["python"]))

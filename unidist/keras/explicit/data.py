@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from unidist import events
@@ -16,6 +17,7 @@ from unidist.keras.compat import TorchEpochIterator, tree
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.first import bytes_of_first
+from unidist.keras.views import Views
 from unidist.keras.writing import Crew
 
 
@@ -124,16 +126,24 @@ class EpochReader:
     of any other source each batch is read and cut.
     """
 
-    def __init__(self, source: Any, world: RankWorld, already_local: bool) -> None:
+    def __init__(self, source: Any, world: RankWorld, already_local: bool, given: Any = None) -> None:
         self.world = world
         self.rank = world.ranks[0]
         self.rows: Rows | None = None
         self._already_local = already_local
         self._sizes: list[int] | None = None
+        self._views = Views(given if given is not None else source, self._of_ranks, world.mesh.devices)
         if not already_local:
             share_random_state(world)
             source = self._narrowed(source)
         self._source = source
+
+    def _of_ranks(self, number: int) -> tuple[int, ...]:
+        mesh = self.world.mesh
+        cut = Sharding(mesh, Layout(mesh.axis_names), (mesh.size,))
+        with events.for_purpose("views of the data"):
+            found = self.world.backend.redistribute(torch.tensor([number]), cut, cut.with_layout(Layout()))
+        return tuple(int(n) for n in found)
 
     def _narrowed(self, source: Any) -> Any:
         if not isinstance(source, torch.utils.data.DataLoader) or source.batch_sampler is None:
@@ -145,10 +155,12 @@ class EpochReader:
             source.dataset, batch_sampler=_OwnRows(source.batch_sampler, self), collate_fn=source.collate_fn
         )
 
-    def took(self, total: int) -> tuple[int, int]:
+    def took(self, indices: list[int]) -> tuple[int, int]:
+        """(start, length) of this rank's rows of a batch of the data's rows."""
+        self._views.check(np.asarray(indices))
         if self._sizes is not None:
-            self._sizes.append(total)
-        return bounds(self.world, self.rank, total)
+            self._sizes.append(len(indices))
+        return bounds(self.world, self.rank, len(indices))
 
     def __iter__(self) -> Iterator[Any]:
         # The source's iterator is made at once, as Keras makes it: it draws a seed when it is.
@@ -175,6 +187,8 @@ class EpochReader:
             yield from self._own_batches(source)
             return
         for batch in source:
+            if self._sizes is None:
+                self._views.check(batch)
             total = self._sizes.pop(0) if self._sizes is not None else row_count(batch)
             self.rows = rows_of(self.world, self.rank, total)
             start, length = bounds(self.world, self.rank, total)
@@ -191,7 +205,7 @@ class _OwnRows(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.batches:
             indices = list(batch)
-            start, length = self.reader.took(len(indices))
+            start, length = self.reader.took(indices)
             # Never an empty list, which collate functions refuse: a row too many is cut off again.
             yield indices[start : start + length] or indices[:1]
 
@@ -254,7 +268,7 @@ def install() -> None:
         already_local = not engine.distribution.strategy.auto_shard_dataset
         if already_local:
             _agree_on_length(engine.world, self.steps_per_epoch or self._num_batches or 0)
-        self._unidist_reader = EpochReader(source, engine.world, already_local)
+        self._unidist_reader = EpochReader(source, engine.world, already_local, self.data_adapter)
         return self._unidist_reader
 
     def __next__(self: Any) -> Any:  # noqa: N807

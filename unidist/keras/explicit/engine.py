@@ -131,7 +131,7 @@ class Engine:
             heads.install_heads(layer, self.rules)
         if self.distribution.strategy.sequence_parallel:
             sequence.give_whole(self.model)
-        if self.world.data_axes and not programs.is_compiled(self.model):
+        if self.world.data_axes:
             self.mixers = mixing.install_regions(self.model)
 
     def _loss_trackers(self) -> list[Any]:
@@ -303,6 +303,19 @@ def engine_of(model: Any) -> Engine | None:
     built_in = next((v._unidist_distribution for v in model.variables if hasattr(v, "_unidist_distribution")), None)
     distribution = built_in or strategies.current()
     return None if distribution is None else engine_for(model, distribution)
+
+
+def prepare_for_loop(model: Any) -> None:
+    """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes."""
+    if "_unidist_engine" in vars(model) or _current.get() is not None or not model.built:
+        return
+    world = _world_of_variables(model)
+    if world is None or world.is_virtual or world.mesh.size == 1:
+        return
+    found = engine_of(model)
+    if found is not None:
+        with found.session():
+            found.prepare()
 
 
 def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:

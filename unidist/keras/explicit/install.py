@@ -6,6 +6,9 @@ import functools
 import inspect
 from typing import Any
 
+import keras
+import torch
+
 from unidist import session
 from unidist.errors import CapabilityError
 from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
@@ -30,6 +33,7 @@ from unidist.keras.explicit import (
     statistics,
 )
 from unidist.keras.explicit.world import rank_world
+from unidist.keras.interception import around
 from unidist.keras.writing import by_one, silence
 
 _installed = False
@@ -63,6 +67,7 @@ def install() -> None:
     generation.install()
     _patch_trainer()
     _patch_layer()
+    _watch_loops()
     _patch_policy()
 
 
@@ -162,6 +167,22 @@ def _making_steps(original: Any, attribute: str, kind: str) -> Any:
             setattr(self, attribute, engine.StepFunction(found, function, kind))
 
     return make
+
+
+def _watch_loops() -> None:
+    """A placed model that is called with gradients, outside of Keras's trainer, is prepared: its gradients are averaged
+    from the first backward on."""
+
+    def watching(original: Any) -> Any:
+        @functools.wraps(original)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if context.frame() is None and torch.is_grad_enabled():
+                engine.prepare_for_loop(self)
+            return original(self, *args, **kwargs)
+
+        return __call__
+
+    around(keras.Model, "__call__", watching)
 
 
 def _patch_layer() -> None:

@@ -17,7 +17,15 @@ from typing import Any
 import keras
 import torch
 
-from unidist.keras.compat import Functional, get_device, get_keras_mask, set_keras_mask
+from unidist.errors import CapabilityError
+from unidist.keras.compat import (
+    Functional,
+    StatelessScope,
+    TorchModuleWrapper,
+    get_device,
+    get_keras_mask,
+    set_keras_mask,
+)
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
@@ -84,7 +92,7 @@ def is_known(layer: Any) -> bool:
     home = type(layer).call.__module__
     if not home.startswith(_KNOWN) or any(f".{name}." in home for name in _MIXTURES):
         return False
-    if isinstance(layer, keras.layers.Lambda):
+    if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)):
         return False
     axis = getattr(layer, "axis", None)
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
@@ -121,7 +129,9 @@ class Mixer:
             return on_locals(frame, original, args, kwargs)
         region = Region(self.name)
         within = frame.region is not None
-        args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, within), value) for value in (args, kwargs))
+        if not within:
+            own = self._constants()
+            args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
         with _inside(frame, region):
             out = original(*args, **kwargs)
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
@@ -130,6 +140,13 @@ class Mixer:
             return out
         told = iter(self._have_rows())
         return mapped(lambda x: _as_local(frame, rows, x, next(told, None)), out)
+
+    def _constants(self) -> set[int]:
+        """ids of the tensors that a graph of Keras's gives to each call."""
+        nodes = getattr(self._subject(), "_inbound_nodes", ())
+        found: list[Any] = []
+        mapped(found.append, [(node.arguments.args, node.arguments.kwargs) for node in nodes])
+        return {id(x) for x in found if isinstance(x, torch.Tensor)}
 
     def _have_rows(self) -> list[bool]:
         """Of each output whether it has a row for each of the batch, where a graph of Keras's says so."""
@@ -144,8 +161,28 @@ def _can_begin(frame: Frame) -> bool:
         and frame.trial is None
         and not frame.wide
         and not frame.gathered_loss
-        and (str(get_device()) != "meta")
+        and frame.inputs is None
+        and str(get_device()) != "meta"
     )
+
+
+def check_program(model: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Calls a model once before it becomes a program, which computes with each shard's own rows alone.
+
+    Raises:
+        CapabilityError: a layer or an operation looks at several rows.
+    """
+    mixers = vars(model)["_unidist_engine"].mixers
+    if not mixers:
+        return
+    with torch.no_grad(), StatelessScope(collect_losses=True):
+        call(*args, **kwargs)
+    found = [mixer.name for mixer in mixers if any(mixer.mixes.values())]
+    if found:
+        raise CapabilityError(
+            f"jit_compile=True: {', '.join(map(repr, found))} of model {model.name!r} looks at several rows of a "
+            "batch, which a program of each shard's rows cannot. Compile the model with jit_compile=False"
+        )
 
 
 def _give_region(layer: Any, name: str) -> Mixer:
@@ -217,9 +254,9 @@ def _inside(frame: Frame, region: Region | None) -> Iterator[None]:
 # tensors --------------------------------------------------------------------------------------------------------------
 
 
-def _as_row_part(frame: Frame, rows: Rows, x: Any, within: bool) -> Any:
+def _as_row_part(frame: Frame, rows: Rows, x: Any, constants: set[int]) -> Any:
     """Outside of a region a tensor with as many rows as this shard has is this shard's part."""
-    if within or isinstance(x, (RowPart, torch.nn.Parameter)) or getattr(x, _ROWLESS, False):
+    if id(x) in constants or isinstance(x, torch.nn.Parameter) or getattr(x, _ROWLESS, False):
         return x
     return RowPart.of(frame, x, rows.total) if _has_as_many(x, rows.local) else x
 

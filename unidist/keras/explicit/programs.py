@@ -19,7 +19,7 @@ import torch
 from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, set_keras_mask, tree
-from unidist.keras.explicit import context
+from unidist.keras.explicit import context, mixing
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.variables import DistributedVariable
 
@@ -62,6 +62,7 @@ def install_programs(model: Any, backend: Any) -> None:
         trained = tuple(v.trainable for v in model.variables)
         key = (frame.rank, torch.is_grad_enabled(), shape.key, seen, trained)
         if key not in programs:
+            mixing.check_program(model, original, args, kwargs)
             programs[key] = Program(model, original, shape)
         return programs[key](frame, tensors)
 

@@ -274,7 +274,11 @@ class Reducer:
     def _hand_out(self) -> None:
         """Waits for the next bucket and makes its sums the gradients."""
         bucket = self.buckets[self._finished]
-        for member, view, had in zip(bucket.members, bucket.finish(), bucket.had, strict=True):
+        views = bucket.finish()
+        if self.frame is None:
+            # A loop of the user's own, whose losses are means of its own rows: as in DistributedDataParallel.
+            torch._foreach_div_(views, float(bucket.group.size))
+        for member, view, had in zip(bucket.members, views, bucket.had, strict=True):
             before = self._kept.pop(id(member.leaf), None)
             if not had and not bool(view.any()):
                 member.target.grad = before

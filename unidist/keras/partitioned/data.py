@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from unidist.keras.lockstep import Meeting, Part
 from unidist.keras.partitioned import layouts, processes
+from unidist.keras.views import Views
 
 Segments = tuple[tuple[int, int], ...]
 
@@ -187,6 +188,23 @@ class LockstepAdapter:
         return _meeting.parts(self._adapter.get_jax_iterator())
 
 
+class SameAdapter:
+    """A Keras data adapter for data that every process reads whole."""
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def get_jax_iterator(self) -> Any:
+        ranks = tuple(_ranks_of(process)[0] for process in range(jax.process_count()))
+        views = Views(self._adapter, processes.of_all, ranks)
+        for batch in self._adapter.get_jax_iterator():
+            views.check(batch)
+            yield batch
+
+
 def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden: Callable[[], Any]) -> Any:
     """Keras's get_data_adapter, which reads the data as in one process; `place` then takes each process's rows.
 
@@ -205,6 +223,8 @@ def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden
         apart = processes.several() and not distribution.auto_shard_dataset
         with hidden(), _meeting.told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
-        return LockstepAdapter(adapter) if apart else adapter
+        if apart:
+            return LockstepAdapter(adapter)
+        return SameAdapter(adapter) if processes.several() else adapter
 
     return get_data_adapter

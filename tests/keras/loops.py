@@ -1,0 +1,45 @@
+"""A loop of the user's own on torch, with this process's rows or with all of them."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import unidist
+from tests.keras.contract import plain, rows
+from tests.keras.jax.programs import Result, fresh, scope, strategy
+
+
+def looped(kind: str | None, before: str, own: bool) -> Result:
+    """Three steps; `before`: what was called before them; `own`: each process has its own half of each batch."""
+    import torch
+
+    fresh()
+    x, y = rows(12)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with scope(strategy(kind)) if before != "parallelize" else scope(None):
+        model = plain()
+    if before == "parallelize" and kind is not None:
+        unidist.parallelize(model, unidist.DataParallel())
+    if before == "predict":
+        model.predict(x, verbose=0)
+    if before == "fit":
+        model.compile("sgd", loss)
+        model.fit(x[:4], y[:4], verbose=0, batch_size=4)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    part = slice(None)
+    if own and kind is not None:
+        half = 2 * unidist.process_index()
+        part = slice(half, half + 2)
+    losses: list[float] = []
+    for start in range(0, 12, 4):
+        batch = x[start : start + 4][part], y[start : start + 4][part]
+        model.zero_grad()
+        value = loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True))
+        value.backward()
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        losses.append(float(value.detach()))
+    weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
+    return {"weights": weights, "losses": losses}

@@ -1,0 +1,26 @@
+"""A loop of one's own on torch means what it means under DistributedDataParallel, whatever was called before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.keras.jax.comparing import same
+from tests.parity.worlds import Alone, Worlds
+
+pytestmark = pytest.mark.processes
+
+RUN = "tests.keras.loops:looped"
+
+
+@pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
+@pytest.mark.parametrize("own", [True, False], ids=["own rows", "the same rows"])
+@pytest.mark.parametrize("before", ["nothing", "predict", "parallelize", "fit"])
+def test_gradients_are_averaged_over_the_processes(
+    before: str, own: bool, setting: str, alone: Alone, worlds: Worlds
+) -> None:
+    wanted = alone.world("torch").call(RUN, None, before, own)[0]
+    found = worlds.get(setting).call(RUN, "dp", before, own)
+    for one in found:
+        same(one, wanted)
+    np.testing.assert_allclose(np.mean([one["losses"] for one in found], 0), wanted["losses"], atol=1e-5)

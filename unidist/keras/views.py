@@ -1,0 +1,75 @@
+"""Views: each process reads the whole data and takes its own rows, so all must read the same.
+
+A digest of the first batches of each epoch, and of one now and then, is compared: a shuffle that has no seed, or a
+generator of the user's own, shows there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unidist.errors import DesyncError
+from unidist.keras.compat import tree
+
+# Batches of an epoch that are compared: so many at its start, then one of so many.
+FIRST, EVERY = 2, 256
+
+
+def digest(batch: Any) -> int:
+    """31 bits of a batch's shapes, dtypes and values.
+
+    Example:
+        >>> import numpy as np
+        >>> digest(np.zeros(3)) == digest(np.zeros(3)), digest(np.zeros(3)) == digest(np.ones(3))
+        (True, False)
+    """
+    found = 0
+    for leaf in tree.flatten(batch):
+        if leaf is None or not hasattr(leaf, "shape"):
+            continue
+        value = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+        found = zlib.crc32(f"{value.dtype}{value.shape}".encode(), found)
+        found = zlib.crc32(np.ascontiguousarray(value).tobytes(), found)
+    return found & 0x7FFFFFFF
+
+
+def _given(source: Any) -> Any:
+    """What the user gave, where Keras has put an adapter around it."""
+    inner = (getattr(source, name, None) for name in ("py_dataset", "_dataset", "_dataloader", "_generator"))
+    return next((x for x in inner if x is not None), source)
+
+
+class Views:
+    """Compares what the processes see of one epoch's data.
+
+    Args:
+        source: what they read, for the error.
+        of_all: every process's number, by place. A collective.
+        ranks: the ranks at these places.
+    """
+
+    def __init__(self, source: Any, of_all: Callable[[int], tuple[int, ...]], ranks: tuple[int, ...]) -> None:
+        self._source = type(_given(source)).__name__
+        self._of_all = of_all
+        self._ranks = ranks
+        self._count = 0
+
+    def check(self, batch: Any) -> None:
+        """Raises DesyncError where the processes came to different batches. A collective, for some batches."""
+        number, self._count = self._count, self._count + 1
+        if number >= FIRST and number % EVERY:
+            return
+        found = self._of_all(digest(batch))
+        apart = [place for place, other in enumerate(found) if other != found[0]]
+        if apart:
+            raise DesyncError(
+                f"batch {number} of {self._source} is not the same on all processes: those at {apart} of {len(found)} "
+                "see another one than the first. Each reads the whole data and takes its rows. Give shuffles and "
+                "generators a seed, or give each process its own part with auto_shard_dataset=False",
+                ranks=tuple(self._ranks[place] for place in apart),
+                collective="views of the data",
+            )
