@@ -33,7 +33,10 @@ TOGETHER = ["clipnorm, schedule, ema", "clipvalue, ema at the end", "global clip
 FEW = [*TOGETHER, "accumulation", "scaled accumulation", "scaled", "overflow"]
 # Each promise at one stage of DTensor. Over Horovod gradients are whole everywhere, and Keras does the rest.
 OPTIMIZERS = [
-    *(("tensorflow-4", "2x2", k % 4, name) for k, name in enumerate([*unless_all(FEW, PROMISES), *OTHERS])),
+    *(
+        ("tensorflow-4", "2x2", k % 4, name)
+        for k, name in enumerate([*unless_all(FEW, PROMISES), *unless_all(OTHERS[3:], OTHERS)])
+    ),
     *(("horovod-2-tensorflow", "dp", 0, name) for name in unless_all((FEW[0], FEW[4]), PROMISES)),
 ]
 
@@ -61,8 +64,11 @@ def test_optimizers(everywhere: Any, setting: str, kind: str, zero: int, name: s
     everywhere((setting, kind, zero), "optimized", name)
 
 
-@pytest.mark.parametrize("where", WHERE, ids=str)
-@pytest.mark.parametrize("name", ["regularized", "covariance", "besides", "lora"])
+# Each at one place; Horovod averages gradients behind Keras's own step, whatever they are of.
+BUILT = [(where, name) for name in ("regularized", "covariance", "besides", "lora") for where in WHERE]
+
+
+@pytest.mark.parametrize(("where", "name"), unless_all([*BUILT[::2], BUILT[5]], BUILT), ids=str)
 def test_models_and_losses(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
     everywhere(where, "built", name)
 
@@ -73,8 +79,10 @@ def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> Non
     everywhere(where, "measured", name)
 
 
-@pytest.mark.parametrize("where", WHERE, ids=str)
-@pytest.mark.parametrize(("policy", "bits"), [("mixed_bfloat16", 8), ("mixed_float16", 11)])
+HALVES = [(where, *half) for where in WHERE for half in (("mixed_bfloat16", 8), ("mixed_float16", 11))]
+
+
+@pytest.mark.parametrize(("where", "policy", "bits"), unless_all(HALVES[:3], HALVES), ids=str)
 def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, int], policy: str, bits: int) -> None:
     setting, kind, zero = where
     alone = expected("mixed", *ALONE, policy)
@@ -143,8 +151,10 @@ def test_batch_statistics_that_are_asked_for_of_all_replicas(everywhere: Any, wh
     everywhere(where, "built_in_float64", "synchronized")
 
 
-@pytest.mark.parametrize("where", [("tensorflow-4", "2x2", 1), *EVERYWHERE[1:]], ids=str)
-@pytest.mark.parametrize("how", ["trackers", "two optimizers"])
+STEPS = [(w, how) for w in (("tensorflow-4", "2x2", 1), *EVERYWHERE[1:]) for how in ("trackers", "two optimizers")]
+
+
+@pytest.mark.parametrize(("where", "how"), unless_all([STEPS[1], STEPS[2], STEPS[5]], STEPS), ids=str)
 def test_documented_steps_of_the_users_own(worlds: Worlds, alone: Alone, where: tuple[str, str, int], how: str) -> None:
     setting, kind, zero = where
     wanted = alone.world("tensorflow").call("tests.parity.steps:run", how, *ALONE)[0]

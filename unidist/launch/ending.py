@@ -63,13 +63,25 @@ def end(
         time.sleep(0.02)
 
 
-def kill_rest(pid: int) -> None:
-    """Kills all other processes of the innermost run that process `pid`, this one, belongs to."""
+def kill_rest(pid: int, lifeline: str) -> None:
+    """Kills all other processes of the innermost run that process `pid`, this one, belongs to.
+
+    Those that were started with the variable `lifeline`, and do the same, come last: two that killed each other first
+    would leave the others alive.
+    """
     if run_id := os.environ.get(MARK, "").rpartition(",")[2]:
-        for other in marked(run_id):
+        for other in sorted(marked(run_id), key=lambda other: _was_given(other, lifeline)):
             if other != pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(other, signal.SIGKILL)
+
+
+def _was_given(pid: int, variable: str) -> bool:
+    try:
+        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(v.startswith(f"{variable}=".encode()) for v in variables)
 
 
 def _send(run_id: str, groups: Iterable[int], number: signal.Signals) -> None:

@@ -60,7 +60,7 @@ def _end_with(lifeline: int) -> None:
         return
     # By path, and only now: a process needs it once. All others of the run go first, those in other sessions too.
     with contextlib.suppress(Exception):
-        runpy.run_path(os.path.join(os.path.dirname(__file__), "ending.py"))["kill_rest"](os.getpid())
+        runpy.run_path(os.path.join(os.path.dirname(__file__), "ending.py"))["kill_rest"](os.getpid(), LIFELINE)
     with contextlib.suppress(OSError):
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
