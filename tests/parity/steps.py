@@ -95,7 +95,7 @@ def run(how: str, kind: str | None, zero: int) -> Result:
             model.compile(contract._adam(), contract._adam())
     history = model.fit(x, y, batch_size=contract.BATCH, epochs=2, shuffle=False, verbose=0).history
     if how == "trackers":
-        evaluated = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+        evaluated = model.evaluate(x, y, batch_size=contract.EVALUATED, verbose=0, return_dict=True)
         return {"history": history, "evaluate": evaluated, **told(model)}
     # Over DTensor the model's own optimizer has slots for what the other one updates, too.
     return {"history": history, **told(model), "slots": []}
