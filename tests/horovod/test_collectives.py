@@ -435,7 +435,9 @@ def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
     limit = 2.0 if how == "stalls" else 60.0
-    with ProcessWorld(2, setup=join_tensorflow, env=WITH_TENSORFLOW, preload=preloaded.TENSORFLOW) as processes:
+    with ProcessWorld(
+        2, setup=join_tensorflow, env={**WITH_TENSORFLOW, "KERAS_BACKEND": "tensorflow"}, preload=preloaded.TENSORFLOW
+    ) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
         outcomes = processes.outcomes(lose_over_tensorflow, how, limit)

@@ -15,6 +15,8 @@ from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
 
+# Whichever Keras the tests before have run on.
+ON_TENSORFLOW = {**WITH_TENSORFLOW, "KERAS_BACKEND": "tensorflow"}
 # What four processes show for groups of two and of all.
 OF_FOUR = frozenset(
     [
@@ -110,7 +112,7 @@ class TestTwoProcessesOfTensorFlow(ConformanceSuite):
     processes = 2
     left_out = unless_all(OF_FOUR, frozenset())
     preload = preloaded.TENSORFLOW
-    env: ClassVar = WITH_TENSORFLOW
+    env: ClassVar = ON_TENSORFLOW
 
 
 class TestFourProcessesOfTensorFlow(ConformanceSuite):
@@ -118,5 +120,5 @@ class TestFourProcessesOfTensorFlow(ConformanceSuite):
     world = f"{__name__}:tensorflow_world_of_four"
     processes = 4
     preload = preloaded.TENSORFLOW
-    env: ClassVar = WITH_TENSORFLOW
+    env: ClassVar = ON_TENSORFLOW
     timeout = 200.0

@@ -26,6 +26,9 @@ from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
 from unidist.testing.processes import ProcessWorld, free_port
 
+# Whichever Keras the tests before have run on.
+ON_TENSORFLOW = {**WITH_TENSORFLOW, "KERAS_BACKEND": "tensorflow"}
+
 
 def _world(backend: Any, layout_pairs: int) -> World:
     import tensorflow as tf
@@ -61,7 +64,7 @@ class TestEightDevices(ConformanceSuite):
     processes = 1
     preload = preloaded.TENSORFLOW
     launcher = None
-    env = WITH_TENSORFLOW
+    env = ON_TENSORFLOW
     timeout = 280.0
 
 
@@ -72,7 +75,7 @@ class TestTwoProcesses(ConformanceSuite):
     world = f"{__name__}:two_devices_each"
     processes = 2
     preload = preloaded.TENSORFLOW
-    env = WITH_TENSORFLOW
+    env = ON_TENSORFLOW
     timeout = 280.0
 
 
@@ -98,7 +101,7 @@ def meets_among_strangers() -> list[list[str]]:
 
 
 def test_strangers_are_not_met() -> None:
-    with ProcessWorld(1, launcher=None, env=WITH_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW) as world:
+    with ProcessWorld(1, launcher=None, env=ON_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW) as world:
         ((first, second),) = world.call(meets_among_strangers)
     assert first == second
     assert [job.startswith("127.0.0.1:") and job != "127.0.0.1:1" for job in first] == [True, True]
@@ -121,7 +124,7 @@ def late_for(seconds: float) -> str:
 
 def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
     with ProcessWorld(
-        2, setup=join_for_seconds, setup_args=(1.0,), env=WITH_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW
+        2, setup=join_for_seconds, setup_args=(1.0,), env=ON_TENSORFLOW, timeout=60, preload=preloaded.TENSORFLOW
     ) as world:
         outcome = world.outcomes(late_for, 1.0)[0]
     assert outcome.failure is None, outcome.failure

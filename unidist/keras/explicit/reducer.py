@@ -186,6 +186,7 @@ class Reducer:
         self._next = 0
         self._finished = 0
         self._running = False
+        self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
         self._hooks: list[Any] = []
         self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
         self.launched_early = 0
@@ -238,6 +239,7 @@ class Reducer:
         if self._running:
             return
         self._running = True
+        self._is_own_loop = self.frame is None
         self.launched_early = 0
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if not self.is_paused and not self.is_holding:
@@ -275,7 +277,7 @@ class Reducer:
         """Waits for the next bucket and makes its sums the gradients."""
         bucket = self.buckets[self._finished]
         views = bucket.finish()
-        if self.frame is None:
+        if self._is_own_loop:
             # A loop of the user's own, whose losses are means of its own rows: as in DistributedDataParallel.
             torch._foreach_div_(views, float(bucket.group.size))
         for member, view, had in zip(bucket.members, views, bucket.had, strict=True):
@@ -296,6 +298,7 @@ class Reducer:
             frame.backward_done = True
         if not self.is_paused:
             self.reduce()
+        self._is_own_loop = False
         if self.buckets and frame is not None and frame.rows is not None and not frame.exact_loss:
             raise CapabilityError(
                 "train_step computed its loss by itself, from this rank's rows alone, so its gradient is not that "
