@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from unidist.keras.compat import legacy_h5_format, saving_lib
+from unidist.keras.compat import file_utils, legacy_h5_format, saving_lib
 from unidist.keras.interception import around
 
 # Of the longest first: Keras tells formats by them.
 _SUFFIXES = (".weights.h5", ".keras", ".h5", ".hdf5")
-_savers: set[str] = set()
+_installed = False
 
 
 @contextlib.contextmanager
@@ -63,15 +63,16 @@ def _to_the_disk(path: Path) -> None:
 def install() -> None:
     """Patches Keras's three writers of models, once. Folders, remote paths and weights in several files are written as
     Keras writes them."""
-    if _savers:
+    global _installed
+    if _installed:
         return
+    _installed = True
     for owner, name in (
         (saving_lib, "save_model"),
         (saving_lib, "save_weights_only"),
         (legacy_h5_format, "save_model_to_hdf5"),
     ):
         around(owner, name, _whole_or_not)
-        _savers.add(name)
 
 
 def _whole_or_not(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +91,7 @@ def _one_local_file(filepath: Any) -> Path | None:
     if not isinstance(filepath, (str, os.PathLike)):
         return None
     text = os.fspath(filepath)
-    is_file = isinstance(text, str) and "://" not in text and not text.startswith("/cns/") and text.endswith(_SUFFIXES)
+    is_file = isinstance(text, str) and not file_utils.is_remote_path(text) and text.endswith(_SUFFIXES)
     place = Path(text) if is_file else None
     return place if place is not None and place.parent.is_dir() and not place.is_dir() else None
 

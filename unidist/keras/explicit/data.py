@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from unidist import events
-from unidist.algebra import Layout, Mesh, Sharding
+from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras import seeds
@@ -81,10 +81,14 @@ def _agreed_rows(world: RankWorld, local: int) -> Rows:
 
 def _of_shards(world: RankWorld, number: int) -> list[int]:
     """Every data shard's number, in order. A collective."""
-    shards = world.mesh.axis_size(world.data_axes)
-    sharding = Sharding(world.mesh, Layout(world.data_axes), (shards,))
-    with events.for_purpose("batch sizes"):
-        found = world.backend.redistribute(torch.tensor([number]), sharding, sharding.with_layout(Layout()))
+    return _of_places(world, world.data_axes, number, "batch sizes")
+
+
+def _of_places(world: RankWorld, axes: Axes, number: int, purpose: str) -> list[int]:
+    """The number of every place along the axes, in order. A collective."""
+    cut = Sharding(world.mesh, Layout(axes), (world.mesh.axis_size(axes),))
+    with events.for_purpose(purpose):
+        found = world.backend.redistribute(torch.tensor([number]), cut, cut.with_layout(Layout()))
     return [int(n) for n in found]
 
 
@@ -139,11 +143,7 @@ class EpochReader:
         self._source = source
 
     def _of_ranks(self, number: int) -> tuple[int, ...]:
-        mesh = self.world.mesh
-        cut = Sharding(mesh, Layout(mesh.axis_names), (mesh.size,))
-        with events.for_purpose("views of the data"):
-            found = self.world.backend.redistribute(torch.tensor([number]), cut, cut.with_layout(Layout()))
-        return tuple(int(n) for n in found)
+        return tuple(_of_places(self.world, self.world.mesh.axis_names, number, "views of the data"))
 
     def _narrowed(self, source: Any) -> Any:
         if not isinstance(source, torch.utils.data.DataLoader) or source.batch_sampler is None:

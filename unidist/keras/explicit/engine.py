@@ -15,6 +15,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
 from unidist.keras.explicit import context, data, heads, metrics, mixing, pairs, placing, programs, rules, sequence
+from unidist.keras.explicit.calls import Call, around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
@@ -23,6 +24,8 @@ from unidist.keras.strategy import UnidistDistribution
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
 PROBE_ROWS = 2
+# Of a model that was called with gradients: whether it is distributed was looked up.
+_SEEN = "_unidist_seen"
 
 
 def current_engine() -> Engine | None:
@@ -307,8 +310,11 @@ def engine_of(model: Any) -> Engine | None:
 
 def prepare_for_loop(model: Any) -> None:
     """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes."""
-    if "_unidist_engine" in vars(model) or _current.get() is not None or not model.built:
+    held = vars(model)
+    if "_unidist_engine" in held or held.get(_SEEN) or _current.get() is not None or not model.built:
         return
+    # Looked through once: a built model's variables stay where they are, or it gets an engine.
+    object.__setattr__(model, _SEEN, True)
     world = _world_of_variables(model)
     if world is None or world.is_virtual or world.mesh.size == 1:
         return
@@ -346,14 +352,11 @@ def _few_rows(x: Any) -> Any:
 def _distinct_seeds(layer: Any, row: rules.Rule) -> None:
     """Random numbers on activations that are sharded differ along the axes that cut them, while the row's pair is in
     use."""
-    original = layer.call
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None or frame.rows is None or not row.is_paired(frame):
+    def inside(frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
+        if frame.rows is None or not row.is_paired(frame):
             return original(*args, **kwargs)
         with frame.seeds_at(frame.world.seed_place(frame.rank, row.axes)):
             return original(*args, **kwargs)
 
-    object.__setattr__(layer, "call", call)
+    around_call(layer, inside)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.keras.compat import INSIDE, Mean, Trainer, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.compat import Mean, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
+from unidist.keras.explicit.mixing import is_of_keras
 from unidist.keras.explicit.variables import DistributedVariable
 
 _originals: dict[str, Any] = {}
@@ -101,10 +102,8 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
 
 def _counts_its_own_way(metric: Any) -> bool:
     """Whether its state may be another thing than a sum over rows, as those of Keras's own metrics are."""
-    if not type(metric).update_state.__module__.startswith(INSIDE):
-        return True
     function = getattr(metric, "_fn", None)
-    return function is not None and not getattr(function, "__module__", "").startswith(INSIDE)
+    return not is_of_keras(type(metric).update_state) or not (function is None or is_of_keras(function))
 
 
 def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:

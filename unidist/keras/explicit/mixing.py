@@ -8,9 +8,8 @@ at other rows. If not, it too is called with this shard's rows from then on.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from unidist.errors import CapabilityError
 from unidist.keras.compat import (
+    INSIDE,
     Functional,
     StatelessScope,
     TorchModuleWrapper,
@@ -26,12 +26,11 @@ from unidist.keras.compat import (
     get_keras_mask,
     set_keras_mask,
 )
-from unidist.keras.explicit import context
+from unidist.keras.explicit.calls import Call, around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
 from unidist.keras.explicit.rowparts import RowPart, own_rows
 
-_KNOWN = ("keras.", "keras_hub.")
 # Whose routing loss is of all tokens.
 _MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
 # Losses of all rows at once.
@@ -87,10 +86,17 @@ def _operations(layer: Any) -> Iterator[Any]:
             yield op
 
 
+def is_of_keras(thing: Any) -> bool:
+    """Whether a function or a class is defined in Keras itself."""
+    return str(getattr(thing, "__module__", "")).startswith(INSIDE)
+
+
 def is_known(layer: Any) -> bool:
     """Whether a layer is known to treat each row alone (or, as BatchNormalization, to ask for the others itself)."""
     home = type(layer).call.__module__
-    if not home.startswith(_KNOWN) or any(f".{name}." in home for name in _MIXTURES):
+    if not (is_of_keras(type(layer).call) or home.startswith("keras_hub.")) or any(
+        f".{name}." in home for name in _MIXTURES
+    ):
         return False
     if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)):
         return False
@@ -118,10 +124,10 @@ class Mixer:
             return "given the rows of all shards: it looks at several"
         return "called with each shard's own rows: it treats each alone" if self.mixes else "not called yet"
 
-    def call(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        frame = context.frame()
-        rows = frame.rows if frame is not None else None
-        if frame is None or rows is None or not _can_begin(frame):
+    def call(self, frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
+        """The subject's call."""
+        rows = frame.rows
+        if rows is None or not _can_begin(frame):
             return original(*args, **kwargs)
         key = frame.rank, torch.is_grad_enabled(), kwargs.get("training")
         # What backward computes again is computed as it was: the step that has found it out goes on in the old way.
@@ -166,7 +172,7 @@ def _can_begin(frame: Frame) -> bool:
     )
 
 
-def check_program(model: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:
     """Calls a model once before it becomes a program, which computes with each shard's own rows alone.
 
     Raises:
@@ -189,13 +195,8 @@ def _give_region(layer: Any, name: str) -> Mixer:
     known: Mixer | None = vars(layer).get("_unidist_mixer")
     if known is not None:
         return known
-    mixer, original = Mixer(layer, name), layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return mixer.call(original, args, kwargs)
-
-    object.__setattr__(layer, "call", call)
+    mixer = Mixer(layer, name)
+    around_call(layer, mixer.call)
     object.__setattr__(layer, "_unidist_mixer", mixer)
     return mixer
 
@@ -205,16 +206,7 @@ def _leave_regions(layer: Any) -> None:
     if vars(layer).get("_unidist_mixer") is not None:
         return
     original = layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None or frame.rows is None or frame.region is None:
-            return original(*args, **kwargs)
-        return on_locals(frame, original, args, kwargs)
-
-    call._unidist_original = original  # type: ignore[attr-defined]
-    object.__setattr__(layer, "call", call)
+    around_call(layer, on_locals)._unidist_original = original  # type: ignore[attr-defined]
     object.__setattr__(layer, "_unidist_mixer", False)
 
 
@@ -223,10 +215,10 @@ def without_region(call: Any) -> Any:
     return getattr(call, "_unidist_original", None)
 
 
-def on_locals(frame: Frame, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
     """A call with this shard's rows of what has rows, outside of the region; its results have rows again."""
-    if frame.rows is None:
-        raise RuntimeError("a region without a batch")
+    if frame.region is None or frame.rows is None:
+        return call(*args, **kwargs)  # there are no RowParts
     with _inside(frame, None):
         out = call(*_locals(args), **_locals(kwargs))
     if not are_row_parts(args, kwargs):
@@ -295,12 +287,11 @@ def _has_as_many(x: Any, rows: int) -> bool:
 
 def is_known_loss(loss: Any) -> bool:
     """Whether a loss is one of Keras's that give a number for each row, of that row alone."""
-    if not type(loss).call.__module__.startswith("keras."):
-        return False
     function = getattr(loss, "fn", None)
+    if not is_of_keras(type(loss).call) or not (function is None or is_of_keras(function)):
+        return False
     axis = getattr(loss, "_fn_kwargs", {}).get("axis", -1)
-    known = function is None or getattr(function, "__module__", "").startswith("keras.")
-    return known and axis != 0 and getattr(function, "__name__", "") not in _MIXING_LOSSES
+    return axis != 0 and getattr(function, "__name__", "") not in _MIXING_LOSSES
 
 
 def give_region_to_loss(loss: Any) -> None:

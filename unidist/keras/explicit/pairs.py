@@ -13,7 +13,6 @@ What fails any check is gathered.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from unidist.algebra import Layout, Sharding
 from unidist.errors import UnidistError
 from unidist.keras.compat import StatelessScope, tree
 from unidist.keras.explicit import context
+from unidist.keras.explicit.calls import Call, around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.rules import Rule
 
@@ -111,17 +111,11 @@ def hold(model: Any, pairs: list[Pair]) -> None:
 
 
 def _tell_calls(layer: Any) -> None:
-    original = layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None:
-            return original(*args, **kwargs)
+    def inside(frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
         with frame.calling(layer):
             return original(*args, **kwargs)
 
-    object.__setattr__(layer, "call", call)
+    around_call(layer, inside)
 
 
 def _can_be_paired(rule: Rule) -> bool:

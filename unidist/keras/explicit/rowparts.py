@@ -12,8 +12,9 @@ Source of the method: GSPMD (Xu et al. 2021, arXiv:2105.04663), op by op and wit
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +57,7 @@ class RowPart(Part):
     def whole(self) -> torch.Tensor:
         """The rows of all shards, on every rank: S -> F (all_gather forward, reduce_scatter backward)."""
         if self._part is not None and not self._serves(self._whole):
-            mixing(self.frame)
-            with events.for_purpose(self.frame.region.why if self.frame.region else _WHY):
+            with _looking(self.frame):
                 fan = Layout(fanout=self.frame.world.data_axes)
                 self._whole = self.frame.world.gather_rows(whole(self._part), self.shape[0], fan)
             mask = get_keras_mask(self)
@@ -74,19 +74,16 @@ def own_rows(frame: Frame, x: torch.Tensor) -> torch.Tensor:
     return x[start : start + length]
 
 
-def mixing(frame: Frame) -> None:
-    """Notes that what computes now looks at the rows of other shards."""
+@contextlib.contextmanager
+def _looking(frame: Frame) -> Iterator[None]:
+    """Notes that what computes now looks at the rows of other shards, and what is sent for it."""
     if frame.region is not None:
         frame.region.mixes = True
+    with events.for_purpose(frame.region.why if frame.region else _WHY):
+        yield
 
 
 # functions whose arguments name the whole shape ----------------------------------------------------------------------
-
-
-def _named(*names: str) -> Iterable[Any]:
-    for name in names:
-        homes = (torch.Tensor,) if name.startswith("__") else (torch, torch.Tensor, torch.nn.functional)
-        yield from (found for home in homes if callable(found := getattr(home, name, None)))
 
 
 def _dims(x: Any) -> list[int]:
@@ -187,11 +184,8 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, RowPart) or x.part is None or set(kwargs) - {"dim", "axis", "keepdim", "dtype"}:
         return None
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
-    given = (
-        list(range(x.ndim))
-        if dims is None
-        else [d % x.ndim for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
-    )
+    named = range(x.ndim) if dims is None else dims if isinstance(dims, (tuple, list)) else [dims]
+    given = [d % x.ndim for d in named]
     if 0 not in given or len(args) > 3:
         return None
     keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
@@ -199,9 +193,8 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # As torch does inside a sum of low precision.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     own = torch.sum(whole(x.part), given, keepdim, dtype=wide)
-    mixing(x.frame)
     axes = x.frame.world.data_axes
-    with events.for_purpose(x.frame.region.why if x.frame.region else _WHY):
+    with _looking(x.frame):
         total = move(x.frame, _anchored(own), tuple(own.shape), Layout(partial=axes), Layout(fanout=axes))
     found = total / math.prod(x.shape[d] for d in given) if func in _MEANS else total
     return found if dtype is None else found.to(dtype)
@@ -271,30 +264,32 @@ def _permutes(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return dims[0] % ndim == 0
 
 
-_STACKING = frozenset(_named("stack"))
-_MEANS = frozenset(_named("mean"))
+_STACKING = frozenset(rowwise.named(["stack"]))
+_MEANS = frozenset(rowwise.named(["mean"]))
 _LEAST_DIMS = {
-    **dict.fromkeys(_named("linear"), 2),
-    **dict.fromkeys(_named("conv1d", "max_pool1d", "avg_pool1d"), 3),
-    **dict.fromkeys(_named("conv2d", "max_pool2d", "avg_pool2d"), 4),
-    **dict.fromkeys(_named("conv3d", "max_pool3d", "avg_pool3d"), 5),
+    **dict.fromkeys(rowwise.named(["linear"]), 2),
+    **dict.fromkeys(rowwise.named(["conv1d", "max_pool1d", "avg_pool1d"]), 3),
+    **dict.fromkeys(rowwise.named(["conv2d", "max_pool2d", "avg_pool2d"]), 4),
+    **dict.fromkeys(rowwise.named(["conv3d", "max_pool3d", "avg_pool3d"]), 5),
 }
 _WINDOWS = tuple(f"{kind}{n}d" for n in (1, 2, 3) for kind in ("conv", "max_pool", "avg_pool"))
 _ROWS_FIRST = ("linear", "embedding", "one_hot", *_WINDOWS)
 RowPart.HANDLERS = {
-    **dict.fromkeys(_named("reshape", "view"), _reshaped),
-    **dict.fromkeys(_named("expand", "broadcast_to"), _expanded),
-    **dict.fromkeys(_named("__getitem__"), _indexed),
-    **dict.fromkeys(_named("cat", "concat", "concatenate", "stack"), _joined),
-    **dict.fromkeys(_named("matmul", "mm", "bmm", "__matmul__"), _product),
-    **dict.fromkeys(_named(*_ROWS_FIRST), _of_the_first),
-    **dict.fromkeys(_named("sum", "mean"), _summed),
-    **dict.fromkeys(_named("einsum"), _einsum),
-    **dict.fromkeys(_named("topk"), _last_unless_given(2)),
-    **dict.fromkeys(_named("sort", "argsort", "normalize"), _last_unless_given(1)),
-    **dict.fromkeys(_named("transpose", "swapaxes"), _behind(1, 2)),
-    **dict.fromkeys(_named("unsqueeze"), _behind(1, new=1)),
-    **dict.fromkeys(_named("squeeze", "flatten", "argmax", "argmin", "max", "min", "gather", "unbind"), _behind(1)),
-    **dict.fromkeys(_named("split", "chunk"), _behind(2)),
-    **dict.fromkeys(_named("permute"), _kept(_permutes)),
+    **dict.fromkeys(rowwise.named(["reshape", "view"]), _reshaped),
+    **dict.fromkeys(rowwise.named(["expand", "broadcast_to"]), _expanded),
+    **dict.fromkeys(rowwise.named(["__getitem__"]), _indexed),
+    **dict.fromkeys(rowwise.named(["cat", "concat", "concatenate", "stack"]), _joined),
+    **dict.fromkeys(rowwise.named(["matmul", "mm", "bmm", "__matmul__"]), _product),
+    **dict.fromkeys(rowwise.named(_ROWS_FIRST), _of_the_first),
+    **dict.fromkeys(rowwise.named(["sum", "mean"]), _summed),
+    **dict.fromkeys(rowwise.named(["einsum"]), _einsum),
+    **dict.fromkeys(rowwise.named(["topk"]), _last_unless_given(2)),
+    **dict.fromkeys(rowwise.named(["sort", "argsort", "normalize"]), _last_unless_given(1)),
+    **dict.fromkeys(rowwise.named(["transpose", "swapaxes"]), _behind(1, 2)),
+    **dict.fromkeys(rowwise.named(["unsqueeze"]), _behind(1, new=1)),
+    **dict.fromkeys(
+        rowwise.named(["squeeze", "flatten", "argmax", "argmin", "max", "min", "gather", "unbind"]), _behind(1)
+    ),
+    **dict.fromkeys(rowwise.named(["split", "chunk"]), _behind(2)),
+    **dict.fromkeys(rowwise.named(["permute"]), _kept(_permutes)),
 }

@@ -49,7 +49,7 @@ _IN_PLACE = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "a
 _WRITES = frozenset(["__setitem__", "__set__", "register_hook", "retain_grad", *(f"__i{name}__" for name in _IN_PLACE)])
 
 
-def _named(names: Iterable[str]) -> Iterable[Any]:
+def named(names: Iterable[str]) -> Iterable[Any]:
     """The functions of these names: of torch, as methods, and of torch.nn.functional."""
     for name in names:
         # Every module has an __eq__ of its own.
@@ -95,10 +95,10 @@ def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def table(dim: int) -> dict[Any, Condition]:
     """function -> the condition under which it treats each place of the dim alone."""
     return {
-        **dict.fromkeys(_named(_EACH), _each),
-        **dict.fromkeys(_named(_ALONE), _alone),
-        **dict.fromkeys(_named(_ALONG), functools.partial(_along, dim)),
-        **dict.fromkeys(_named(_NORMALIZING), functools.partial(_normalizing, dim)),
+        **dict.fromkeys(named(_EACH), _each),
+        **dict.fromkeys(named(_ALONE), _alone),
+        **dict.fromkeys(named(_ALONG), functools.partial(_along, dim)),
+        **dict.fromkeys(named(_NORMALIZING), functools.partial(_normalizing, dim)),
         torch.where: _where,
     }
 
@@ -106,7 +106,7 @@ def table(dim: int) -> dict[Any, Condition]:
 OF_THE_SHAPE = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-        *_named(_METHODS),
+        *named(_METHODS),
     ]
 )
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

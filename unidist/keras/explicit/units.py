@@ -11,7 +11,6 @@ that a tensor's memory is taken from under it and given back is FSDP's trick too
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes
-from unidist.keras.explicit import context
+from unidist.keras.explicit.calls import Call, around_call
+from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
 from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.world import RankWorld
@@ -304,22 +304,18 @@ def _merged(layers: Iterable[list[Place]], rank: int) -> list[tuple[Axes, list[C
 
 def use_in_calls(layer: Any, places: list[Place]) -> Callable[[], None]:
     """Keeps the layer's fetched variables in place while it is called. Returns what undoes it."""
-    original = layer.call
+    before = layer.call
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None:
-            return original(*args, **kwargs)
+    def inside(frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for unit in {id(u): u for p in places if (u := p.units.get(frame.rank)) is not None}.values():
                 stack.enter_context(unit.in_use())
             return original(*args, **kwargs)
 
-    object.__setattr__(layer, "call", call)
+    call = around_call(layer, inside)
 
     def undo() -> None:
         if vars(layer).get("call") is call:
-            object.__setattr__(layer, "call", original)
+            object.__setattr__(layer, "call", before)
 
     return undo

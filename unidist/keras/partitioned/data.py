@@ -174,28 +174,29 @@ def _ranks_of(process: int) -> tuple[int, ...]:
 _meeting = Meeting(processes.of_all, _ranks_of)
 
 
-class LockstepAdapter:
-    """A Keras data adapter for data of which each process was given its own rows."""
+class _Around:
+    """A Keras data adapter around another."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
-        self.num_batches = _meeting.batches(adapter.num_batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
+
+
+class LockstepAdapter(_Around):
+    """A Keras data adapter for data of which each process was given its own rows."""
+
+    def __init__(self, adapter: Any) -> None:
+        super().__init__(adapter)
+        self.num_batches = _meeting.batches(adapter.num_batches)
 
     def get_jax_iterator(self) -> Any:
         return _meeting.parts(self._adapter.get_jax_iterator())
 
 
-class SameAdapter:
+class SameAdapter(_Around):
     """A Keras data adapter for data that every process reads whole."""
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
 
     def get_jax_iterator(self) -> Any:
         ranks = tuple(_ranks_of(process)[0] for process in range(jax.process_count()))
