@@ -96,7 +96,8 @@ def measure(python: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="unidist-measured-") as folder:
         told = Path(folder) / "times.json"
         paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(MEASURING)))}
-        code = run(python, *PYTEST, "tests", env={"TIMES": str(told), "MEASURED": folder, **paths})
+        with programs(python) as compiled:
+            code = run(python, *PYTEST, "tests", env={"TIMES": str(told), "MEASURED": folder, **paths, **compiled})
         if told.exists():
             DURATIONS.write_text(summary(json.loads(told.read_text()), Path(folder)))
             say(f"wrote {DURATIONS.relative_to(ROOT)}")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from unidist import events
-from unidist.backends.sim.desync import Call, ranks_text
+from unidist.backends.desync import Call, ranks_text
 from unidist.backends.sim.world import Abort, World, current_rank
 from unidist.errors import CapabilityError, DesyncError, MeshError
 

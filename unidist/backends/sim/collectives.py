@@ -14,8 +14,8 @@ import torch
 
 from unidist.algebra import Axes, Group
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.desync import Call
 from unidist.backends.protocol import dtype_name
-from unidist.backends.sim.desync import Call
 from unidist.backends.sim.world import World
 from unidist.backends.torch.ops import TorchOps
 from unidist.errors import DesyncError

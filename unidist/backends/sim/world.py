@@ -19,8 +19,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from unidist import events
-from unidist.backends.sim import desync
-from unidist.backends.sim.desync import Place
+from unidist.backends import desync
+from unidist.backends.desync import Place
 from unidist.errors import CapabilityError, DesyncError, MeshError
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ Enter = Callable[[int], contextlib.AbstractContextManager[Any]]
 # Virtual memory, touched only as far as it is used. Python's own recursion limit is reached within an eighth of it.
 STACK_BYTES = 4 * 2**20
 _stack_size = threading.Lock()
+_KIND = "virtual "  # of ranks, in messages
 
 
 class _Here(threading.local):
@@ -318,7 +319,7 @@ class _Run:
     def hand_over(self) -> None:
         """Passes the baton to the next rank that can go on. The calling one must then wait for its own, or end."""
         if self.failure is None and self.waiting and not self.ready:
-            self.fail(desync.deadlock(self._waiting_places(), self.ended))
+            self.fail(desync.deadlock(self._waiting_places(), self.ended, kind=_KIND))
         if self.failure is not None and self.waiting:
             self.ready.extend(sorted(self.waiting))
             self.waiting.clear()
@@ -365,7 +366,7 @@ class _Run:
         elif meeting.tag != tag or meeting.purpose != purpose:
             here = self._place(rank, ranks, tag, purpose, ())
             there = [self._place(r, ranks, meeting.tag, meeting.purpose, ()) for r in sorted(meeting.arrived)]
-            self.fail(desync.mismatch(here, there))
+            self.fail(desync.mismatch(here, there, kind=_KIND))
             raise Abort
         return meeting
 

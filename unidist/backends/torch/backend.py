@@ -20,6 +20,7 @@ from unidist.backends.torch.comm import TorchComm
 from unidist.backends.torch.joining import DeviceType, World, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced
+from unidist.backends.torch.watch import Watch, can_watch
 from unidist.backends.torch.wires import Wires
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 
@@ -68,6 +69,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._sent: list[events.Event] = []
         self.ops = TorchOps()
         self._wires = Wires(environment.timeout())
+        self._watch: Watch | None = None
         self.comm = TorchComm(self._wires)  # of the world of one, until another is joined
         self._traced = self.comm
 
@@ -89,7 +91,8 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._world = world
         self.ops = TorchOps(world.device)
         self._wires = Wires(world.timeout)
-        self.comm = TorchComm(self._wires)
+        self._watch = Watch(world.rank, self._wires) if world.size > 1 and can_watch() else None
+        self.comm = TorchComm(self._wires, watch=self._watch)
         self._traced = TorchComm(self._wires, BufferedCollectives(Traced()))
 
     def set_timeout(self, seconds: float) -> None:
@@ -101,6 +104,9 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._moves.clear()
         self._meshes.clear()
         self._numbers.clear()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def shutdown(self) -> None:
         self._forget()

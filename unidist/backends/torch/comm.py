@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.local import Handle
 from unidist.backends.torch.buffers import BufferedCollectives
-from unidist.backends.torch.exchange import DirectCollectives, exchange, scatter
-from unidist.backends.torch.lost import tells, told
+from unidist.backends.torch.calls import Key
+from unidist.backends.torch.exchange import DirectCollectives, compare, exchange, scatter
+from unidist.backends.torch.lost import is_loss, reraise
 from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
 from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, loses_nans, op_for
-from unidist.backends.torch.wires import Wire
-from unidist.errors import LayoutError
+from unidist.backends.torch.watch import Waiting, Watch
+from unidist.backends.torch.wires import Wire, Wires
+from unidist.errors import LayoutError, ProcessLostError, UnidistError
 
 Ways = DirectCollectives | BufferedCollectives[Wire]
+Detail = tuple[str, Hashable]
+Dims = tuple[int, ...]
 
 
 class TorchComm:
@@ -29,44 +34,52 @@ class TorchComm:
 
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.
+        DesyncError: another member came to another collective, shape or dtype, or none can go on (UNIDIST_CHECK in
+            calls.py says how many are compared before they start).
 
     Args:
         wire: finds the process group of a group.
         way: one way for all tensors.
+        watch: of this process; without one, members do not compare what they call.
     """
 
-    def __init__(self, wire: Callable[[Group], Wire], way: Ways | None = None) -> None:
+    def __init__(self, wire: Wires, way: Ways | None = None, watch: Watch | None = None) -> None:
         self.wire = wire
+        self.watch = watch
         self._direct: Ways = way or DirectCollectives()
         self._other: Ways = way or BufferedCollectives(Eager())
 
     def _way(self, x: torch.Tensor, wire: Wire) -> Ways:
-        return self._direct if wire.is_gloo and x.device.type == "cpu" else self._other
+        if wire.is_gloo and x.device.type == "cpu":
+            return self._direct
+        if self.watch is not None:
+            compare(wire)
+        return self._other
 
-    @tells
+    def _call(self, group: Group, op: str, x: torch.Tensor | None, *details: Detail, open_dims: Dims = ()) -> Under:
+        return Under(self, group, op, x, details, open_dims)
+
     def all_reduce(self, x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self.wire(group)
-        return self._way(x, wire).all_reduce(x, wire, op)
+        with self._call(group, "all_reduce", x, ("op", op)) as wire:
+            return self._way(x, wire).all_reduce(x, wire, op)
 
-    @tells
     def all_gather(self, x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self.wire(group)
-        return self._way(x, wire).all_gather(x, wire, dim, sizes)
+        details = ("dim", dim), ("sizes", tuple(sizes))
+        with self._call(group, "all_gather", x, *details, open_dims=(dim,)) as wire:
+            return self._way(x, wire).all_gather(x, wire, dim, sizes)
 
-    @tells
     def reduce_scatter(
         self, x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self.wire(group)
-        return self._way(x, wire).reduce_scatter(x, wire, dim, sizes, op)
+        with self._call(group, "reduce_scatter", x, ("dim", dim), ("sizes", tuple(sizes)), ("op", op)) as wire:
+            return self._way(x, wire).reduce_scatter(x, wire, dim, sizes, op)
 
-    @tells
     def all_to_all(
         self,
         x: torch.Tensor,
@@ -78,28 +91,28 @@ class TorchComm:
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self.wire(group)
-        return self._way(x, wire).all_to_all(x, wire, split, split_sizes, concat, concat_sizes)
+        with self._call(
+            group, "all_to_all", x, ("split", split), ("concat", concat), open_dims=(split, concat)
+        ) as wire:
+            return self._way(x, wire).all_to_all(x, wire, split, split_sizes, concat, concat_sizes)
 
-    @tells
     def broadcast(self, x: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         if group.size == 1:
             return x
-        wire = self.wire(group)
-        return self._way(x, wire).broadcast(x, wire, root)
+        with self._call(group, "broadcast", x, ("root", root)) as wire:
+            return self._way(x, wire).broadcast(x, wire, root)
 
-    @tells
     def permute(self, x: torch.Tensor, group: Group, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
         if group.size == 1:
             return x if pairs else torch.zeros_like(x)
-        wire = self.wire(group)
-        return self._way(x, wire).permute(x, wire, pairs)
+        with self._call(group, "permute", x, ("pairs", pairs)) as wire:
+            return self._way(x, wire).permute(x, wire, pairs)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:
-            wire = self.wire(group)
-            device = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config(wire.pg) else None
-            with told("barrier", group.ranks):
+            with self._call(group, "barrier", None) as wire:
+                compare(wire)
+                device = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config(wire.pg) else None
                 dist.barrier(wire.pg, device_ids=device)
 
     # under way ------------------------------------------------------------------------------------------------
@@ -111,9 +124,10 @@ class TorchComm:
         if loses_nans(op, x.dtype):
             x.copy_(self.all_reduce(x, group, op))
             return Done()
-        wire = self.wire(group)
         values = x.view(torch.uint8) if x.dtype == torch.bool else x.to(REDUCED_AS.get(x.dtype, x.dtype))
-        with told("all_reduce", group.ranks):
+        call = self._call(group, "all_reduce", x, ("op", op), ("inplace", True))
+        with call as wire:
+            compare(wire)
             work = wire.pg.allreduce([values], NATIVE[op_for(op, x.dtype)])
 
         def finish() -> None:
@@ -123,7 +137,7 @@ class TorchComm:
             if op == "mean":
                 x.div_(group.size)
 
-        return Waiting(finish, "all_reduce", group)
+        return InFlight(finish, call)
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> Handle:
         """Starts to reduce `x` (group.size equal parts along dim 0); `out` is this place's part, in rank order.
@@ -135,12 +149,13 @@ class TorchComm:
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        wire = self.wire(group)
-        with told("reduce_scatter", group.ranks):
-            if isinstance(self._way(x, wire), DirectCollectives):
-                return Waiting(scatter(wire, x.chunk(group.size), op, out), "reduce_scatter", group)
+        call = self._call(group, "reduce_scatter", x, ("op", op), ("inplace", True))
+        with call as wire:
+            way = self._way(x, wire)
+            if isinstance(way, DirectCollectives):
+                return InFlight(scatter(wire, x.chunk(group.size), op, out), call)
             if loses_nans(op, x.dtype):
-                out.copy_(self._other.reduce_scatter(x, wire, 0, [out.shape[0]] * group.size, op))
+                out.copy_(way.reduce_scatter(x, wire, 0, [out.shape[0]] * group.size, op))
                 return Done()
             dtype = REDUCED_AS.get(x.dtype, x.dtype)
             part = torch.empty_like(out, dtype=dtype)
@@ -150,7 +165,7 @@ class TorchComm:
             _wait(work)
             out.copy_(part / group.size if op == "mean" else part)
 
-        return Waiting(finish, "reduce_scatter", group)
+        return InFlight(finish, call)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Handle:
         """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`.
@@ -162,16 +177,82 @@ class TorchComm:
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        wire = self.wire(group)
-        with told("all_gather", group.ranks):
+        call = self._call(group, "all_gather", x, ("inplace", True))
+        with call as wire:
             if isinstance(self._way(x, wire), DirectCollectives):
                 parts = out.chunk(group.size)
                 finish = exchange(wire, [x] * group.size, parts)
                 if parts[wire.index].data_ptr() != x.data_ptr():
                     parts[wire.index].copy_(x)
-                return Waiting(finish, "all_gather", group)
+                return InFlight(finish, call)
             work = all_gather_single(_bytes(out), _bytes(x), group=wire.pg, async_op=True)
-        return Waiting(lambda: _wait(work), "all_gather", group)
+        return InFlight(lambda: _wait(work), call)
+
+
+class Under:
+    """A call of this process: entered, it is begun and watched, and gives its wire.
+
+    What is raised inside because a peer is gone, or came to something else, is a ProcessLostError or a DesyncError. It
+    may be entered again, to wait for the end.
+    """
+
+    __slots__ = ("_comm", "_details", "_dims", "_group", "_op", "_waiting", "_wire", "_x")
+
+    def __init__(
+        self, comm: TorchComm, group: Group, op: str, x: torch.Tensor | None, details: tuple[Detail, ...], dims: Dims
+    ) -> None:
+        self._comm, self._group, self._op, self._x = comm, group, op, x
+        self._details, self._dims = details, dims
+        self._wire: Wire | None = None
+        self._waiting: Waiting | None = None
+
+    def __enter__(self) -> Wire:
+        watch, wire = self._comm.watch, self._wire
+        if wire is None:
+            wire = self._wire = self._begun(watch)
+            self._x = None
+        if watch is not None and self._waiting is not None:
+            watch.waiting[get_ident()] = self._waiting
+        return wire
+
+    def _begun(self, watch: Watch | None) -> Wire:
+        if watch is None:
+            return self._comm.wire(self._group)
+        key = self._key()
+        wire = self._comm.wire(self._group, lambda: watch.meet(self._group, key))
+        wire.calls.begin(key)
+        self._waiting = Waiting(self._group, wire.calls.number, key, wire)
+        return wire
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        watch = self._comm.watch
+        if watch is not None:
+            watch.waiting.pop(get_ident(), None)
+        if isinstance(error, RuntimeError):
+            self._tell(error, watch)
+
+    def _tell(self, error: RuntimeError, watch: Watch | None) -> None:
+        ranks = self._group.ranks
+        if watch is None or self._waiting is None or isinstance(error, UnidistError) or not is_loss(error):
+            reraise(error, self._op, ranks)
+        found = watch.explained(ranks)
+        if found is not None:
+            watch.failed(found, self._waiting)
+            raise found from error
+        try:
+            reraise(error, self._op, ranks)
+        except ProcessLostError as lost:
+            watch.failed(lost, self._waiting)
+            raise
+
+    def _key(self) -> Key:
+        if self._x is None:
+            return (self._op, None, None, *self._details)
+        shape: Sequence[int | None] = self._x.shape
+        if self._dims:
+            free = {dim % self._x.dim() for dim in self._dims}
+            shape = tuple(None if dim in free else n for dim, n in enumerate(shape))
+        return (self._op, shape, self._x.dtype, *self._details)
 
 
 class Done:
@@ -181,17 +262,17 @@ class Done:
         """The result is there."""
 
 
-class Waiting:
+class InFlight:
     """A collective under way; `wait` may be called more than once."""
 
-    def __init__(self, finish: Callable[[], object], what: str, group: Group) -> None:
+    def __init__(self, finish: Callable[[], object], call: Under) -> None:
         self._finish: Callable[[], object] | None = finish
-        self._what, self._group = what, group
+        self._call = call
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None
         if finish is not None:
-            with told(self._what, self._group.ranks):
+            with self._call:
                 finish()
 
 

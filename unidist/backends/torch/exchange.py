@@ -39,6 +39,7 @@ class DirectCollectives:
         if loses_nans(op, x.dtype):
             return all_reduce_in_parts(own, self, wire, op)
         out = own.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True)
+        compare(wire)
         wire.pg.allreduce([out], NATIVE[op_for(op, x.dtype)]).wait()
         out = out.to(x.dtype)
         return out.div_(wire.size) if op == "mean" else out
@@ -88,6 +89,7 @@ class DirectCollectives:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
         bits = out.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else out
+        compare(wire)
         wire.pg.broadcast(bits, root).wait()
         return out
 
@@ -115,7 +117,7 @@ def exchange(
     Contiguous tensors; None and empty ones are no message. The own place is left alone. `sent` must stay as it is
     until the wait.
     """
-    me, n, pg, tag = wire.index, wire.size, wire.pg, next(wire.tags)
+    me, n, pg, tag = wire.index, wire.size, wire.pg, wire.calls.tag()
     works: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until its message is through
     for step in range(1, n):
         place = (me - step) % n
@@ -134,6 +136,17 @@ def exchange(
             work.wait(*((wire.limit(),) if tensor.device.type == "cpu" else ()))
 
     return finish
+
+
+def compare(wire: Wire) -> None:
+    """Returns when the neighbours in the ring have come to the same call. Who came to another one goes no further, and
+    the watch says why: a transport's own collective would end the process, or give numbers of the wrong call."""
+    if wire.is_gloo and wire.calls.is_fresh:
+        sent: list[torch.Tensor | None] = [None] * wire.size
+        received = list(sent)
+        sent[(wire.index + 1) % wire.size] = torch.zeros(1, dtype=torch.uint8)
+        received[(wire.index - 1) % wire.size] = torch.empty(1, dtype=torch.uint8)
+        exchange(wire, sent, received)()
 
 
 def scatter(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import Callable, Iterator
-from typing import NoReturn, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from unidist.errors import ProcessLostError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # gloo raises plain RuntimeErrors: only their words tell a lost peer from a mistake in the arguments.
 _WORDS = re.compile(
@@ -37,21 +33,6 @@ def told(what: str, ranks: tuple[int, ...]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reraise(error, what, ranks)
-
-
-def tells(method: Callable[P, T]) -> Callable[P, T]:
-    """`told` around a collective method(self, x, group, ...), without a context manager's cost."""
-    what = method.__name__
-
-    @functools.wraps(method)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except RuntimeError as error:
-            group = kwargs.get("group", args[2] if len(args) > 2 else None)
-            reraise(error, what, getattr(group, "ranks", ()))
-
-    return telling
 
 
 def reraise(error: RuntimeError, what: str, ranks: tuple[int, ...]) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unidist.algebra import Group
+from unidist.backends.torch.calls import Calls
 from unidist.backends.torch.lost import told
 
 
@@ -27,7 +27,7 @@ class Wire:
         index: this process's place.
         is_gloo: whether CPU tensors go over gloo.
         limit: how long a message waits now.
-        tags: numbers for the exchanges on this wire; every member draws the same ones.
+        calls: the calls on this wire, which every member numbers alike.
     """
 
     pg: dist.ProcessGroup
@@ -36,7 +36,7 @@ class Wire:
     index: int
     is_gloo: bool
     limit: Callable[[], timedelta]
-    tags: Iterator[int] = field(default_factory=lambda: itertools.cycle(range(1 << 10, 1 << 20)))
+    calls: Calls = field(default_factory=Calls)
 
     @property
     def size(self) -> int:
@@ -65,26 +65,36 @@ class Wires:
         self._wires: dict[tuple[int, ...], Wire] = {}
         self._lock = threading.Lock()
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective waits for its members."""
+        return self._timeout.total_seconds()
+
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait, over groups that are made already too."""
         self._timeout = timedelta(seconds=seconds)
         for wire in self._wires.values():
             c10d._set_pg_timeout(self._timeout, wire.pg)
 
-    def __call__(self, group: Group) -> Wire:
+    def __iter__(self) -> Iterator[Wire]:
+        """Those made so far."""
+        return iter(tuple(self._wires.values()))
+
+    def __call__(self, group: Group, meet: Callable[[], None] = lambda: None) -> Wire:
+        """The wire of a group. `meet` is called before a new process group is made: the others may not come."""
         wire = self._wires.get(group.ranks)
         if wire is None:
             with self._lock:  # a gradient's thread may come here too
                 wire = self._wires.get(group.ranks)
                 if wire is None:
-                    wire = self._wires[group.ranks] = self._make(group)
+                    wire = self._wires[group.ranks] = self._make(group, meet)
         return wire
 
-    def _make(self, group: Group) -> Wire:
+    def _make(self, group: Group, meet: Callable[[], None]) -> Wire:
         if group.ranks == tuple(range(dist.get_world_size())):
             pg = c10d._get_default_group()
         else:
-            pg = self._found(group.ranks) or self._new(group)
+            pg = self._found(group.ranks) or self._new(group, meet)
         kind = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
         return Wire(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo", lambda: self._timeout)
 
@@ -93,7 +103,8 @@ class Wires:
         name = _name(ranks)
         return next((pg for pg, other in c10d._world.pg_names.items() if other == name), None)
 
-    def _new(self, group: Group) -> dist.ProcessGroup:
+    def _new(self, group: Group, meet: Callable[[], None]) -> dist.ProcessGroup:
+        meet()
         default = c10d._get_default_group()
         backend, store = dist.get_backend_config(default), c10d._world.pg_map[default][1]
         pg: dist.ProcessGroup

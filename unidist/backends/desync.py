@@ -1,4 +1,4 @@
-"""What virtual ranks are told when they disagree: who waits where, for whom and what for."""
+"""What ranks are told when they disagree: who waits where, for whom and what for."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class Place:
         purpose: what it is for: a variable's path, "gradient"...
         missing: the ranks of the group that have not come.
         line: the line of the program that called, or "".
+        op: the collective's name, where the tag is no Call.
     """
 
     rank: int
@@ -61,10 +62,11 @@ class Place:
     purpose: str
     missing: tuple[int, ...]
     line: str
+    op: str = ""
 
     @property
     def collective(self) -> str:
-        return self.tag.op if isinstance(self.tag, Call) else str(self.tag)
+        return self.tag.op if isinstance(self.tag, Call) else self.op or str(self.tag)
 
     def __str__(self) -> str:
         text = f"{self.tag} in the group of {ranks_text(self.group)}"
@@ -73,10 +75,10 @@ class Place:
         return f"{text} at {self.line}" if self.line else text
 
 
-def deadlock(places: Sequence[Place], ended: Iterable[int]) -> DesyncError:
-    """Nobody can go on: these ranks wait, those have ended."""
+def deadlock(places: Sequence[Place], ended: Iterable[int] = (), *, kind: str = "") -> DesyncError:
+    """Nobody can go on: these ranks wait, those have ended. `kind` is a word before "ranks"."""
     gone = sorted(ended)
-    lines = ["the virtual ranks are stuck, for none of them can go on:"]
+    lines = [f"the {kind}ranks are stuck, for none of them can go on:"]
     for text, ranks in _alike(places):
         lines.append(f"  {ranks_text(ranks)} {_s('wait', ranks)} in {text}")
     if gone:
@@ -86,9 +88,9 @@ def deadlock(places: Sequence[Place], ended: Iterable[int]) -> DesyncError:
     return _error([*lines, ADVICE], concerned, first)
 
 
-def mismatch(here: Place, there: Sequence[Place]) -> DesyncError:
-    """A rank came to a group with another call than those that wait there."""
-    lines = [f"the virtual ranks {ranks_text(here.group).removeprefix('ranks ')} disagree on a collective:"]
+def mismatch(here: Place, there: Sequence[Place], *, kind: str = "") -> DesyncError:
+    """A rank came to a group with another call than those that wait there. `kind` is a word before "ranks"."""
+    lines = [f"the {kind}ranks {ranks_text(here.group).removeprefix('ranks ')} disagree on a collective:"]
     for text, ranks in _alike((*there, here)):
         lines.append(f"  {ranks_text(ranks)} {_s('call', ranks)} {text}")
     return _error([*lines, ADVICE], {here.rank, *(place.rank for place in there)}, there[0], here)

@@ -1,0 +1,212 @@
+"""Ranks that disagree on torch, in real processes: a DesyncError on all of them, soon, and never numbers of another call."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import unidist
+from tests import preloaded
+from unidist.algebra import Group, Mesh
+from unidist.backends.torch.backend import TorchBackend
+from unidist.backends.torch.exchange import SMALL
+from unidist.errors import CapabilityError, DesyncError, ProcessLostError
+from unidist.testing.processes import ProcessWorld
+
+SOON = 15.0  # seconds, of a timeout of 60
+STAY = 6.0  # for how long a rank that lost another is still there
+LARGE = SMALL  # elements: more bytes than go by direct messages
+
+
+def join() -> None:
+    unidist.use("torch")
+    unidist.initialize(timeout=60)
+
+
+def backend() -> TorchBackend:
+    return unidist.backend()  # type: ignore[return-value]
+
+
+def group_of(ranks: list[int]) -> Group:
+    return Mesh({"x": -1}, ranks).group("x", backend().rank)
+
+
+def ones(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(count, dtype=dtype)
+
+
+Call = Callable[[Any, Group], Any]
+
+# What rank 0 calls, what the others call, and words of the error.
+APART: dict[str, tuple[Call, Call, list[str]]] = {
+    "shapes": (
+        lambda c, g: c.all_reduce(ones(3), g, "sum"),
+        lambda c, g: c.all_reduce(ones(4), g, "sum"),
+        ["all_reduce(op=sum) of float32 (3,)", "all_reduce(op=sum) of float32 (4,)"],
+    ),
+    "large shapes": (
+        lambda c, g: c.all_reduce(ones(LARGE), g, "sum"),
+        lambda c, g: c.all_reduce(ones(LARGE + 1), g, "sum"),
+        [f"({LARGE},)", f"({LARGE + 1},)"],
+    ),
+    "dtypes": (
+        lambda c, g: c.all_reduce(ones(3), g, "sum"),
+        lambda c, g: c.all_reduce(ones(3, torch.int32), g, "sum"),
+        ["of float32 (3,)", "of int32 (3,)"],
+    ),
+    "reductions": (
+        lambda c, g: c.all_reduce(ones(LARGE), g, "sum"),
+        lambda c, g: c.all_reduce(ones(LARGE), g, "prod"),
+        ["op=sum", "op=prod"],
+    ),
+    "roots": (lambda c, g: c.broadcast(ones(3), g, 0), lambda c, g: c.broadcast(ones(3), g, 1), ["root=0", "root=1"]),
+    "collectives": (
+        lambda c, g: c.all_gather(ones(2), g, 0, (2,) * g.size),
+        lambda c, g: c.reduce_scatter(ones(2 * g.size), g, 0, (2,) * g.size, "sum"),
+        ["all_gather(", "reduce_scatter("],
+    ),
+    "a collective and a barrier": (
+        lambda c, g: c.barrier(g),
+        lambda c, g: c.all_reduce(ones(2), g, "sum"),
+        ["barrier()", "all_reduce("],
+    ),
+    "buffers": (
+        lambda c, g: c.all_reduce_inplace(ones(5), g, "sum").wait(),
+        lambda c, g: c.all_reduce_inplace(ones(7), g, "sum").wait(),
+        ["inplace=True) of float32 (5,)", "inplace=True) of float32 (7,)"],
+    ),
+    "parts": (
+        lambda c, g: c.all_gather_into(ones(2 * g.size), ones(2), g).wait(),
+        lambda c, g: c.all_gather_into(ones(3 * g.size), ones(3), g).wait(),
+        ["of float32 (2,)", "of float32 (3,)"],
+    ),
+}
+
+
+def disagree(name: str, rounds: int) -> tuple[float, str, tuple[int, ...], str | None]:
+    """Some rounds in step, then rank 0 calls something else."""
+    group, comm = group_of(list(range(backend().process_count()))), backend().comm
+    for _ in range(rounds):
+        assert comm.all_reduce(ones(3), group, "sum")[0] == group.size
+        assert comm.all_reduce(ones(LARGE), group, "sum")[0] == group.size
+    begin = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        APART[name][0 if backend().rank == 0 else 1](comm, group)
+    return time.monotonic() - begin, str(caught.value), caught.value.ranks, caught.value.collective
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_call_something_else_are_told(name: str) -> None:
+    count = 3 if name in ("large shapes", "roots") else 2
+    with ProcessWorld(count, setup=join, preload=preloaded.TORCH) as world:
+        for seconds, text, ranks, collective in world.call(disagree, name, 3 if name == "shapes" else 0):
+            assert seconds < SOON
+            assert all(words in text for words in APART[name][2])
+            assert "test_desync.py:" in text
+            assert ranks == tuple(range(count))
+            assert collective is not None
+            assert collective in APART[name][2][0] + text
+
+
+def cross() -> tuple[float, str, tuple[int, ...]]:
+    """Ranks 0 and 1 wait for each other in different groups; 2 and 3 for them."""
+    rank, comm = backend().rank, backend().comm
+    rows, all_of_them = group_of([0, 1] if rank < 2 else [2, 3]), group_of([0, 1, 2, 3])
+    comm.all_reduce(ones(1), rows, "sum")
+    comm.all_reduce(ones(1), all_of_them, "sum")
+    begin = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        comm.all_reduce(ones(1), rows if rank == 0 else all_of_them, "sum")
+    return time.monotonic() - begin, str(caught.value), caught.value.ranks
+
+
+def new_groups() -> tuple[float, str, tuple[int, ...]]:
+    """Groups that nobody has used before: each waits for the next one."""
+    mesh, rank = Mesh({"a": 2, "b": 2}), backend().rank
+    begin = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        backend().comm.all_reduce(ones(1), mesh.group("a" if rank in (0, 3) else "b", rank), "sum")
+    return time.monotonic() - begin, str(caught.value), caught.value.ranks
+
+
+@pytest.mark.parametrize("program", [cross, new_groups])
+def test_ranks_that_wait_in_different_groups_are_told(program: Callable[[], tuple[float, str, tuple[int, ...]]]) -> None:
+    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as world:
+        for seconds, text, ranks in world.call(program):
+            assert seconds < 2 * SOON
+            assert "stuck" in text
+            assert {0, 1} <= set(ranks)
+            assert "missing" in text
+
+
+def lose_one() -> tuple[float, str]:
+    """Rank 3 ends; rank 0 is in no group with it, and waits for rank 1, which is."""
+    mesh, rank, comm = Mesh({"a": 2, "b": 2}), backend().rank, backend().comm
+    for axis in ("a", "b"):
+        comm.all_reduce(ones(1), mesh.group(axis, rank), "sum")
+    if rank == 3:
+        time.sleep(1)
+        os._exit(7)
+    begin = time.monotonic()
+    with pytest.raises(ProcessLostError) as caught:
+        comm.all_reduce(ones(1), mesh.group("b" if rank == 2 else "a", rank), "sum")
+        comm.all_reduce(ones(1), mesh.group("b", rank), "sum")
+    seconds = time.monotonic() - begin
+    time.sleep(STAY)
+    return seconds, str(caught.value)
+
+
+def test_a_loss_reaches_ranks_that_share_no_group_with_it() -> None:
+    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as world:
+        outcomes = world.outcomes(lose_one)
+        for rank in range(3):
+            assert outcomes[rank].failure is None, outcomes[rank].failure
+            seconds, text = outcomes[rank].value
+            assert seconds < STAY
+            assert "start all processes again" in text
+
+
+def wait_for_a_slow_one() -> float:
+    """Rank 0 comes late, to a collective and to a group that is to be made; the others wait for it."""
+    mesh, rank, comm = Mesh({"a": 2, "b": 2}), backend().rank, backend().comm
+    total = 0.0
+    for axis in ("a", "b", "a"):
+        if rank == 0:
+            time.sleep(3)
+        total += comm.all_reduce(ones(1), mesh.group(axis, rank), "sum").item()
+        total += comm.all_reduce(ones(1), mesh.group(("a", "b"), rank), "sum").item()
+    return total
+
+
+def test_who_comes_late_is_waited_for() -> None:
+    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as world:
+        assert world.call(wait_for_a_slow_one) == [18.0] * 4
+
+
+def compare_all() -> str:
+    """Calls that both ranks have made before, in another order: only UNIDIST_CHECK=all compares those."""
+    group, comm = group_of([0, 1]), backend().comm
+    for _ in range(5):
+        comm.all_reduce(ones(LARGE), group, "sum")
+        comm.all_reduce(ones(LARGE), group, "prod")
+    with pytest.raises(DesyncError) as caught:
+        comm.all_reduce(ones(LARGE), group, "sum" if backend().rank else "prod")
+    return str(caught.value)
+
+
+def test_all_calls_are_compared_where_that_is_asked_for() -> None:
+    with ProcessWorld(2, setup=join, preload=preloaded.TORCH, env={"UNIDIST_CHECK": "all"}) as world:
+        assert all("op=sum" in text and "op=prod" in text for text in world.call(compare_all))
+
+
+def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unidist.backends.torch.calls import Calls
+
+    monkeypatch.setenv("UNIDIST_CHECK", "some")
+    with pytest.raises(CapabilityError, match="'first' or 'all'"):
+        Calls()

@@ -1,0 +1,84 @@
+"""Which call a message belongs to: the calls of a wire are numbered, and what its members must agree on is marked."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Hashable
+from typing import Any
+
+from unidist.backends.desync import Call
+from unidist.errors import CapabilityError
+
+# What all members must agree on: the collective, the shape of the local tensor (None along a dim that may differ), its
+# dtype, further arguments as (name, value).
+Key = tuple[Hashable, ...]
+
+CHECK = "UNIDIST_CHECK"
+# Uses of one call that are compared before a transport's own collective starts; and how many calls are kept apart.
+FIRST = 2
+_KEPT = 4096
+# Tags that nobody else uses on a group: above the small ones of a user's own messages.
+_LOWEST = 1 << 10
+_NUMBERS, _MARK_BITS = 1 << 14, 16
+
+
+def checks_all() -> bool:
+    """Whether all calls are compared: UNIDIST_CHECK=all; without it, or with "first", the first uses of each.
+
+    Raises:
+        CapabilityError: the variable says something else.
+    """
+    said = os.environ.get(CHECK, "first")
+    if said not in ("first", "all"):
+        raise CapabilityError(f"the environment has {CHECK}={said!r}, which should be 'first' or 'all'")
+    return said == "all"
+
+
+class Calls:
+    """The calls begun on one wire. Every member numbers them alike, as all come to the same ones in the same order.
+
+    A message's tag is drawn from the number and from a mark of the key: what two members send for different calls finds
+    no receiver, and is never read as something else.
+
+    Attributes:
+        number: how many were begun.
+        key: the last one's.
+        is_fresh: whether members shall compare the last one before a transport's own collective starts.
+    """
+
+    __slots__ = ("_all", "_drawn", "_mark", "_seen", "is_fresh", "key", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.key: Key = ()
+        self.is_fresh = False
+        self._all = checks_all()
+        self._drawn = self._mark = 0
+        self._seen: dict[Key, list[int]] = {}
+
+    def begin(self, key: Key) -> None:
+        """The next call."""
+        self.number += 1
+        self.key = key
+        found = self._seen.get(key)
+        if found is None:
+            if len(self._seen) >= _KEPT:
+                self._seen.clear()
+            found = self._seen[key] = [zlib.crc32(repr(key).encode()) >> (32 - _MARK_BITS), 0]
+        found[1] += 1
+        self._mark = found[0]
+        self.is_fresh = found[1] <= FIRST or self._all
+
+    def tag(self) -> int:
+        """A tag for the messages of one exchange of this call."""
+        self._drawn = (self._drawn + 1) % _NUMBERS
+        return _LOWEST + (self._drawn << _MARK_BITS | self._mark)
+
+
+def described(key: Key) -> Call:
+    """The call of a key, for messages."""
+    op, shape, dtype, *details = key
+    named: Any = tuple(details)
+    sizes: Any = shape
+    return Call(str(op), None if sizes is None else tuple(sizes), str(dtype or "").rpartition(".")[2], named)
