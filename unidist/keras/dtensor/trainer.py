@@ -17,7 +17,7 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
-from unidist.keras import making
+from unidist.keras import agreement, making
 from unidist.keras.compat import RNN, in_stateless_scope
 from unidist.keras.dtensor import compiled, ledger, parts, placing, slicing, values, worlds
 from unidist.keras.lockstep import Part
@@ -43,7 +43,8 @@ def entering(original: Any) -> Any:
         here = parts.reading(distribution)
         with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__), here:
             placing.remember(self, distribution)
-            return original(*bound.args, **bound.kwargs)
+            with agreement.kept(bound, original.__name__, worlds.peers()):
+                return original(*bound.args, **bound.kwargs)
 
     return entrance
 

@@ -19,6 +19,7 @@ from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.backends.tensorflow.devices import task_of
 from unidist.errors import CapabilityError
 from unidist.keras import seeds
+from unidist.keras.agreement import Peers
 from unidist.keras.first import bytes_of_first
 from unidist.keras.writing import Crew
 
@@ -137,3 +138,13 @@ def crew() -> Crew | None:
     if not several():
         return None
     return Crew(is_first(), lambda text: _bytes_of_first(text.encode()).decode())
+
+
+def peers() -> Peers | None:
+    """The processes of the world, if there are several. DTensor sends values where a variable is placed: what they have
+    alike afterwards is not compared."""
+    if not several():
+        return None
+    here = backend()
+    ranks = tuple(ranks_of(process)[0] for process in range(here.process_count()))
+    return Peers(of_all=of_all, ranks=ranks, own=here.process_index(), replica=lambda variable: None)

@@ -13,6 +13,7 @@ from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras import seeds
+from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import TorchEpochIterator, tree
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
@@ -230,6 +231,29 @@ def crew(world: RankWorld) -> Crew | None:
         return broadcast_bytes(_by_process(world), text.encode(), "files").decode()
 
     return Crew(world.writes, share)
+
+
+def peers(world: RankWorld) -> Peers | None:
+    """The processes of a world, if there are several."""
+    if world.is_virtual or world.mesh.size == 1:
+        return None
+    rank, axes = world.ranks[0], world.mesh.axis_names
+
+    def replica(variable: Any) -> Array | None:
+        place = getattr(variable, "_place", None)
+        if place is None or place.lies.stored.layout.dims:
+            return None
+        flat = place.shards[rank].detach().reshape(-1)
+        sample = flat[:: stride(flat.numel())].cpu()
+        found: Array = (sample.float() if sample.dtype == torch.bfloat16 else sample).numpy()
+        return found
+
+    return Peers(
+        of_all=lambda number: tuple(_of_places(world, axes, number, "agreement")),
+        ranks=world.mesh.devices,
+        own=world.mesh.devices.index(rank),
+        replica=replica,
+    )
 
 
 def _by_process(world: RankWorld) -> RankWorld:

@@ -11,6 +11,7 @@ import torch
 
 from unidist import session
 from unidist.errors import CapabilityError
+from unidist.keras import agreement
 from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
 from unidist.keras.compat import backend as keras_backend
 from unidist.keras.compat import distribution_lib as keras_distribution_lib
@@ -122,7 +123,8 @@ def _in_session(original: Any) -> Any:
             if not found.world.writes:
                 # Also where a mesh of one rank makes it its own writer (data.crew): there is one terminal.
                 silence(bound)
-            with by_one(bound, data.crew(found.world)):
+            others = data.peers(found.world)
+            with by_one(bound, data.crew(found.world)), agreement.kept(bound, original.__name__, others):
                 return original(*bound.args, **bound.kwargs)
 
     return entrance

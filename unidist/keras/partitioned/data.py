@@ -167,11 +167,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _ranks_of(process: int) -> tuple[int, ...]:
-    return tuple(device.id for device in jax.devices() if device.process_index == process)
-
-
-_meeting = Meeting(processes.of_all, _ranks_of)
+_meeting = Meeting(processes.of_all, processes.ranks_of)
 
 
 class _Around:
@@ -199,7 +195,7 @@ class SameAdapter(_Around):
     """A Keras data adapter for data that every process reads whole."""
 
     def get_jax_iterator(self) -> Any:
-        ranks = tuple(_ranks_of(process)[0] for process in range(jax.process_count()))
+        ranks = tuple(processes.ranks_of(process)[0] for process in range(jax.process_count()))
         views = Views(self._adapter, processes.of_all, ranks)
         for batch in self._adapter.get_jax_iterator():
             views.check(batch)

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
+from unidist.keras.agreement import Peers
 from unidist.keras.first import bytes_of_first
 from unidist.keras.writing import Crew
 
@@ -54,6 +55,27 @@ def of_all(number: int) -> tuple[int, ...]:
     if not several():
         return (number,)
     return tuple(int(n) for n in np.ravel(multihost_utils.process_allgather(np.int32(number))))
+
+
+def ranks_of(process: int) -> tuple[int, ...]:
+    """The ranks of a process's devices."""
+    return tuple(device.id for device in jax.devices() if device.process_index == process)
+
+
+def peers() -> Peers | None:
+    """The processes of the world, if there are several."""
+    if not several():
+        return None
+
+    def replica(variable: Any) -> Array | None:
+        value = variable._value
+        if not isinstance(value, jax.Array) or not value.is_fully_replicated:
+            return None
+        found: Array = np.asarray(value.addressable_data(0))
+        return found.astype(np.float32) if found.dtype == jax.numpy.bfloat16 else found
+
+    ranks = tuple(ranks_of(process)[0] for process in range(jax.process_count()))
+    return Peers(of_all=of_all, ranks=ranks, own=int(jax.process_index()), replica=replica)
 
 
 def whole(array: Any) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from unidist import events
-from unidist.keras import making
+from unidist.keras import agreement, making
 from unidist.keras.compat import jax_trainer
 from unidist.keras.partitioned import data, ledger, placing, processes, seeds
 from unidist.keras.strategy import adopt
@@ -41,7 +41,8 @@ def entering(original: Any) -> Any:
         if aligned:
             seeds.align()
         bound = signature.bind(self, *args, **kwargs)
-        with by_one(bound, processes.crew()), making.active(distribution):
+        together = agreement.kept(bound, original.__name__, processes.peers())
+        with by_one(bound, processes.crew()), together, making.active(distribution):
             return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -16,6 +16,7 @@ from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import seeds
 from unidist.keras import strategy as strategies
+from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.first import bytes_of_first
 from unidist.keras.replicated.traced import Traced
@@ -173,6 +174,28 @@ def crew() -> Crew | None:
 
     here = session.backend()
     return Crew(here.process_index() == 0, share) if here.process_count() > 1 else None
+
+
+def peers() -> Peers | None:
+    """The processes of the world, if there are several. Each holds the whole model."""
+    here: Any = session.backend()
+    count = here.process_count()
+    if count == 1:
+        return None
+    cut = Sharding(Mesh({"world": count}), Layout("world"), (count,))
+
+    def of_all(number: int) -> tuple[int, ...]:
+        with events.for_purpose("agreement"):
+            found = here.redistribute(tf.constant([number], tf.int32), cut, cut.with_layout(Layout()))
+        return tuple(int(one) for one in found.numpy())
+
+    def replica(variable: Any) -> Array:
+        flat = tf.reshape(variable.value, (-1,))
+        sample = flat[:: stride(int(flat.shape[0]))]
+        found: Array = (tf.cast(sample, tf.float32) if sample.dtype == tf.bfloat16 else sample).numpy()
+        return found
+
+    return Peers(of_all=of_all, ranks=tuple(range(count)), own=here.process_index(), replica=replica)
 
 
 def _bytes_of_first(data: bytes) -> bytes:

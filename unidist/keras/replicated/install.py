@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from unidist.keras import agreement
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
     BaseOptimizer,
@@ -66,7 +67,8 @@ def _in_session(original: Any) -> Any:
         if found is None or engine.current() is not None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        with by_one(bound, engine.crew()), found.session():
+        together = agreement.kept(bound, original.__name__, engine.peers())
+        with by_one(bound, engine.crew()), found.session(), together:
             return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -1,0 +1,71 @@
+"""Processes of which the last was given something else, and what all are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import unidist
+from tests.keras.contract import plain
+from tests.keras.jax.programs import fresh
+
+
+def _is_other() -> bool:
+    here = unidist.backend()
+    return here.process_index() == here.process_count() - 1
+
+
+class _Raises(keras.callbacks.Callback):
+    """Doubles the learning rate after the first epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 2 * float(np.asarray(self.model.optimizer.learning_rate))
+
+
+def _with_weights(model: Any) -> None:
+    first = model.layers[0]
+    first.set_weights([w + 0.5 for w in first.get_weights()])
+
+
+def _loss(y: Any, p: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(keras.ops.one_hot(y[..., 0] if len(y.shape) > 1 else y, 4) - p), -1)
+
+
+# What the last process does otherwise.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "learning rate": {"optimizer": lambda: keras.optimizers.SGD(0.02)},
+    "clipnorm": {"optimizer": lambda: keras.optimizers.SGD(0.01, clipnorm=1.0)},
+    "optimizer": {"optimizer": lambda: keras.optimizers.Adam(0.01)},
+    "loss": {"loss": lambda: _loss},
+    "weights": {"before": _with_weights},
+    "a callback": {"callbacks": lambda: [_Raises()]},
+    "epochs": {"epochs": 3},
+    "nothing": {},
+}
+
+
+def fitted(how: str) -> tuple[str, float]:
+    """(the error or nothing, the loss)."""
+    fresh()
+    given = OTHERWISE[how] if _is_other() else {}
+    rows = np.random.default_rng(0).normal(size=(32, 12)).astype("float32")
+    classes = (np.arange(32) % 4).astype("int32")
+    with unidist.DataParallel().scope():
+        model = plain()
+        loss: Callable[[], Any] = given.get("loss", lambda: keras.losses.SparseCategoricalCrossentropy(True))
+        model.compile(given.get("optimizer", lambda: keras.optimizers.SGD(0.01))(), loss())
+    if "before" in OTHERWISE[how]:
+        model.predict(rows[:8], verbose=0)  # places it: before that all take the first process's weights
+    if "before" in given:
+        given["before"](model)
+    callbacks = given.get("callbacks", list)()
+    try:
+        history = model.fit(
+            rows, classes, batch_size=8, epochs=given.get("epochs", 2), callbacks=callbacks, shuffle=False, verbose=0
+        ).history
+    except unidist.DesyncError as error:
+        return str(error), 0.0
+    return "", float(history["loss"][-1])

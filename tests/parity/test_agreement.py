@@ -1,0 +1,34 @@
+"""Processes that were given another model, optimizer, loss, argument or weights than the others are told so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.worlds import Worlds
+
+pytestmark = pytest.mark.processes
+
+PLACES = ("torch-2", "jax-2x2", "tensorflow-2x2", "horovod-2-tensorflow")
+# What the last process is given otherwise (tests/keras/agreement.py), and words of the error.
+TOLD = {
+    "learning rate": "optimizer.learning_rate is 0.0",
+    "clipnorm": "optimizer.clipnorm is ",
+    "optimizer": "the optimizer is ",
+    "loss": "the loss is ",
+    "weights": "has other values on ranks [",
+    "a callback": "epoch 1: optimizer.learning_rate is 0.0",
+    "epochs": "the argument epochs is ",
+    "nothing": "",
+}
+# Variables on DTensor are not compared: all take the first process's values when they are placed.
+CASES = [(setting, how) for setting in PLACES for how in TOLD if (setting, how) != ("tensorflow-2x2", "weights")]
+
+
+@pytest.mark.parametrize(("setting", "how"), CASES)
+def test_what_differs_is_told(setting: str, how: str, worlds: Worlds) -> None:
+    results = worlds.get(setting).call("tests.keras.agreement:fitted", how)
+    for told, loss in results:
+        assert TOLD[how] in told
+        assert bool(told) == (how != "nothing")
+        assert (loss > 0) == (how == "nothing")
+    assert results[0][1] == results[1][1]
