@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.docs.documents import ROOT, Block, blocks, run, table, write_files
+from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
 README = "README.md"
 CHOICES = table(README, "| line | start it with |")
+# Horovod's row is a world of four that trains as torch's does; tests/parity compares the two in many models.
+TRIED = unless_all([row for row in CHOICES if "horovod" not in row[0]], CHOICES)
 USE = 'unidist.use("sim", devices=4)'
 
 
@@ -61,7 +64,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("line", "command"), CHOICES, ids=[row[0] for row in CHOICES])
+@pytest.mark.parametrize(("line", "command"), TRIED, ids=[row[0] for row in TRIED])
 def test_one_line_changes_the_backend_and_not_the_numbers(
     line: str, command: str, one_device: dict[str, float], tmp_path: Path
 ) -> None:

@@ -28,12 +28,19 @@ OF_FOUR = frozenset(
 
 def torch_world(layout_pairs: int = 60) -> World:
     """Called in each process, under a launcher's environment: process 0 serves Horovod's rendezvous."""
-    return World(backend=unidist.use("horovod"), array=_tensor, numpy=_array, vjp=_vjp, layout_pairs=layout_pairs)
+    return World(
+        backend=unidist.use("horovod"),
+        array=_tensor,
+        numpy=_array,
+        vjp=_vjp,
+        layout_pairs=layout_pairs,
+        layouts=unless_all(8, None),
+    )
 
 
 def torch_world_of_four() -> World:
     """Horovod lets its processes agree on each collective every millisecond: with four on few cores that is slow."""
-    return torch_world(layout_pairs=15)
+    return torch_world(layout_pairs=unless_all(7, 15))
 
 
 def _tensor(value: Array, dtype: str) -> Any:
@@ -62,11 +69,12 @@ def tensorflow_world(layout_pairs: int = 30) -> World:
         numpy=_eager_array,
         vjp=_eager_vjp,
         layout_pairs=layout_pairs,
+        layouts=unless_all(8, None),
     )
 
 
 def tensorflow_world_of_four() -> World:
-    return tensorflow_world(layout_pairs=4)
+    return tensorflow_world(layout_pairs=unless_all(3, 4))
 
 
 def _eager(value: Array, dtype: str) -> Any:

@@ -46,15 +46,17 @@ def _world(backend: Any, layout_pairs: int) -> World:
         found: Array = (tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x).numpy()
         return found
 
-    return World(backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs)
+    return World(
+        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(8, None)
+    )
 
 
 def eight_devices() -> World:
-    return _world(unidist.use("tensorflow", devices=8), unless_all(6, 12))
+    return _world(unidist.use("tensorflow", devices=8), unless_all(4, 12))
 
 
 def two_devices_each() -> World:
-    return _world(unidist.use("tensorflow", devices=2), unless_all(3, 4))
+    return _world(unidist.use("tensorflow", devices=2), unless_all(2, 4))
 
 
 @pytest.mark.slow

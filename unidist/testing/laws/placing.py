@@ -11,7 +11,7 @@ from unidist.backends import registry
 from unidist.backends.protocol import ALL_DTYPES, DistributionBackend
 from unidist.backends.sim import reference
 from unidist.testing import samples
-from unidist.testing.laws.world import World, holds, law, same, shapes
+from unidist.testing.laws.world import World, holds, law, layouts, same, shapes
 
 
 @law
@@ -73,29 +73,23 @@ def check_meshes(world: World) -> None:
 @law
 def check_distribute(world: World) -> None:
     rng = np.random.default_rng(1)
-    for mesh in samples.meshes(world.size):
-        for shape in shapes(world):
-            value = samples.draw(shape, world.dtype, rng)
-            for layout in samples.layouts(mesh.axis_names, len(shape)):
-                sharding = Sharding(mesh, layout, shape)
-                given = value.copy()
-                x = world.backend.distribute(given, sharding)
-                given[...] = 99
-                holds(world, x, sharding, reference.distribute(value, sharding), "distribute")
-                same(world.backend.gather(x, sharding), value, f"distribute, gather: {sharding}")
+    for sharding in layouts(world, shapes(world)):
+        value = samples.draw(sharding.shape, world.dtype, rng)
+        given = value.copy()
+        x = world.backend.distribute(given, sharding)
+        given[...] = 99
+        holds(world, x, sharding, reference.distribute(value, sharding), "distribute")
+        same(world.backend.gather(x, sharding), value, f"distribute, gather: {sharding}")
 
 
 @law
 def check_from_local(world: World) -> None:
     rng = np.random.default_rng(2)
-    for mesh in samples.meshes(world.size):
-        for shape in shapes(world):
-            for layout in samples.layouts(mesh.axis_names, len(shape)):
-                sharding = Sharding(mesh, layout, shape)
-                value, shards = samples.legal_shards(sharding, rng, world.dtype)
-                x = world.place(shards, sharding)
-                holds(world, x, sharding, shards, "from_local")
-                same(world.backend.gather(x, sharding), value, f"from_local, gather: {sharding}")
+    for sharding in layouts(world, shapes(world)):
+        value, shards = samples.legal_shards(sharding, rng, world.dtype)
+        x = world.place(shards, sharding)
+        holds(world, x, sharding, shards, "from_local")
+        same(world.backend.gather(x, sharding), value, f"from_local, gather: {sharding}")
 
 
 @law

@@ -41,6 +41,8 @@ class World:
             adapter's data, y and the result at the duals of the layouts of function(x) and x. None where the
             framework has none; capabilities.differentiable says so too.
         layout_pairs: how many pairs of layouts are tried on each mesh and shape; 729 are all of two axes and dims.
+        layouts: how many layouts are tried on each mesh and shape where there is no second one, and others on the next
+            ones; 27 are all of two axes and dims. None: all.
     """
 
     backend: DistributionBackend
@@ -48,6 +50,7 @@ class World:
     numpy: Callable[[Any], Array] = np.asarray
     vjp: Callable[[Callable[[Any], Any], Any, Any], Any] | None = None
     layout_pairs: int = 60
+    layouts: int | None = None
 
     @property
     def size(self) -> int:
@@ -137,6 +140,18 @@ def raises(kind: type[UnidistError], words: str, call: Callable[[], Any]) -> Non
         raise AssertionError(f"nothing raised {kind.__name__} (about: {words})")
     missing = [word for word in words.split() if word not in text]
     assert not missing, f"the {kind.__name__} should name {missing}: {text}"
+
+
+def layouts(world: World, shapes: Sequence[tuple[int, ...]]) -> Iterator[Sharding]:
+    """Over every mesh and shape, every layout; or as many of them as the world tries, in turns."""
+    turn = 0
+    for mesh in samples.meshes(world.size):
+        for shape in shapes:
+            kinds = list(samples.layouts(mesh.axis_names, len(shape)))
+            count = min(world.layouts or len(kinds), len(kinds))
+            for k in range(turn, turn + count):
+                yield Sharding(mesh, kinds[k % len(kinds)], shape)
+            turn += count
 
 
 def cases(world: World, shapes: Sequence[tuple[int, ...]], *, op: ReduceOp = "sum") -> Iterator[tuple[Any, ...]]:
