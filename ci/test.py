@@ -47,7 +47,7 @@ CHECKS = (
     ("mypy",),
 )
 # Two: a test starts up to four processes of its own. By files: the processes and references of one are shared.
-WORKERS = 2
+WORKERS = 3
 SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
 # What notices first where another Keras differs: names inside it, steps of every Keras backend, Keras's own strategies.

@@ -69,3 +69,28 @@ def fitted(how: str) -> tuple[str, float]:
     except unidist.DesyncError as error:
         return str(error), 0.0
     return "", float(history["loss"][-1])
+
+
+def loaded(path: str, what: str) -> tuple[str, str]:
+    """(kind, text) of the error where the last process has no file, and then (nothing) where all have it."""
+    fresh()
+    with unidist.DataParallel().scope():
+        model = plain()
+        model.compile("sgd", "mse")
+    model.predict(np.zeros((4, 12), "float32"), verbose=0)
+    full = f"{path}.{'weights.h5' if what == 'weights' else 'keras'}"
+    (model.save_weights if what == "weights" else model.save)(full)
+
+    def load(file: str) -> None:
+        if what == "weights":
+            model.load_weights(file)
+            return
+        with unidist.DataParallel().scope():
+            keras.models.load_model(file)
+
+    load(full)
+    try:
+        load(full.replace(path, path + "-elsewhere") if _is_other() else full)
+    except (OSError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

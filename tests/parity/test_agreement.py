@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.parity.worlds import Worlds
@@ -32,3 +34,20 @@ def test_what_differs_is_told(setting: str, how: str, worlds: Worlds) -> None:
         assert bool(told) == (how != "nothing")
         assert (loss > 0) == (how == "nothing")
     assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        (setting, what)
+        for setting in PLACES
+        for what in ("weights", "model")
+        if what == "weights" or "2x2" not in setting
+    ],
+)
+def test_a_file_that_one_process_lacks_is_told_to_all(setting: str, what: str, worlds: Worlds, tmp_path: Path) -> None:
+    (first, text), (other, own) = worlds.get(setting).call("tests.keras.agreement:loaded", str(tmp_path / "m"), what)
+    assert first == "LoadingFailedError"
+    assert "could not load" in text
+    assert other in ("FileNotFoundError", "ValueError")
+    assert "elsewhere" in own

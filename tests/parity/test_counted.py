@@ -46,7 +46,14 @@ def test_states_in_parts_send_twice_the_part(
     for sizes, sent in worlds.get(setting).call(RUN("sent"), zero, bucket_mb=bucket_mb):
         assert sent[("reduce_scatter", "gradient")] == (STEPS * buckets, STEPS * once * sum(sizes))
         assert sent[("all_gather", "parameters")] == (STEPS, STEPS * once * sum(sizes))
-        assert {why for _, why in sent} <= {"gradient", "parameters", "metrics", "random state", "views of the data"}
+        assert {why for _, why in sent} <= {
+            "gradient",
+            "parameters",
+            "metrics",
+            "random state",
+            "views of the data",
+            "agreement",
+        }
         assert len([why for _, why in sent if why in ("gradient", "parameters")]) == 2
 
 
@@ -61,7 +68,14 @@ def test_values_in_parts_send_thrice_the_part(setting: str, merged: bool, worlds
         fetches = 1 if merged else len(sizes) + len(again)
         assert sent[("all_gather", "parameters")] == (STEPS * fetches, STEPS * once * (sum(sizes) + sum(again)))
         assert sent[("reduce_scatter", "gradient")] == (STEPS, STEPS * once * sum(sizes))
-        assert {why for _, why in sent} <= {"gradient", "parameters", "metrics", "random state", "views of the data"}
+        assert {why for _, why in sent} <= {
+            "gradient",
+            "parameters",
+            "metrics",
+            "random state",
+            "views of the data",
+            "agreement",
+        }
 
 
 @pytest.mark.parametrize("setting", PLACES)

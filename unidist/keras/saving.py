@@ -1,17 +1,18 @@
-"""Saving in several processes: all gather, process 0 writes, and all learn how it went."""
+"""Files in several processes: all gather, process 0 writes, each reads, and all learn how it went."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from unidist.keras.agreement import Peers
 from unidist.keras.compat import saving_api
 from unidist.keras.interception import around
-from unidist.keras.writing import Crew
+from unidist.keras.writing import Crew, LoadingFailedError
 
 
 def install(crew: Callable[[Any], Crew | None], gathered: Callable[[Any], AbstractContextManager[None]]) -> None:
@@ -38,8 +39,53 @@ def install(crew: Callable[[Any], Crew | None], gathered: Callable[[Any], Abstra
         return save
 
     for name in ("save_model", "save_weights"):
-        original = getattr(saving_api, name, None)
-        around(saving_api, name, by_one)
-        for module in [m for n, m in sys.modules.items() if n == "keras" or n.startswith("keras.")]:
-            if vars(module).get(name) is original:
-                setattr(module, name, getattr(saving_api, name))
+        _replace(name, by_one)
+
+
+def install_loading(peers: Callable[[Any], Peers | None]) -> None:
+    """Wraps Keras's loaders: where one process of those that train together fails, the others raise too, and none goes
+    on with weights of its own.
+
+    Args:
+        peers: the processes that hold a model together, or that one which is not made yet would be on (given None).
+    """
+
+    def by_all(original: Any) -> Any:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            model = None if original.__name__ == "load_model" else args[0] if args else kwargs.get("model")
+            with _told(peers(model)):
+                return original(*args, **kwargs)
+
+        return load
+
+    for name in ("load_model", "load_weights"):
+        _replace(name, by_all)
+
+
+@contextlib.contextmanager
+def _told(others: Peers | None) -> Iterator[None]:
+    """Raises LoadingFailedError where another process failed inside."""
+    if others is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        others.of_all(1)
+        raise
+    failed = [rank for rank, number in zip(others.ranks, others.of_all(0), strict=True) if number]
+    if failed:
+        raise LoadingFailedError(
+            f"ranks {failed} could not load (their own output says why), and this one could. Every process reads the "
+            "file by itself: put it where all of them can read it"
+        )
+
+
+def _replace(name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function of Keras's under every public name that it has."""
+    original = getattr(saving_api, name, None)
+    around(saving_api, name, make)
+    for module in [m for n, m in sys.modules.items() if n == "keras" or n.startswith("keras.")]:
+        if vars(module).get(name) is original:
+            setattr(module, name, getattr(saving_api, name))

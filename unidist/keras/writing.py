@@ -20,6 +20,10 @@ class SavingFailedError(UnidistError, OSError):
     """Process 0, which writes for all, could not save."""
 
 
+class LoadingFailedError(UnidistError, OSError):
+    """Another process could not load what all of them were to load."""
+
+
 @dataclass(frozen=True)
 class Crew:
     """Several processes, of which one writes.

@@ -50,6 +50,7 @@ def install() -> None:
     pinning.install()
     around(array_ops, "strided_slice", slicing.slicing)
     keras_saving.install(saving.crew, saving.gathered)
+    keras_saving.install_loading(saving.peers)
     _state.installed = True
 
 

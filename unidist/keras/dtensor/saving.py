@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from unidist.keras import making
+from unidist.keras import strategy as strategies
+from unidist.keras.agreement import Peers
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.writing import Crew
 
@@ -14,6 +16,12 @@ from unidist.keras.writing import Crew
 def crew(model: Any) -> Crew | None:
     """The processes of the world, if there are several and the model lies on them."""
     return worlds.crew() if placing.is_placed(model) else None
+
+
+def peers(model: Any) -> Peers | None:
+    """The processes of the world, if there are several and the model lies on them, or would once it is made."""
+    found = strategies.current() if model is None else placing.distribution_of(model)
+    return None if found is None else worlds.peers()
 
 
 @contextlib.contextmanager

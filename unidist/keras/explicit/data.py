@@ -241,7 +241,8 @@ def peers(world: RankWorld) -> Peers | None:
 
     def replica(variable: Any) -> Array | None:
         place = getattr(variable, "_place", None)
-        if place is None or place.lies.stored.layout.dims:
+        # Where states are cut, the parts of a whole value come together when it is next used.
+        if place is None or place.lies.stored.layout.dims or place.lies.state != place.lies.stored:
             return None
         flat = place.shards[rank].detach().reshape(-1)
         sample = flat[:: stride(flat.numel())].cpu()

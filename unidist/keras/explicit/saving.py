@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from unidist.keras import saving as keras_saving
+from unidist.keras import strategy as strategies
+from unidist.keras.agreement import Peers
 from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
-from unidist.keras.explicit import data, walks
+from unidist.keras.explicit import data, placing, walks
 
 _originals: dict[str, Any] = {}
 
@@ -48,6 +51,17 @@ def install() -> None:
     saving_lib.save_model = _save_model
     saving_lib.save_weights_only = _save_weights_only
     legacy_h5_format.save_model_to_hdf5 = _save_model_to_hdf5
+    keras_saving.install_loading(_peers)
+
+
+def _peers(model: Any) -> Peers | None:
+    from unidist.keras.explicit.engine import world_of_model
+
+    world = None if model is None else world_of_model(model)
+    if world is None:
+        distribution = strategies.current()
+        world = None if distribution is None else placing.world_of(distribution)
+    return None if world is None else data.peers(world)
 
 
 def _settle(model: Any) -> None:

@@ -36,6 +36,7 @@ def install() -> None:
     _install_variables()
     _install_trainer()
     keras_saving.install(lambda model: processes.crew(), saving.gathered)
+    keras_saving.install_loading(saving.peers)
     _state.installed = True
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import jax
 
 from unidist.keras import making
-from unidist.keras.partitioned import processes
+from unidist.keras.agreement import Peers
+from unidist.keras.partitioned import placing, processes
+
+
+def peers(model: Any) -> Peers | None:
+    """The processes of the world, if there are several and the model lies on them, or would once it is made."""
+    found = placing.current() if model is None else placing.current() or placing.distribution_of(model)
+    return None if found is None else processes.peers()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from unidist.keras import agreement
+from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
+from unidist.keras.agreement import Peers
 from unidist.keras.compat import (
     BaseOptimizer,
     BatchNormalization,
@@ -50,6 +52,12 @@ def install() -> None:
         (legacy_h5_format, "save_model_to_hdf5"),
     ):
         setattr(module, name, _by_one_process(getattr(module, name)))
+    keras_saving.install_loading(_peers)
+
+
+def _peers(model: Any) -> Peers | None:
+    held = model is not None and "_unidist_replicated" in vars(model)
+    return engine.peers() if held or strategies.current() is not None else None
 
 
 def _patch(owner: Any, name: str, replacement: Any) -> None:
