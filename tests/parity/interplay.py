@@ -301,18 +301,21 @@ def cut_along_another_dim() -> None:
 
 
 def steps_of_a_sequence_that_are_cut() -> None:
-    """Recurrent layers and TimeDistributed take and stack steps, around layers whose kernels are found to be cut."""
+    """Recurrent layers and TimeDistributed take and stack steps, around layers whose kernels are found to be cut. What
+    is masked is so in both directions."""
     import keras
 
     import unidist
 
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 20, (8, 3)), rng.normal(size=(8, 3, 20)).astype("float32")
+    x, y = rng.integers(1, 20, (8, 3)) * (np.arange(3) <= np.arange(8)[:, None] % 3), rng.normal(size=(8, 3, 20))
     trained = []
     for mesh in (None, unidist.Mesh({"data": 2, "model": 2})):
         keras.utils.set_random_seed(1)
-        steps = [keras.layers.GRU(8, return_sequences=True), keras.layers.TimeDistributed(keras.layers.Dense(20))]
-        model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(20, 12), *steps])
+        both = keras.layers.Bidirectional(keras.layers.GRU(4, return_sequences=True))
+        steps = [both, keras.layers.TimeDistributed(keras.layers.Dense(20))]
+        words = keras.layers.Embedding(20, 12, mask_zero=True)
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), words, *steps])
         model.compile("sgd", "mse")
         if mesh is not None:
             unidist.parallelize(model, unidist.ModelParallel(mesh))

@@ -15,7 +15,7 @@ from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.compat import tensorflow_core as keras_core
 from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
 from unidist.keras.compat import tensorflow_optimizer as keras_optimizer
-from unidist.keras.dtensor import parts, pinning, placing, saving, slicing, trainer, values, worlds
+from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import around
 
 _state = SimpleNamespace(installed=False)
@@ -48,6 +48,7 @@ def install() -> None:
     around(BaseOptimizer, "apply", trainer.applying)
     around(data_adapters, "get_data_adapter", parts.adapting)
     pinning.install()
+    recurrent.install()
     around(array_ops, "strided_slice", slicing.slicing)
     keras_saving.install(saving.crew, saving.gathered)
     keras_saving.install_loading(saving.peers)

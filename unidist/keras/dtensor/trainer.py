@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import agreement, making
-from unidist.keras.compat import RNN, in_stateless_scope
-from unidist.keras.dtensor import compiled, ledger, parts, placing, slicing, values, worlds
+from unidist.keras.compat import in_stateless_scope
+from unidist.keras.dtensor import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
 from unidist.keras.lockstep import Part
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.writing import by_one
@@ -119,7 +119,7 @@ class _Step:
             with (
                 worlds.together(f"a {self._kind.replace('_', ' ')} on {_signature(packed)}"),
                 slicing.on(self._mesh),
-                _unrolled(self._model),
+                recurrent.unrolled(self._model),
                 events.for_purpose(self._kind),
             ):
                 outputs = self._run(packed)
@@ -197,19 +197,6 @@ def pack(value: Any, distribution: UnidistDistribution) -> Any:
     return values.put(host, worlds.native_layout(layout, host.shape, distribution.mesh))
 
 
-@contextlib.contextmanager
-def _unrolled(model: Any) -> Iterator[None]:
-    """Recurrent layers are traced step by step: DTensor cannot partition the lists of tensors in TensorFlow's loops."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and not layer.unroll]
-    for layer in layers:
-        layer.unroll = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.unroll = False
-
-
 def _without_rule(error: Exception, model: Any) -> CapabilityError | None:
     """An error that names layer and op, where DTensor could not partition one."""
     text = str(error)
@@ -249,7 +236,7 @@ def calling(original: Any) -> Any:
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
         with worlds.together("a call of a model"), making.active(None):
-            with slicing.on(mesh), _unrolled(self):
+            with slicing.on(mesh), recurrent.unrolled(self):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)
 

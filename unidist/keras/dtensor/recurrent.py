@@ -1,0 +1,64 @@
+"""Recurrent layers, traced step by step: DTensor cannot partition the lists of tensors in TensorFlow's loops."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import tensorflow as tf
+from keras import tree
+
+from unidist.keras.compat import RNN
+from unidist.keras.interception import around
+
+_layers: ContextVar[frozenset[int]] = ContextVar("unidist_dtensor_unrolled", default=frozenset())
+
+
+def install() -> None:
+    around(RNN, "inner_loop", _looping)
+
+
+@contextlib.contextmanager
+def unrolled(model: Any) -> Iterator[None]:
+    """Inside, the model's recurrent layers are unrolled."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and not layer.unroll]
+    token = _layers.set(frozenset(map(id, layers)))
+    for layer in layers:
+        layer.unroll = True
+    try:
+        yield
+    finally:
+        _layers.reset(token)
+        for layer in layers:
+            layer.unroll = False
+
+
+def _looping(original: Any) -> Any:
+    """RNN.inner_loop, with the zeros of Keras's loop for masked steps of a sequence that is read backwards.
+
+    Keras's unrolled steps lay the mask as it was given onto outputs that are the other way round.
+    """
+
+    @functools.wraps(original)
+    def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ours = id(self) in _layers.get() and self.go_backwards and self.return_sequences
+        if not is_ours or not self.zero_output_for_mask or mask is None:
+            return original(self, sequences, initial_state, mask, *args, **kwargs)
+        self.zero_output_for_mask = False
+        try:
+            last, outputs, states = original(self, sequences, initial_state, mask, *args, **kwargs)
+        finally:
+            self.zero_output_for_mask = True
+        steps = tf.unstack(tree.flatten(mask)[0], axis=1)[::-1]
+        return _zeroed(last, steps[-1]), _zeroed(outputs, tf.stack(steps, axis=1)), states
+
+    return inner_loop
+
+
+def _zeroed(x: Any, mask: Any) -> Any:
+    """x where the mask, of its first dims, has True."""
+    wide = tf.reshape(mask, [*mask.shape, *[1] * (len(x.shape) - len(mask.shape))])
+    return tf.where(wide, x, tf.zeros_like(x))
