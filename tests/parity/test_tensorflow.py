@@ -19,15 +19,11 @@ from tests.support.sampling import unless_all
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("case", "spec"), [("tagger", DATA_4), ("functional", GRID)], ids=str)
-def test_where_torch_is_the_reference(case: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
-    """On TensorFlow alone Keras applies Adam to each occurrence of a word; unidist, as Keras on torch, to their sum.
-    And there it logs losses of several outputs without the sizes of batches, where the last one is smaller.
-
-    The tagger's recurrent layer is unrolled and its kernels are gathered when read.
-    """
-    wanted = alone.train("torch", case, numpy_weights=True)
-    for result in worlds.train("tensorflow-4", case, spec, numpy_weights=True):
+def test_where_torch_is_the_reference(alone: Alone, worlds: Worlds) -> None:
+    """On TensorFlow alone Keras logs losses of several outputs without the sizes of batches, where the last one is
+    smaller."""
+    wanted = alone.train("torch", "functional", numpy_weights=True)
+    for result in worlds.train("tensorflow-4", "functional", GRID, numpy_weights=True):
         assert_same_logs(result.logs, wanted.logs)
         assert_same_values(result.weights, wanted.weights)
 
@@ -141,8 +137,8 @@ AUTO_4, AUTO_GRID = Spec("auto", (("model", 4),)), Spec("auto", GRID.axes)
 # The others in two processes, below.
 @pytest.mark.parametrize("case", unless_all(["tagger"], ["mlp_ragged_adam", "conv_norm", "tagger"]))
 def test_a_model_without_a_rule_trains_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.train("torch", case, numpy_weights=True)
-    result = worlds.train("tensorflow-4", case, AUTO_GRID, numpy_weights=True)[0]
+    wanted = alone.train("tensorflow", case)
+    result = worlds.train("tensorflow-4", case, AUTO_GRID)[0]
     assert_same_logs(result.logs, wanted.logs)
     assert_same_values(result.weights, wanted.weights)
     assert any("model" in row.layout for row in result.variables)
@@ -187,9 +183,8 @@ def test_sharded_states_and_found_layouts_in_two_processes(case: str, spec: Spec
     ids=lambda p: getattr(p, "name", p),
 )
 def test_a_transformer_trains_as_one_device(name: str, spec: Spec, alone: Alone, worlds: Worlds) -> None:
-    """Layouts found, or the zoo's rules; against torch, since Keras on TensorFlow alone gives Adam each word's
-    occurrences one by one."""
-    wanted = alone.world("torch").call("tests.parity.gpt2:train_where_it_divides", None, name)[0]
+    """Layouts found, or the zoo's rules."""
+    wanted = alone.world("tensorflow").call("tests.parity.gpt2:train_where_it_divides", None, name)[0]
     found = worlds.get("tensorflow-4").call("tests.parity.gpt2:train_where_it_divides", spec, name)[0]
     assert len(found.losses) == 20
     np.testing.assert_allclose(found.losses, wanted.losses, atol=1e-5, rtol=1e-5)

@@ -277,4 +277,6 @@ def _laid(gradient: Any, variable: Any) -> Any:
     value = getattr(variable, "_value", None)
     if not RELAY or gradient is None or not isinstance(value, values.SpreadVariable):
         return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return values.rows_by_id(gradient, value)
     return values.reduced(gradient, value.compute or value.layout, value.state or value.layout)

@@ -129,9 +129,12 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
 def _read_as(value: Any, wanted: dtensor.Layout, stored: dtensor.Layout) -> Any:
     """The value in another layout, whose gradient is whole in that layout first."""
 
+    def back(gradient: Any) -> Any:
+        return gradient if isinstance(gradient, tf.IndexedSlices) else reduced(gradient, wanted, stored)
+
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def read(found: Any) -> tuple[Any, Any]:
-        return dtensor.relayout(found, wanted), lambda gradient: reduced(gradient, wanted, stored)
+        return dtensor.relayout(found, wanted), back
 
     return read(value)
 
@@ -144,6 +147,15 @@ def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> A
     """
     whole = dtensor.relayout(tf.convert_to_tensor(gradient), computed)
     return whole if computed == state else dtensor.relayout(whole, state)
+
+
+def rows_by_id(gradient: tf.IndexedSlices, variable: SpreadVariable) -> tf.IndexedSlices:
+    """The gradient of a lookup, not summed by its ids, on every device. Keras's optimizers on TensorFlow treat the rows
+    of an id that occurs several times one by one: the square of such a gradient is the sum of their squares."""
+    mesh = variable.layout.mesh
+    rows = dtensor.relayout(gradient.values, replicated(mesh, gradient.values.shape.rank))
+    ids = dtensor.relayout(gradient.indices, replicated(mesh, 1))
+    return tf.IndexedSlices(rows, ids, tf.constant(variable.shape.as_list(), ids.dtype))
 
 
 class _Reading(threading.local):
