@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 PLACES = ["torch-2", "jax-2x2"]
 
 
-@pytest.mark.parametrize("setting", PLACES)
+@pytest.mark.parametrize("setting", [*PLACES, "tensorflow-2x2", "horovod-2-tensorflow"])
 def test_a_generator_without_a_seed_is_told(setting: str, worlds: Worlds) -> None:
     world = worlds.get(setting)
     for told, _ in world.call("tests.keras.views:fitted", None):

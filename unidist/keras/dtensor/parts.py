@@ -1,4 +1,5 @@
-"""Data of which each process was given its own part (auto_shard_dataset=False): its rows on the mesh."""
+"""Data in several processes. Each is given its own part of it (auto_shard_dataset=False), whose rows are put on the
+mesh; or each reads the whole, and all must read the same."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, DesyncError
+from unidist.keras.datasets import Around, Same
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.lockstep import Meeting, Part, as_parts, row_count
 from unidist.keras.strategy import UnidistDistribution
 
-_apart: ContextVar[bool] = ContextVar("unidist_dtensor_apart", default=False)
+# Whether each process brings its own rows; None: no model of several processes is at work.
+_apart: ContextVar[bool | None] = ContextVar("unidist_dtensor_apart", default=None)
 
 
 def are_given(distribution: UnidistDistribution) -> bool:
@@ -33,7 +36,7 @@ def are_given(distribution: UnidistDistribution) -> bool:
 @contextlib.contextmanager
 def reading(distribution: UnidistDistribution) -> Iterator[None]:
     """Inside, Keras's data adapters are made for a model of the distribution."""
-    token = _apart.set(are_given(distribution))
+    token = _apart.set(are_given(distribution) if worlds.several() else None)
     try:
         yield
     finally:
@@ -48,22 +51,21 @@ def _of_all(number: int) -> tuple[int, ...]:
 meeting = Meeting(_of_all, worlds.ranks_of)
 
 
-class _Adapter:
-    """A Keras data adapter whose batches are Parts, in step with those of the other processes."""
+def _views_of_all(number: int) -> tuple[int, ...]:
+    with events.for_purpose("views of the data"):
+        return worlds.of_all(number)
 
-    def __init__(self, adapter: Any, dataset: Any) -> None:
-        self._adapter = adapter
-        self._dataset = dataset
+
+class _Own(Around):
+    """Its batches are Parts, in step with those of the other processes."""
+
+    def __init__(self, adapter: Any) -> None:
+        with meeting.told_to_all():
+            super().__init__(adapter)
         self.num_batches = meeting.batches(adapter.num_batches)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
-
-    def get_tf_dataset(self) -> _Adapter:
-        return self
-
     def __iter__(self) -> Iterator[Any]:
-        return meeting.parts(tree.map_structure(_known, batch) for batch in self._dataset)
+        return meeting.parts(tree.map_structure(_known, batch) for batch in self.dataset)
 
 
 def _known(leaf: Any) -> Any:
@@ -72,16 +74,19 @@ def _known(leaf: Any) -> Any:
 
 
 def adapting(original: Any) -> Any:
-    """Keras's get_data_adapter: of a part of the data, where each process was given one."""
+    """Keras's get_data_adapter: of a part of the data, where each process was given one; else of what all must see."""
 
     @functools.wraps(original)
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        if not _apart.get():
+        apart = _apart.get()
+        if apart is None:
             return original(*args, **kwargs)
-        with meeting.told_to_all():
+        with meeting.told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
-            dataset = adapter.get_tf_dataset()
-        return _Adapter(adapter, dataset)
+        if apart:
+            return _Own(adapter)
+        first = tuple(worlds.ranks_of(process)[0] for process in range(worlds.backend().process_count()))
+        return Same(adapter, _views_of_all, first)
 
     return get_data_adapter
 

@@ -18,6 +18,7 @@ from unidist.keras import seeds
 from unidist.keras import strategy as strategies
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.datasets import Same
 from unidist.keras.first import bytes_of_first
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution
@@ -163,6 +164,26 @@ def align_seeds() -> None:
     if session.backend().process_count() > 1:
         with events.for_purpose("random state"):
             seeds.restore(_bytes_of_first(seeds.state()))
+
+
+def adapting(original: Any) -> Any:
+    """Keras's get_data_adapter: of data that all processes must see alike."""
+
+    @functools.wraps(original)
+    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
+        adapter = original(*args, **kwargs)
+        count = session.backend().process_count() if current() is not None else 1
+        return adapter if count == 1 else Same(adapter, _views_of_all, tuple(range(count)))
+
+    return get_data_adapter
+
+
+def _views_of_all(number: int) -> tuple[int, ...]:
+    backend: Any = session.backend()
+    each = Sharding(Mesh({"world": backend.process_count()}), Layout("world"), (backend.process_count(),))
+    with events.for_purpose("views of the data"):
+        found = backend.redistribute(tf.constant([number], tf.int32), each, each.with_layout(Layout()))
+    return tuple(int(one) for one in found)
 
 
 def crew() -> Crew | None:

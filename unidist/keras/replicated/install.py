@@ -19,6 +19,7 @@ from unidist.keras.compat import (
     LossScaleOptimizer,
     SeedGenerator,
     TensorFlowTrainer,
+    data_adapters,
     legacy_h5_format,
     saving_lib,
 )
@@ -45,6 +46,7 @@ def install() -> None:
         optimizer.apply = _of_all_ranks(optimizer.apply)
     _patch(BatchNormalization, "_moments", _moments)
     _patch(SeedGenerator, "next", _next)
+    _patch(data_adapters, "get_data_adapter", engine.adapting(data_adapters.get_data_adapter))
     _patch(Layer, "losses", property(_added_losses, doc=Layer.losses.__doc__))
     for module, name in (
         (saving_lib, "save_model"),

@@ -1,0 +1,48 @@
+"""Keras's data adapters on TensorFlow, whose tf.data datasets its trainer iterates over: with others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from unidist.keras.compat import tree
+from unidist.keras.views import Views
+
+
+class Around:
+    """A Keras data adapter whose batches are those that this gives.
+
+    Attributes:
+        adapter, dataset: Keras's, and its dataset.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self.adapter = adapter
+        self.dataset = adapter.get_tf_dataset()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.adapter, name)
+
+    def get_tf_dataset(self) -> Around:
+        return self
+
+
+class Same(Around):
+    """Data that every process reads whole: all must see the same.
+
+    Args:
+        of_all: every process's number, by process. A collective.
+        ranks: a rank of each process.
+    """
+
+    def __init__(self, adapter: Any, of_all: Callable[[int], tuple[int, ...]], ranks: tuple[int, ...]) -> None:
+        super().__init__(adapter)
+        self._of_all = of_all
+        self._ranks = ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        views = Views(self.adapter, self._of_all, self._ranks)
+        for batch in self.dataset:
+            # What is no array (sparse, ragged, None) is left out.
+            views.check([leaf for leaf in tree.flatten(batch) if hasattr(leaf, "__array__")])
+            yield batch
