@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -190,6 +191,31 @@ def lose_a_process(lost: int, folder: str) -> None:
         seconds = time.time() - float(stamp.read_text())
         (Path(folder) / f"told-{index}").write_text(f"{seconds}\n{error}")
         raise SystemExit(1) from error
+
+
+def raises_in_a_callback() -> Told:
+    """Process 1, in the middle of fit; there the program catches it and goes on to something else."""
+    import keras
+
+    import unidist
+
+    second = unidist.process_index() == 1
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if second and batch == 2:
+                raise OSError("no space left for this callback")
+
+    with unidist.DataParallel().scope():
+        model = _model()
+
+    def train() -> None:
+        x, y = np.ones((64, 4), "float32"), np.ones((64, 8), "float32")
+        with contextlib.suppress(OSError):
+            model.fit(x, y, batch_size=4, verbose=0, callbacks=[Raises()])
+        unidist.barrier()
+
+    return told_by(train)
 
 
 def apart_at_the_gate() -> Told:

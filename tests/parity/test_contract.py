@@ -175,3 +175,14 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     for found in (first, second):
         same({**found, "heard": ""}, alone)
         assert found["sharded"]
+
+
+def test_what_one_process_raised_over_horovod_is_told_by_the_others(worlds: Worlds) -> None:
+    """It caught it and went on to something else, while process 0 trains on. (With Keras on TensorFlow Horovod finds no
+    names of collectives: there the one that waits gets a ProcessLostError.)"""
+    first, second = worlds.get("horovod-2").call("tests.parity.mistakes:raises_in_a_callback")
+    for kind, message in (first, second):
+        assert kind == "DesyncError"
+        assert "rank 1 came to barrier after 'OSError: no space left for this callback' was raised" in message
+    assert first[1].startswith("all_")
+    assert second[1].startswith("barrier")

@@ -257,3 +257,12 @@ def test_a_failed_program_is_not_kept_by_its_exit_handlers(tmp_path: Path) -> No
     assert [out for out, _ in said] == [b"['-x']\n"] * 3
     assert b"runpy" not in said[0][1]
     assert said[0][1].endswith(b"ValueError: mine\n")
+
+
+@pytest.mark.parametrize(("end", "failed"), [("raise OSError", True), ("raise SystemExit(3)", True), ("0", False)])
+def test_exit_handlers_can_tell_that_the_program_has_failed(end: str, failed: bool, tmp_path: Path) -> None:
+    """A process over Horovod that failed does not wait for the others, which would take it for something else."""
+    told = "import atexit; from unidist.backends.ending import has_failed; atexit.register(lambda: print(has_failed()))"
+    (tmp_path / "way.py").write_text(f"{told}\n{end}\n")
+    done = subprocess.run([sys.executable, program.__file__, "way.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{failed}\n", done.stderr

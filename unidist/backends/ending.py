@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+
+_raised: list[str] = []
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """Around work that all processes take part in: what this one raises in it is told to others that wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        _raised[:] = [f"{type(error).__name__}: {error}".strip().splitlines()[0]]
+        raise
+    _raised.clear()
+
+
+def noted() -> str:
+    """What was raised in the last such work of this process, or nothing."""
+    return _raised[0] if _raised else ""
 
 
 def has_failed() -> bool:

@@ -34,10 +34,13 @@ def main(command: Sequence[str]) -> None:
         _run(command)
     except SystemExit as stop:
         if stop.code not in (None, 0):
+            sys.last_value = stop
             _end_soon(stop.code if isinstance(stop.code, int) else 1)
         raise
     except BaseException as error:
         trace = _of_the_program(error.__traceback__)
+        # As Python does where nobody catches an error: handlers of its end tell by it that the program has failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _end_soon(1)
         sys.exit(1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
+from unidist import events
 from unidist.algebra import Axes, Group, Mesh, Sharding, Step
 from unidist.backends import environment
 from unidist.backends.ending import has_failed
@@ -130,7 +131,8 @@ class HorovodBackend(LocalViewBackend[Any]):
         those that are still in a collective of another group included."""
         if not has_failed():
             self.comm = self._side.make_comm(self._wire, PARTING_SECONDS)
-            with contextlib.suppress(ProcessLostError, DesyncError):  # they tell of it themselves
+            # They tell of it themselves.
+            with contextlib.suppress(ProcessLostError, DesyncError), events.for_purpose("the end of the program"):
                 self.barrier()
 
     def shutdown(self) -> None:

@@ -19,7 +19,7 @@ from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import Done, check_contiguous, check_parts
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.reducing import fold, loses_nans, op_for
-from unidist.errors import CapabilityError
+from unidist.errors import CapabilityError, ProcessLostError
 
 NATIVE = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "prod": hvd.Product}
 # Horovod reduces none of these; float32 holds a sum of bfloat16 better than bfloat16 does.
@@ -46,22 +46,33 @@ class Primitives:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
-    def finish(self, handle: int, at: lost.Call) -> Any:
+    def finish(self, handle: int, at: lost.Call, wire: Wire, name: str) -> Any:
         """Waits for an operation that was started; its result."""
         lost.wait(lambda: hvd.poll(handle), at, self._timeout)
         try:
             return hvd.synchronize(handle)
         except HorovodInternalError as error:
-            raise lost.failure(error, at) from error
+            told = self._told(at, wire, name) if lost.disagrees(error) else b""
+            raise lost.failure(error, at, told) from error
+
+    def _told(self, at: lost.Call, wire: Wire, name: str) -> bytes:
+        """Where all ranks are that disagreed in an operation."""
+        own = torch.frombuffer(bytearray(lost.where(at)), dtype=torch.uint8)
+        try:
+            handle = hvd.allgather_async(own, name=f"{name}.apart", process_set=wire.native)
+            lost.wait(lambda: hvd.poll(handle), at, min(self._timeout, lost.TELLING_SECONDS))
+            return bytes(hvd.synchronize(handle).numpy())
+        except (HorovodInternalError, ProcessLostError):
+            return b""
 
     def start(self, what: str, wire: Wire, operation: Callable[..., int], *args: Any, **options: Any) -> Pending:
         """Starts operation(*args, **options) over a process set."""
-        at = lost.Call(what, wire.ranks, events.purpose())
+        at, name = lost.Call(what, wire.ranks, events.purpose()), wire.name()
         try:
-            handle = operation(*args, **options, name=wire.name(), process_set=wire.native)
+            handle = operation(*args, **options, name=name, process_set=wire.native)
         except HorovodInternalError as error:
             raise lost.failure(error, at) from error
-        return Pending(self, handle, at)
+        return Pending(lambda: self.finish(handle, at, wire, name))
 
     def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
         out = self.start_all_reduce(x.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True), wire, op).result()
@@ -108,11 +119,8 @@ class Primitives:
 class Pending:
     """An operation under way."""
 
-    def __init__(self, primitives: Primitives, handle: int, at: lost.Call) -> None:
-        self._primitives, self._handle, self._at = primitives, handle, at
-
-    def result(self) -> Any:
-        return self._primitives.finish(self._handle, self._at)
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.result = finish
 
 
 class Waiting:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unidist.algebra import Layout
+from unidist.backends import ending
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
@@ -61,7 +62,7 @@ class Engine:
         self._ready = False
         before, self.logs_are_read = self.logs_are_read, logs_are_read
         try:
-            with self.distribution.scope():
+            with self.distribution.scope(), ending.noting():
                 yield
                 self.settle()
         finally:
