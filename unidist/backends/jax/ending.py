@@ -35,4 +35,7 @@ def _end() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(_FAILED)
+    # What `unidist run` has left here where the program ended itself.
+    last = getattr(sys, "last_value", None)
+    own = last.code if isinstance(last, SystemExit) and isinstance(last.code, int) else _FAILED
+    os._exit(own & 0xFF)
