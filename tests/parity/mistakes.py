@@ -117,6 +117,23 @@ def array_without_a_process() -> Told:
     return told_by(lambda: unidist.distribute(np.ones(4, "float32"), mesh, unidist.Layout("data")))
 
 
+def stateful_layer() -> Told:
+    """With the batch shape that it needs, in data parallel."""
+    import keras
+
+    import unidist
+
+    layers = [keras.Input(batch_shape=(6, 3, 4)), keras.layers.SimpleRNN(2, stateful=True, name="memory")]
+
+    def train() -> None:
+        with unidist.DataParallel().scope():
+            model = keras.Sequential(layers)
+            model.compile("sgd", "mse")
+        model.fit(np.ones((12, 3, 4)), np.ones((12, 2)), batch_size=6, verbose=0)
+
+    return told_by(train)
+
+
 def another_backend(name: str) -> Told:
     import keras
 

@@ -200,3 +200,9 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {first['heard']}"
     for found in (first, second):
         same({**found, "heard": ""}, alone)
+
+
+def test_a_state_of_whole_batches_over_horovod(worlds: Worlds) -> None:
+    for kind, message in worlds.get("horovod-2-tensorflow").call("tests.parity.mistakes:stateful_layer"):
+        assert kind == "CapabilityError"
+        assert "built for, but each of 2 devices gets 3, and no device" in message

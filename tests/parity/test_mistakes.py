@@ -51,6 +51,16 @@ def test_sequence_parallelism_without_torch(setting: str, worlds: Worlds) -> Non
         assert re.search(r"sequence_parallel=True: .*KERAS_BACKEND=torch", message), message
 
 
+def test_a_state_of_whole_batches_in_data_parallel(worlds: Worlds) -> None:
+    """Over Horovod: test_contract_tensorflow.py. Where states are global, it trains."""
+    kind, message = worlds.get("sim-torch").call("tests.parity.mistakes:stateful_layer")[0]
+    assert kind == "CapabilityError"
+    assert "layer 'memory' has stateful=True" in message
+    assert "each of the 6 rows of the batches that it was built for, but each of 4 devices gets at most 2," in message
+    for setting in ("jax-4", "tensorflow-4"):
+        assert worlds.get(setting).call("tests.parity.mistakes:stateful_layer")[0] == ("nothing", "")
+
+
 def test_a_mesh_that_leaves_a_process_out_on_tensorflow(worlds: Worlds) -> None:
     """There TensorFlow itself would crash. All processes are told alike, so that none waits."""
     world = worlds.get("tensorflow-2x2")

@@ -13,6 +13,7 @@ import torch
 from unidist.algebra import Layout
 from unidist.backends import ending
 from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
 from unidist.keras.explicit import context, data, heads, metrics, mixing, pairs, placing, programs, rules, sequence
@@ -85,6 +86,7 @@ class Engine:
         model = self.model
         if self._state() == self._prepared:
             return
+        stateful.refuse(model, self.distribution)
         fresh = not self._prepared
         if fresh and settle(model, self.distribution):
             placing.move_model(model, self.distribution)

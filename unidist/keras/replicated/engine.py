@@ -14,7 +14,7 @@ from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import seeds
+from unidist.keras import seeds, stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
@@ -77,12 +77,13 @@ class Engine:
         """Gives every process rank 0's weights, once; keeps XLA from compiling what calls Python.
 
         Raises:
-            CapabilityError: the model was compiled with jit_compile=True.
+            CapabilityError: the model was compiled with jit_compile=True, or a layer is stateful.
         """
         if getattr(self.model, "_jit_compile", False):
             raise CapabilityError(
                 "jit_compile=True: XLA cannot compile Horovod's collectives; compile(..., jit_compile=False)"
             )
+        stateful.refuse(self.model, self.distribution)
         self.model._jit_compile = False
         if self._same or not self.model.built:
             return
