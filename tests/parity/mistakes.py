@@ -117,6 +117,12 @@ def array_without_a_process() -> Told:
     return told_by(lambda: unidist.distribute(np.ones(4, "float32"), mesh, unidist.Layout("data")))
 
 
+def more_devices_than_there_are() -> Told:
+    import unidist
+
+    return told_by(lambda: unidist.TensorParallelKeras(_model(), world_size=8))
+
+
 def stateful_layer() -> Told:
     """With the batch shape that it needs, in data parallel."""
     import keras

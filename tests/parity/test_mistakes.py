@@ -51,6 +51,21 @@ def test_sequence_parallelism_without_torch(setting: str, worlds: Worlds) -> Non
         assert re.search(r"sequence_parallel=True: .*KERAS_BACKEND=torch", message), message
 
 
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("sim-torch", r"unidist.use\('sim', devices=8\) before the model is made, which gives 8 devices"),
+        ("jax-4", r"unidist.use\('jax', devices=8\) before the model is made, which gives 8 virtual CPU devices"),
+        ("tensorflow-4", r"unidist.use\('tensorflow', devices=8\) before the model is made"),
+        ("torch-4", r"unidist run --backend torch -n 8 script.py"),
+    ],
+)
+def test_one_line_for_more_devices_than_there_are(setting: str, text: str, worlds: Worlds) -> None:
+    for kind, message in worlds.get(setting).call("tests.parity.mistakes:more_devices_than_there_are"):
+        assert kind == "MeshError"
+        assert re.search(rf"world_size=8, but there are 4 devices: .*: .*{text}", message), message
+
+
 def test_a_state_of_whole_batches_in_data_parallel(worlds: Worlds) -> None:
     """Over Horovod: test_contract_tensorflow.py. Where states are global, it trains."""
     kind, message = worlds.get("sim-torch").call("tests.parity.mistakes:stateful_layer")[0]

@@ -202,7 +202,9 @@ def _mesh(adapter: DistributionBackend, world_size: int | None, device_ids: Sequ
     ranks = [_rank(one, names) for one in device_ids] if device_ids is not None else list(range(len(names)))
     size = world_size or len(ranks)
     if size > len(ranks):
-        raise MeshError(f"world_size={size}, but there are {len(ranks)} devices: {[names[r] for r in ranks]}")
+        found = [names[r] for r in ranks]
+        more = _how_to_get(adapter, size) if len(ranks) == len(names) else "name as many in device_ids"
+        raise MeshError(f"world_size={size}, but there are {len(ranks)} devices: {found}: {more}")
     if adapter.process_count() == 1:
         return Mesh({MODEL_AXIS: size}, ranks[:size])
     if sorted(ranks) != list(range(len(names))) or len(ranks) % size:
@@ -213,6 +215,16 @@ def _mesh(adapter: DistributionBackend, world_size: int | None, device_ids: Sequ
     if size == len(ranks):
         return Mesh({MODEL_AXIS: size}, ranks)
     return Mesh({DATA_AXIS: len(ranks) // size, MODEL_AXIS: size}, ranks)
+
+
+def _how_to_get(adapter: DistributionBackend, count: int) -> str:
+    """What to do for so many devices. (The model itself has started JAX or TensorFlow: it is too late here.)"""
+    if adapter.name in ("torch", "horovod"):
+        return f"start as many processes, with `unidist run --backend {adapter.name} -n {count} script.py`"
+    virtual = "devices" if adapter.name == "sim" else "virtual CPU devices"
+    return (
+        f"call unidist.use({adapter.name!r}, devices={count}) before the model is made, which gives {count} {virtual}"
+    )
 
 
 def _rank(device: int | str, names: list[str]) -> int:
