@@ -1,4 +1,7 @@
-"""Names of unidist asked for before `import keras`, in fresh processes: what Keras brings then imports the same."""
+"""Names of unidist asked for before `import keras`, in fresh processes: what Keras brings then imports the same.
+
+And Keras brings it whoever looked for Keras before.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_a_name_that_needs_keras_is_asked_for_before_it_is_imported(keras_backend: str, used: str, asked: str) -> None:
     program = (
-        f"import sys, unidist; unidist.use({used})\n"
+        f"import importlib.util, sys, unidist; unidist.use({used})\n"
+        # TensorFlow asks so where it is imported before Keras, as for tf.data.
+        "assert importlib.util.find_spec('keras')\n"
         f"assert 'keras' not in sys.modules; {asked}\n"
         "import keras\n"
+        "assert len(keras.distribution.list_devices()) == 2\n"
         "mesh = unidist.Mesh({'model': 2})\n"
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])\n"
         "rules = unidist.LayoutMap(mesh, {'.*kernel': (None, 'model')})\n"

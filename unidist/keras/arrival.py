@@ -33,22 +33,30 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "keras":
             return None
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("keras")
+        try:
+            spec = importlib.util.find_spec("keras")
+        finally:
+            # Who looks need not load: TensorFlow only asks whether there is a Keras.
+            sys.meta_path.insert(place, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, self)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader = loader
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         _install()
 
     def __getattr__(self, name: str) -> object:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from keras import distribution as keras_distribution
 
-from unidist.keras.compat import Distribution, data_adapters
+from unidist.keras.compat import data_adapters
 from unidist.keras.interception import around
 
 # The distribution under which a model object was made: all that is known of one that has no variables yet.
@@ -30,14 +30,14 @@ def active(distribution: Any) -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Patches get_data_adapter (Keras 3.16), once."""
-    if hasattr(Distribution, "num_data_shards"):
-        around(data_adapters, "get_data_adapter", _reading_all)
+    """Patches get_data_adapter, once."""
+    around(data_adapters, "get_data_adapter", _reading_all)
 
 
 def _reading_all(original: Any) -> Any:
-    """Keras's get_data_adapter: from 3.16 on it leaves to each process some of the batches of any data, by the
-    distribution that it sees. unidist cuts each batch."""
+    """Keras's get_data_adapter: in several processes it refuses arrays and leaves to each some of the rows of a
+    tf.data.Dataset, from 3.16 on some of the batches of any data, by the distribution that it sees. unidist cuts each
+    batch."""
 
     @functools.wraps(original)
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:

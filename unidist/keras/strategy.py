@@ -41,6 +41,9 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
         self.layout_map = layout_map
         batch = strategy.data_axes[0] if strategy.data_axes else None
         super().__init__(keras_mesh(strategy.mesh), batch, strategy.auto_shard_dataset)
+        # Keras asks its own backend, which over Horovod on TensorFlow knows of no processes.
+        self._num_processes, self._process_id = session.process_count(), session.process_index()
+        self._is_multi_process = self._num_processes > 1
 
     @property
     def mesh(self) -> Mesh:
@@ -49,6 +52,15 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
     @property
     def num_model_replicas(self) -> int:
         return self.strategy.data_shards
+
+    def distribute_tf_dataset(self, dataset: Any) -> Any:
+        """This process's rows of a batched tf.data.Dataset, by Keras's rule: the k-th process gets the k-th part.
+
+        Raises:
+            LayoutError: the devices of a process hold other rows than its part.
+        """
+        _check_parts(self.strategy, self.num_processes)
+        return super().distribute_tf_dataset(dataset)
 
     def get_data_layout(self, data_shape: Any) -> Any:
         layout = self.strategy.batch() if len(data_shape) else Layout()
@@ -325,6 +337,24 @@ def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
             "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
             "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
         )
+
+
+def _check_parts(strategy: Strategy, processes: int) -> None:
+    """Raises LayoutError unless the processes, in their order, hold equal parts of the data shards in theirs."""
+    each = len(session.list_devices()) // processes
+    shards, axes = strategy.data_shards, strategy.data_axes
+    parts = min(shards, processes)
+    held: list[set[int]] = [set() for _ in range(processes)]
+    for rank in strategy.mesh.devices:
+        held[rank // each].add(strategy.mesh.group(axes, rank).index if axes else 0)
+    for process, own in enumerate(held):
+        part = process * parts // processes
+        if own != {k for k in range(shards) if k * parts // shards == part}:
+            raise LayoutError(
+                f"distribute_dataset gives process {process} part {part} of {parts} of each batch, but on "
+                f"{strategy.mesh} its devices hold places {sorted(own)} of {shards} of the data: give fit the whole "
+                "data, which it cuts as the mesh says, or use a mesh with all devices in their order"
+            )
 
 
 def _check_zero(zero: int) -> None:

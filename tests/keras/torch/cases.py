@@ -108,6 +108,64 @@ def own_parts():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def dataset_parts():
+    """What distribute_dataset leaves to this process, and what a model learns from it."""
+    import keras
+    import tensorflow as tf
+
+    import unidist
+    from tests.keras.torch.sources import X, Y
+
+    def fitted(data, **options):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(2)
+        with unidist.DataParallel(**options).scope():
+            model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
+            model.compile("sgd", loss="mse")
+            model.fit(data, verbose=0)
+        return unidist.gather_weights(model)
+
+    data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4)
+    own = unidist.DataParallel().distribute_dataset(data)
+    wanted = fitted(data)
+    for path, value in fitted(own, auto_shard_dataset=False).items():
+        np.testing.assert_allclose(value, wanted[path], atol=1e-5)
+    numbers = tf.data.Dataset.range(8).batch(4)
+    given = {
+        "ours": unidist.DataParallel(),
+        "Keras's": keras.distribution.DataParallel(),
+        "all model": unidist.ModelParallel(),
+        "each its own": unidist.DataParallel(auto_shard_dataset=False),
+    }
+    return {kind: [batch.numpy().tolist() for batch in d.distribute_dataset(numbers)] for kind, d in given.items()}
+
+
+def dataset_refused():
+    """What is said of data that cannot be parted, by Keras's words, and of a mesh in another order."""
+    import keras
+    import tensorflow as tf
+
+    import unidist
+
+    def told(distribution, data):
+        try:
+            distribution.distribute_dataset(data)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    rows = tf.data.Dataset.range(8)
+    mesh = unidist.Mesh({"data": 2}, devices=[1, 0])
+    return [
+        *(
+            told(make(), data)
+            for make in (unidist.DataParallel, keras.distribution.DataParallel)
+            for data in (rows.batch(3), rows, [1, 2])
+        ),
+        told(unidist.DataParallel(mesh), rows.batch(4)),
+    ]
+
+
 def apart(kind):
     """auto_shard_dataset=False, and process 1's data is shorter or raises: (type, text) of what a process is told."""
     import keras

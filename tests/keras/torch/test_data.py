@@ -25,21 +25,52 @@ def test_sources_in_the_simulator(name):
     check(name, unidist.DataParallel())
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(("count", "backend"), [(1, "sim"), (2, "torch")])
-def test_tf_data(count, backend):
-    launcher = None if backend == "sim" else "torchrun"
-    env = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
+@pytest.fixture(scope="module")
+def with_tensorflow():
     with ProcessWorld(
-        count,
-        launcher=launcher,
-        env=env,
+        2,
+        env={"KERAS_BACKEND": "torch", **WITH_TENSORFLOW},
         setup=cases.start,
-        setup_args=(backend,),
         timeout=240,
         preload=(*preloaded.KERAS["torch"], "tensorflow"),
     ) as processes:
+        yield processes
+
+
+@pytest.mark.processes
+def test_tf_data_in_the_simulator():
+    env = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
+    preload = (*preloaded.KERAS["torch"], "tensorflow")
+    with ProcessWorld(
+        1, launcher=None, env=env, setup=cases.start, setup_args=("sim",), timeout=240, preload=preload
+    ) as processes:
         processes.call(cases.source, "tf.data")
+
+
+@pytest.mark.processes
+def test_tf_data_in_two_processes(with_tensorflow):
+    with_tensorflow.call(cases.source, "tf.data")
+
+
+@pytest.mark.processes
+def test_distribute_dataset_leaves_to_each_process_its_part(with_tensorflow):
+    whole = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for process, told in enumerate(with_tensorflow.call(cases.dataset_parts)):
+        part = [batch[2 * process : 2 * process + 2] for batch in whole]
+        assert told == {"ours": part, "Keras's": part, "all model": whole, "each its own": whole}
+
+
+@pytest.mark.processes
+def test_distribute_dataset_refuses_what_has_no_parts(with_tensorflow):
+    keras = [
+        "ValueError: Global batch size must be divisible",
+        "ValueError: The batch size of the input dataset is unknown",
+        "ValueError: The dataset type <class 'list'> is not supported for auto-sharding",
+    ]
+    ours = r"LayoutError: distribute_dataset gives process 0 part 0 of 2 .* hold places \[1\] of 2 .*give fit the whole"
+    for told in with_tensorflow.call(cases.dataset_refused):
+        for text, start in zip(told, [*keras, *keras, ours], strict=True):
+            assert re.match(start, text)
 
 
 @pytest.fixture(scope="module")

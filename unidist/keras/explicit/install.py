@@ -96,8 +96,6 @@ def _give_distribution() -> None:
     """keras.distribution has no torch part: this is it."""
     keras_distribution_lib.distribution_lib = distribution_lib
     keras_backend.distribution_lib = distribution_lib
-    # Keras would refuse arrays in several processes; here every source is read by rows (data.py).
-    keras_distribution_lib.Distribution._is_multi_process = property(lambda self: False, lambda self, value: None)
 
 
 def _patch_trainer() -> None:
