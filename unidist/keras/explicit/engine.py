@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import keras
 import torch
 
 from unidist.algebra import Layout
@@ -16,7 +17,19 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
-from unidist.keras.explicit import context, data, heads, metrics, mixing, pairs, placing, programs, rules, sequence
+from unidist.keras.explicit import (
+    context,
+    data,
+    heads,
+    losses,
+    metrics,
+    mixing,
+    pairs,
+    placing,
+    programs,
+    rules,
+    sequence,
+)
 from unidist.keras.explicit.calls import Call, around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
@@ -267,7 +280,7 @@ class Engine:
         }
         frame.gathered_loss = frame.exact_loss = True
         try:
-            return compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes)
+            return losses.marked(compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes))
         finally:
             frame.gathered_loss = False
 
@@ -311,10 +324,13 @@ def engine_of(model: Any) -> Engine | None:
     return None if distribution is None else engine_for(model, distribution)
 
 
-def prepare_for_loop(model: Any) -> None:
-    """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes."""
+def prepare_for_loop(model: Any, given: Any) -> None:
+    """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes; not where
+    it becomes a part of a graph."""
     held = vars(model)
     if "_unidist_engine" in held or held.get(_SEEN) or _current.get() is not None or not model.built:
+        return
+    if any(isinstance(x, keras.KerasTensor) for x in tree.flatten(given)):
         return
     # Looked through once: a built model's variables stay where they are, or it gets an engine.
     object.__setattr__(model, _SEEN, True)

@@ -177,7 +177,7 @@ def _watch_loops() -> None:
         @functools.wraps(original)
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if context.frame() is None and torch.is_grad_enabled():
-                engine.prepare_for_loop(self)
+                engine.prepare_for_loop(self, (args, kwargs))
             return original(self, *args, **kwargs)
 
         return __call__

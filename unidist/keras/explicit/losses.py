@@ -7,6 +7,7 @@ batches, and gradients are summed, not averaged.
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ import torch
 
 from unidist import events
 from unidist.algebra import Layout
+from unidist.backends import registry
+from unidist.errors import CapabilityError
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
 from unidist.keras.explicit import mixing
 from unidist.keras.explicit.context import Frame, Rows, frame
@@ -22,13 +25,15 @@ _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Patches the module of losses, Layer.losses and Trainer (Keras 3.15); outside of a training frame they are as
-    before."""
+    """Patches the module of losses, Layer.losses and Trainer (Keras 3.15), and torch's backward; outside of a training
+    frame they are as before."""
     _originals["reduce_values"] = loss_module.reduce_values
     _originals["apply_mask"] = loss_module.apply_mask
     _originals["losses"] = Layer.losses
     _originals["additional"] = Trainer._aggregate_additional_loss
     _originals["call"] = loss_module.Loss.__call__
+    _originals["backward"] = torch.autograd.backward
+    torch.autograd.backward = _backward
     loss_module.Loss.__call__ = _loss_call
     loss_module.reduce_values = reduce_values
     loss_module.apply_mask = apply_mask
@@ -70,20 +75,21 @@ def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None 
         return _originals["reduce_values"](values, sample_weight, reduction)
     known, rows = _known(here)
     known.exact_loss = True
-    return _marked(_contribution(known, rows, values, sample_weight, reduction))
+    return marked(_contribution(known, rows, values, sample_weight, reduction))
+
+
+def marked(loss: torch.Tensor) -> torch.Tensor:
+    """Notes that a number is what this rank contributes to a loss."""
+    setattr(loss, _MARK, True)
+    if loss.grad_fn is not None:
+        _notes(loss.grad_fn)[_MARK] = True
+    return loss
 
 
 # An attribute of a tensor, or of the node that made it: it is what a rank contributes to a loss.
 _MARK = "_unidist_contribution"
 # Losses are summed, weighted and scaled: a few nodes lie between them and what is told to a metric.
 _NODES_BETWEEN = 64
-
-
-def _marked(loss: torch.Tensor) -> torch.Tensor:
-    setattr(loss, _MARK, True)
-    if loss.grad_fn is not None:
-        _notes(loss.grad_fn)[_MARK] = True
-    return loss
 
 
 def _notes(node: Any) -> dict[Any, Any]:
@@ -104,6 +110,64 @@ def is_contribution(value: torch.Tensor) -> bool:
             return True
         nodes += [following for following, _ in node.next_functions if following is not None]
     return False
+
+
+# What keeps a sum of contributions one: the backwards of linear functions, as torch names them.
+_LINEAR = re.compile(
+    r"(Add|Sub|Rsub|Mul|Div|Neg|Sum|Mean|Stack|Cat|Select|Unbind|Unsqueeze|Squeeze|View|UnsafeView|Reshape|Expand"
+    r"|ToCopy|Clone|Alias|Where)Backward\d*"
+)
+
+
+def is_own(root: torch.Tensor) -> bool:
+    """Whether something is in a loss that is no contribution: it was computed from this rank's rows alone, or is the
+    same on all ranks and would count on each."""
+    nodes = [root.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or _notes(node).get(_MARK):
+            continue
+        behind = [following for following, _ in node.next_functions if following is not None]
+        is_product = node.name().startswith(("Mul", "Div")) and len(behind) > 1
+        if is_product or not behind or not _LINEAR.fullmatch(node.name()):
+            return True
+        nodes += behind
+    return False
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """A loss is looked at where backward begins; what rematerialization starts within has gradients given."""
+    here = frame()
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    begins = all(t.numel() == 1 for t in roots) and all(g is None for g in _as_list(grad_tensors))
+    if begins and here is not None and here.exact_loss and _is_cut(here) and any(map(is_own, roots)):
+        raise CapabilityError(OWN_LOSS)
+    if here is None and not any(t.requires_grad for t in roots) and _is_simulated():
+        raise CapabilityError(
+            "backward was called outside of fit on what has no gradient: in the simulator, whose ranks work only "
+            "inside fit and train_on_batch, variables that are stored as shards have none there: put the loop's body "
+            "into the model's train_step"
+        )
+    _originals["backward"](tensors, grad_tensors, *args, **kwargs)
+
+
+def _is_cut(here: Frame) -> bool:
+    return _needs_denominators(here) and here.world.mesh.axis_size(here.world.data_axes) > 1
+
+
+def _is_simulated() -> bool:
+    return registry.has_current() and registry.current().name == "sim"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+OWN_LOSS = (
+    "train_step computed its loss, or a part of it, by itself, from this rank's rows alone, so its gradient is not "
+    "that of the global mean: compute it with self.compute_loss(x=x, y=y, y_pred=y_pred), of your own where Keras's "
+    "will not do, or with a keras.losses.Loss that reduces (not reduction='none'), and add what self.losses has"
+)
 
 
 def _contribution(known: Frame, rows: Rows, values: Any, sample_weight: Any, reduction: str | None) -> Any:
@@ -152,7 +216,7 @@ def _added_losses(self: Any) -> list[Any]:
     if here is None or here.rows is None or not here.world.data_axes or not found:
         return found
     rows = here.rows
-    own = [_marked(_share_of(rows, torch.as_tensor(value))) for value in found]
+    own = [marked(_share_of(rows, torch.as_tensor(value))) for value in found]
     return _over_all_shards(here, own) if here.gathered_loss else own
 
 

@@ -231,7 +231,12 @@ class Place:
         proving = frame is not None and frame.trial is not None
         with events.for_purpose(events.purpose() if proving else self.path):
             if differentiable:
-                return self.world.backend.redistribute(shard, sharding, target)
+                whole = self.world.backend.redistribute(shard, sharding, target)
+                if frame is None and fanned and whole.requires_grad:
+                    # A loop of the user's own: gradients are averaged, as those that the reducer sums are.
+                    shards = self.world.mesh.axis_size(fanned)
+                    whole.register_hook(lambda grad: grad / shards)
+                return whole
             with torch.no_grad():
                 return self.world.backend.redistribute(shard.detach(), sharding, target)
 

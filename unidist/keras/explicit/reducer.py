@@ -7,8 +7,9 @@ fills them, a small first one, launched strictly in order so that all ranks agre
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -17,6 +18,7 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Group
 from unidist.errors import CapabilityError
+from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
 from unidist.keras.explicit.places import Place
@@ -46,6 +48,20 @@ def bucket_bytes() -> int:
     if size <= 0:
         raise ValueError(f"UNIDIST_BUCKET_MB={given!r}: give the size of a gradient bucket in MiB, above 0")
     return int(size * (1 << 20))
+
+
+def _watchers(leaf: torch.nn.Parameter) -> list[Reducer]:
+    found: list[Reducer] = vars(leaf).setdefault(_WATCHERS, [])
+    return found
+
+
+def _note_change() -> None:
+    global _changes
+    _changes += 1
+
+
+def _first(watching: list[Reducer], at_work: Reducer | None) -> Reducer:
+    return at_work if at_work is not None and at_work in watching else watching[0]
 
 
 def _untraced(function: _F) -> _F:
@@ -91,6 +107,12 @@ class Bucket:
         self.nbytes = sum(m.leaf.numel() * m.leaf.element_size() for m in members)
         self.missing = len(members)
         self.had: list[bool] = []
+        # ids of the leaves whose gradients another reducer sees to in the backward that is going on
+        self.left: set[int] = set()
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """What is to be reduced."""
+        return [None if id(m.leaf) in self.left else m.leaf.grad for m in self.members]
 
     def launch(self) -> None:
         """Copies the gradients into the buffer and starts to reduce it."""
@@ -113,7 +135,7 @@ class WholeBucket(Bucket):
         self._handle: Any = None
 
     def launch(self) -> None:
-        grads = [m.leaf.grad for m in self.members]
+        grads = self.grads()
         self.had = [g is not None for g in grads]
         full = [(v, g) for v, g in zip(self._views, grads, strict=True) if g is not None]
         if len(full) < len(grads):
@@ -145,13 +167,14 @@ class CutBucket(Bucket):
         self._under_way: Moving | None = None
 
     def launch(self) -> None:
-        grads = [m.leaf.grad for m in self.members]
+        grads = self.grads()
         self.had = [grad is not None for grad in grads]
         if self._row is None:
             self._row = self._parcel.row()
         self._under_way = self._parcel.reduce(self._row, grads)
-        for member in self.members:
-            member.leaf.grad = None
+        for member, had in zip(self.members, self.had, strict=True):
+            if had:
+                member.leaf.grad = None
 
     def finish(self) -> list[torch.Tensor]:
         backend = self.world.backend
@@ -165,8 +188,19 @@ class CutBucket(Bucket):
         return [self._parcel.part(row, k) for k in range(len(self.members))]
 
 
+# rank -> the reducer of the step of Keras's trainer that is going on there
+_at_work: dict[int, Reducer] = {}
+# Of a leaf: the reducers that watch it, of a model and of those that it is a part of.
+_WATCHERS = "_unidist_reducers"
+# Counts what leaves have begun or ceased to be watched.
+_changes = 0
+
+
 class Reducer:
     """Watches one rank's parameters and reduces their gradients.
+
+    A leaf that several models have is watched by the reducers of all. One of them sees to it in a backward: that of the
+    model whose step it is, else the first.
 
     Args:
         world: the ranks. rank: the one whose parameters these are.
@@ -186,6 +220,8 @@ class Reducer:
         self._next = 0
         self._finished = 0
         self._running = False
+        self._divided: tuple[Reducer | None, int] = (None, -1)
+        self._has_own = True
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
         self._hooks: list[Any] = []
         self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
@@ -202,6 +238,33 @@ class Reducer:
             self._accumulating.append(accumulating)
             self._hooks.append(accumulating.register_prehook(self._arriving))
             self._hooks.append(member.leaf.register_post_accumulate_grad_hook(self._arrived))
+            _watchers(member.leaf).append(self)
+        _note_change()
+
+    @contextlib.contextmanager
+    def working(self, frame: Frame) -> Iterator[None]:
+        """Inside is a step of its model on its rank."""
+        before = _at_work.get(self.rank)
+        _at_work[self.rank], self.frame = self, frame
+        try:
+            yield
+        finally:
+            self.frame = None
+            if before is None:
+                del _at_work[self.rank]
+            else:
+                _at_work[self.rank] = before
+
+    def _divide_up(self) -> bool:
+        """Notes what others see to in the backward that begins. Whether anything is left."""
+        here = _at_work.get(self.rank)
+        if self._divided != (here, _changes):
+            others = {id(m.leaf) for m in self.watched if _first(_watchers(m.leaf), here) is not self}
+            for bucket in self.buckets:
+                bucket.left = others
+            self._has_own = len(others) < len(self.watched)
+            self._divided = here, _changes
+        return self._has_own
 
     def _by_kind(self) -> list[list[Watched]]:
         kinds: dict[Any, list[Watched]] = {}
@@ -231,15 +294,18 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
         self._accumulating.clear()
+        for member in self.watched:
+            _watchers(member.leaf).remove(self)
+        _note_change()
 
     # what happens in backward -------------------------------------------------------------------------------------
 
     @_untraced
     def _arriving(self, grads: tuple[torch.Tensor, ...]) -> None:
-        if self._running:
+        if self._running or not self._divide_up():
             return
         self._running = True
-        self._is_own_loop = self.frame is None
+        self._is_own_loop = self.rank not in _at_work
         self.launched_early = 0
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if not self.is_paused and not self.is_holding:
@@ -248,7 +314,7 @@ class Reducer:
     def _set_aside(self) -> None:
         """What an earlier backward left is reduced already: it must not be summed again, whether or not more of it
         comes."""
-        for member in [m for bucket in self.buckets for m in bucket.members]:
+        for member in [m for bucket in self.buckets for m in bucket.members if id(m.leaf) not in bucket.left]:
             if member.target.grad is not None:
                 # It is a view of what the bucket will be reduced into.
                 self._kept[id(member.leaf)] = member.target.grad.clone()
@@ -257,7 +323,7 @@ class Reducer:
     @_untraced
     def _arrived(self, p: torch.nn.Parameter) -> None:
         bucket = self._bucket_of.get(id(p))
-        if bucket is None or self.is_paused:
+        if bucket is None or self.is_paused or not self._running:
             return
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
@@ -281,6 +347,8 @@ class Reducer:
             # A loop of the user's own, whose losses are means of its own rows: as in DistributedDataParallel.
             torch._foreach_div_(views, float(bucket.group.size))
         for member, view, had in zip(bucket.members, views, bucket.had, strict=True):
+            if id(member.leaf) in bucket.left:
+                continue
             before = self._kept.pop(id(member.leaf), None)
             if not had and not bool(view.any()):
                 member.target.grad = before
@@ -300,11 +368,7 @@ class Reducer:
             self.reduce()
         self._is_own_loop = False
         if self.buckets and frame is not None and frame.rows is not None and not frame.exact_loss:
-            raise CapabilityError(
-                "train_step computed its loss by itself, from this rank's rows alone, so its gradient is not that "
-                "of the global mean: compute it with self.compute_loss(x=x, y=y, y_pred=y_pred) or a "
-                "keras.losses.Loss that reduces (not reduction='none')"
-            )
+            raise CapabilityError(losses.OWN_LOSS)
 
     def reduce(self) -> None:
         """Launches every bucket that was not, and hands all out."""

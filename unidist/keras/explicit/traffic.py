@@ -64,15 +64,14 @@ class Traffic:
         reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
         if self.model.jit_compile or self._has_modules:
             fetcher.settle()  # compiled programs and torch modules do not wait for what they read
-        reducer.frame = frame
         frame.fetcher = fetcher if fetcher.fetched else None
         frame.keeps_gradients = reducer.is_holding
         frame.accumulating = reducer.is_paused = kind == "train" and self._accumulates()
         try:
-            with fetcher.step(kind):
+            with reducer.working(frame), fetcher.step(kind):
                 yield
         finally:
-            reducer.frame = frame.fetcher = None
+            frame.fetcher = None
             if reducer.is_paused:
                 reducer.is_paused, reducer.is_holding = False, True
 
