@@ -43,3 +43,30 @@ def looped(kind: str | None, before: str, own: bool) -> Result:
         losses.append(float(value.detach()))
     weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
     return {"weights": weights, "losses": losses}
+
+
+def two_heads(kind: str | None) -> Result:
+    """Two models that share an encoder, which is called by itself before; both are in one loss, then one is fitted."""
+    import torch
+
+    fresh()
+    x, y = rows(8)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with scope(strategy(kind)):
+        encoder = keras.Sequential([keras.Input((x.shape[1],)), keras.layers.Dense(6, "tanh", name="code")])
+        encoder(torch.as_tensor(x[:2]))
+        one, two = (keras.Sequential([encoder.inputs[0], *encoder.layers, keras.layers.Dense(4)]) for _ in range(2))
+        weights = [*one.trainable_variables, *two.layers[-1].trainable_variables]
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(weights)
+        for start in (0, 4):
+            part = slice(start, start + 4)
+            value = sum(loss(torch.as_tensor(y[part]), model(torch.as_tensor(x[part]))) for model in (one, two))
+            for v in weights:
+                v.value.grad = None
+            value.backward()
+            with torch.no_grad():
+                optimizer.apply([v.value.grad for v in weights], weights)
+        two.compile(keras.optimizers.SGD(0.1), loss)
+        history = two.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+    return {"weights": {str(k): np.array(v) for k, v in enumerate([*weights, *two.weights])}, "history": history}

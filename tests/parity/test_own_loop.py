@@ -24,3 +24,10 @@ def test_gradients_are_averaged_over_the_processes(
     for one in found:
         same(one, wanted)
     np.testing.assert_allclose(np.mean([one["losses"] for one in found], 0), wanted["losses"], atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
+def test_what_two_models_share_is_averaged_once(setting: str, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.loops:two_heads", None)[0]
+    for found in worlds.get(setting).call("tests.keras.loops:two_heads", "dp"):
+        same(found, wanted)

@@ -234,6 +234,56 @@ def test_a_step_with_a_loss_of_its_own_is_refused_with_the_remedy():
         train(own(OwnLoss), x, y, unidist.DataParallel())
 
 
+class Changed(OwnStep):
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.change(self.criterion(y, self(x, training=True)), self)
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return {"loss": loss}
+
+
+def changed(change):
+    class Kind(Changed):
+        criterion = staticmethod(keras.losses.MeanSquaredError())
+
+    Kind.change = staticmethod(change)
+    return own(Kind)
+
+
+LINEAR = {
+    "scaled": lambda loss, model: 0.5 * loss - loss / 4,
+    "stacked": lambda loss, model: ops.mean(ops.stack([2 * loss, -loss, loss])[:2]),
+    "with what is added": lambda loss, model: loss + sum(model.losses),
+}
+BY_ITSELF = {
+    "a penalty": lambda loss, model: loss + 0.01 * ops.sum(ops.square(model.layers[0].kernel.value)),
+    "a square": lambda loss, model: 0.01 * loss * loss,
+    "a root": lambda loss, model: ops.sqrt(loss),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_sums_of_losses_are_exact(name, strategy):
+    x, y = features()
+    found, wanted = (train(changed(LINEAR[name]), x, y, given) for given in (strategy, None))
+    for a, b in zip(found.weights, wanted.weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_part_of_a_loss_made_by_hand_is_refused_where_rows_are_cut(name):
+    x, y = features()
+    with pytest.raises(unidist.CapabilityError, match=r"or a part of it, by itself, .* self\.compute_loss\(x=x"):
+        train(changed(BY_ITSELF[name]), x, y, unidist.DataParallel())
+    found, wanted = (train(changed(BY_ITSELF[name]), x, y, given) for given in (model_parallel(), None))
+    for a, b in zip(found.weights, wanted.weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_a_barrier_finds_the_mesh_of_the_strategy_in_use():
     with model_parallel(mesh=two_by_two()).scope():
         unidist.barrier("data")

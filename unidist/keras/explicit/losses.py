@@ -114,7 +114,7 @@ def is_contribution(value: torch.Tensor) -> bool:
 
 # What keeps a sum of contributions one: the backwards of linear functions, as torch names them.
 _LINEAR = re.compile(
-    r"(Add|Sub|Rsub|Mul|Div|Neg|Sum|Mean|Stack|Cat|Select|Unbind|Unsqueeze|Squeeze|View|UnsafeView|Reshape|Expand"
+    r"(Add|Sub|Rsub|Mul|Div|Neg|Sum|Mean|Stack|Cat|Select|Slice|Unbind|Unsqueeze|Squeeze|View|UnsafeView|Reshape|Expand"
     r"|ToCopy|Clone|Alias|Where)Backward\d*"
 )
 
