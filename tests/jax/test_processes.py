@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import unidist
 from tests import preloaded
 from unidist import Layout, Mesh
 from unidist.backends.environment import Launch
-from unidist.backends.jax import joining
+from unidist.backends.jax import joining, reading, relay, waiting
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
@@ -59,8 +60,13 @@ def late_for(seconds: float) -> str:
     return str(caught.value)
 
 
+def start_with_one() -> None:
+    unidist.use("jax", devices=1)
+
+
 def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
-    with ProcessWorld(2, launcher="torchrun", setup=start, timeout=60, preload=preloaded.JAX) as world:
+    """With one device a process XLA runs a small program where it is dispatched, which then waits in C++."""
+    with ProcessWorld(2, launcher="torchrun", setup=start_with_one, timeout=60, preload=preloaded.JAX) as world:
         assert "nothing came for 1 s" in world.outcomes(late_for, 1.0)[0].value
 
 
@@ -177,8 +183,11 @@ def join_by_hand(port: int, counts: tuple[int, int], timeout: float) -> Any:
 
 
 def leave_and_join_again(port: int, timeout: float) -> Any:
+    read = vars(reading.ArrayImpl)["_value"]
     first = join_by_hand(port, (2, 2), timeout)
+    assert vars(reading.ArrayImpl)["_value"] is not read
     unidist.shutdown()
+    assert vars(reading.ArrayImpl)["_value"] is read
     alone = unidist.process_count()
     unidist.initialize(f"127.0.0.1:{port}", 2, int(os.environ["UNIDIST_TEST_INDEX"]), timeout=timeout)
     return first, alone, (unidist.process_count(), unidist.list_devices())
@@ -261,6 +270,49 @@ def test_torchruns_own_store_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> 
     assert joining.address_of(launch) == address
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert joining.address_of(launch) == "10.0.0.1:29501"
+
+
+# Reading and the relay
+
+
+def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    polled: list[Any] = []
+    monkeypatch.setattr(waiting, "poll", lambda x, world, what: polled.append(x))
+    x, places = jax.numpy.ones(()), ("_value", "block_until_ready")
+    before = [vars(reading.ArrayImpl)[place] for place in places]
+    reading.watch(joining.World(2, 0, 1.0))
+    try:
+        reads = [float, bool, str, jax.device_get, jax.block_until_ready, lambda x: x.block_until_ready()]
+        for count, read in enumerate(reads, 1):
+            assert read(x) is not None
+            assert polled == [x] * count
+        gone = jax.numpy.ones(())
+        gone.delete()
+        with pytest.raises(RuntimeError, match="deleted"):
+            float(gone)
+    finally:
+        reading.unwatch()
+    assert [vars(reading.ArrayImpl)[place] for place in places] == before
+
+
+def test_the_relay_is_silent_where_the_service_has_gone() -> None:
+    """JAX aborts the process when its connection closes; what is let go is closed as without a relay."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        way = relay.Relay(*service.getsockname())
+        with socket.create_connection(("127.0.0.1", way.port), timeout=10) as near:
+            far, _ = service.accept()
+            with far:
+                near.sendall(b"asked")
+                assert far.recv(100) == b"asked"
+                far.sendall(b"answered")
+                assert near.recv(100) == b"answered"
+            near.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                near.recv(100)
+            way.let_go()
+            near.settimeout(10)
+            assert near.recv(100) == b""
+        way.close()
 
 
 # A lost process

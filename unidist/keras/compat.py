@@ -82,6 +82,7 @@ _PLACES = {
 # What has moved: a place for each of READ.
 _MOVED = {
     "Trainer": ("keras.src.trainers.trainer:Trainer", "keras.src.trainers.trainer:BaseTrainer"),
+    "conversions": ("keras.src.backend:", "keras.src.backend:ops"),
     "is_tensor": ("keras.src.backend:is_tensor", "keras.src.backend:ops.is_tensor"),
     "random_seed_dtype": ("keras.src.backend:random_seed_dtype", "keras.src.backend:ops.random_seed_dtype"),
     "TorchTrainer": ("keras.src.backend.torch.trainer:TorchTrainer", "keras.src.backend.torch.trainer:Trainer"),

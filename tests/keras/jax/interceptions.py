@@ -19,6 +19,7 @@ from unidist.keras.compat import (
     Layer,
     Metric,
     Operation,
+    conversions,
     data_adapters,
     saving_api,
 )
@@ -35,7 +36,8 @@ PLACES: dict[str, Any] = {
     "Layer": (Layer, ("stateless_call",)),
     "Operation": (Operation, ("__call__",)),
     "Metric": (Metric, ("add_variable",)),
-    "JAXTrainer": (JAXTrainer, ("__init__", "_make_function")),
+    "JAXTrainer": (JAXTrainer, ("__init__", "_make_function", "jax_state_sync")),
+    "conversions": (conversions, ("convert_to_numpy",)),
     "JAXEpochIterator": (trainer.JAXEpochIterator, ("_get_iterator",)),
     "trainer": (trainer, ("_distribute_data",)),
     "distribution_lib": (distribution_lib, ("distribute_tensor",)),

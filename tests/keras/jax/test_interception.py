@@ -31,6 +31,8 @@ def test_every_place_is_as_in_the_version_it_was_made_for(one: ProcessWorld) -> 
         "Metric.add_variable": "(self, shape, initializer, dtype=None, aggregation='sum', name=None)",
         "JAXTrainer.__init__": "(self)",
         "JAXTrainer._make_function": MAKE_FUNCTION[version],
+        "JAXTrainer.jax_state_sync": "(self)",
+        "conversions.convert_to_numpy": "(x)",
         "JAXEpochIterator._get_iterator": "(self)",
         "trainer._distribute_data": DISTRIBUTE_DATA[version],
         "distribution_lib.distribute_tensor": "(tensor, layout)",

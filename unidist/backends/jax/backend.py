@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
-from unidist.backends.jax import arrays, collectives, waiting
+from unidist.backends.jax import arrays, collectives, joining, waiting
 from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
 from unidist.backends.jax.joining import World, join
@@ -89,7 +88,7 @@ class JaxBackend:
 
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait. How long JAX itself waits at its end stays as it was at joining."""
-        self._world = replace(self.world, timeout=seconds)
+        self._world = joining.with_timeout(self.world, seconds)
 
     def shutdown(self) -> None:
         """Leaves the world. Where it had several processes, all arrays and compiled programs of JAX are lost."""
@@ -235,7 +234,8 @@ class JaxBackend:
             self._check_shape(x, src)
         if events.listening():
             self._tell_steps(plan(src, dst), x)
-        return self._run(move.program, x, what)
+        waits = what == "gather" and self.world.count > 1
+        return self._run(move.unhurried if waits else move.program, x, what)
 
     def broadcast(self, x: jax.Array, sharding: Sharding, axes: Axes, root: int) -> jax.Array:
         """Replicas along `axes` become those of place `root`. As compiled a masked all-reduce, which sends up to twice
@@ -253,12 +253,8 @@ class JaxBackend:
         return self._run(self._program(_PROGRAMS[op], sharding, axes, how), x, op)
 
     def _run(self, program: Move, x: jax.Array, what: str) -> jax.Array:
-        try:
+        with waiting.lost_in(self.world, what):
             return program(x)
-        except (RuntimeError, ValueError) as error:
-            if (lost := waiting.loss(error, self.world, what)) is not None:
-                raise lost from error
-            raise
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         everyone = Mesh({"rank": len(self.devices)})
@@ -268,7 +264,7 @@ class JaxBackend:
             names = grid.check_axes(axes)
             count = Sharding(grid, Layout(partial=names), ())
             ones = {rank: np.ones((1,) * len(names), np.int32) for rank in self._ranks_here(grid)}
-            program = self._redistribution(count, count.with_layout(Layout())).program
+            program = self._redistribution(count, count.with_layout(Layout())).unhurried
             arrived = self._run(program, self._assembled(ones, count, np.int32), "barrier")
             waiting.until_ready(arrived, self.world, "barrier")
 
@@ -339,13 +335,15 @@ class JaxBackend:
 
 
 class _Redistribution:
-    """A program and the shape of the data that it takes."""
+    """A program and the shape of the data that it takes; and the program for what is whole everywhere, as one whose
+    dispatch does not wait for other processes."""
 
-    __slots__ = ("program", "shape")
+    __slots__ = ("program", "shape", "unhurried")
 
     def __init__(self, shape: tuple[int, ...], program: Move) -> None:
         self.shape = shape
         self.program = program
+        self.unhurried: Move = jax.jit(lambda x: waiting.unhurried(program(x)))
 
 
 def _known(value: Any) -> Any:

@@ -17,15 +17,20 @@ from unidist.backends.ending import has_failed
 _FAILED = 1
 
 
-def at_exit(is_lost: Callable[[], bool]) -> Callable[[], None]:
+def at_exit(is_lost: Callable[[], bool], before: Callable[[], None] | None = None) -> Callable[[], None]:
     """Ends the process without waiting where it failed or `is_lost`. Gives what takes that back.
 
     Called before JAX's own handler, as it is registered after it.
+
+    Args:
+        before: called where JAX's own handler is to wait for the others.
     """
 
     def handler() -> None:
         if is_lost() or has_failed():
             _end()
+        if before is not None:
+            before()
 
     atexit.register(handler)
     return lambda: atexit.unregister(handler)

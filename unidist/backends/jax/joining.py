@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,14 @@ from jax._src import xla_bridge
 from jax.extend.backend import clear_backends
 
 from unidist.backends.environment import Launch, detect
-from unidist.backends.jax import ending, roll
+from unidist.backends.jax import ending, reading, relay, roll
 from unidist.backends.jax.devices import config
 from unidist.backends.lines import is_loopback
 from unidist.backends.protocol import Cluster
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
 
-# JAX ends a process whose peer has been silent for so long, where nothing in Python could.
+# JAX aborts a process whose peer has been silent for so long, where nothing in Python could end it: after the world's
+# timeout and with time to say so.
 _SILENCE = 100
 
 
@@ -49,15 +50,40 @@ class World:
     def leave(self) -> None:
         """Ends jax.distributed and drops XLA's devices, so that another world can be joined. With the others: it waits
         for them. A world that has lost a process cannot be ended but by ending this one."""
-        if self.roll is not None and self.stay is not None and not self.roll.is_broken:
+        global _joined
+        if self.roll is not None and self.roll.is_broken:
+            return
+        if _joined is not None:
+            _joined = None
+            reading.unwatch()
+        if self.roll is not None and self.stay is not None:
             self.roll.close()
-            self.stay()
             jax.distributed.shutdown()
+            self.stay()
             clear_backends()
 
 
-# The last world of several processes that this one joined.
+# The world of several processes that this one is in, and joined through unidist.
 _joined: World | None = None
+
+
+def current() -> World | None:
+    """The world of several processes that this one has joined, made by unidist or by somebody else; None in others."""
+    return _joined
+
+
+def with_timeout(world: World, seconds: float) -> World:
+    """The world, in which collectives and reads wait for so long from now on."""
+    changed = replace(world, timeout=seconds)
+    return _entered(changed) if _joined is not None else changed
+
+
+def _entered(world: World) -> World:
+    global _joined
+    if world.count > 1:
+        _joined = world
+        reading.watch(world)
+    return world
 
 
 def join(cluster: Cluster) -> World:
@@ -68,14 +94,13 @@ def join(cluster: Cluster) -> World:
         BackendNotAvailableError: the world could not be joined.
         ProcessLostError: this process is in a world that has lost another.
     """
-    global _joined
     if _joined is not None and _joined.roll is not None and _joined.roll.is_broken:
         raise ProcessLostError(
             f"this process is in a world of {_joined.count} that has lost another, and JAX cannot leave that: start "
             "all processes again"
         )
     if jax.distributed.is_initialized():
-        return _existing(cluster)
+        return _entered(_existing(cluster))
     launch = detect()
     count = cluster.process_count or (launch.process_count if launch else 1)
     if count == 1:
@@ -88,21 +113,40 @@ def join(cluster: Cluster) -> World:
             f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
             f"`unidist run -n {count} --backend jax script.py`"
         )
-    _joined = _come_together(address, count, index, cluster.timeout, launch)
-    return _joined
+    return _entered(_come_together(address, count, index, cluster.timeout, launch))
 
 
 def _come_together(address: str, count: int, index: int, timeout: float, launch: Launch | None) -> World:
     _check_not_started()
     present = roll.call(address, count, index, timeout)
+    way = _way(present.coordinator) if index else None
     try:
-        _start(present.coordinator, count, index, timeout, _local_devices(launch))
+        _start(present.coordinator, way, count, index, timeout, _local_devices(launch))
     except RuntimeError as error:
         present.close()
+        if way:
+            way.close()
         raise BackendNotAvailableError(
             f"process {index} of {count}: JAX could not join the others ({error})"
         ) from error
-    return World(count, index, timeout, present, ending.at_exit(lambda: present.is_broken))
+    return World(count, index, timeout, present, _until_left(present, way))
+
+
+def _way(coordinator: str) -> relay.Relay:
+    host, _, port = coordinator.rpartition(":")
+    return relay.Relay(host.strip("[]"), int(port))
+
+
+def _until_left(present: roll.Roll, way: relay.Relay | None) -> Callable[[], None]:
+    """What holds at this process's exit. Gives what takes it back."""
+    stay = ending.at_exit(lambda: present.is_broken, way.let_go if way else None)
+
+    def leave() -> None:
+        stay()
+        if way:
+            way.close()
+
+    return leave
 
 
 def _existing(cluster: Cluster) -> World:
@@ -145,20 +189,22 @@ def _local_devices(launch: Launch | None) -> list[int] | None:
     return None if launch is None or alone else [launch.local_index]
 
 
-def _start(coordinator: str, count: int, index: int, timeout: float, local: list[int] | None) -> None:
+def _start(
+    coordinator: str, way: relay.Relay | None, count: int, index: int, timeout: float, local: list[int] | None
+) -> None:
     host, _, port = coordinator.rpartition(":")
     seconds = max(1, math.ceil(timeout))
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         # It catches SIGTERM, by which launchers end the processes of a job.
         config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        coordinator,
+        way.address if way else coordinator,
         count,
         index,
         local_device_ids=local,
         cluster_detection_method="deactivate",
         initialization_timeout=seconds,
-        heartbeat_timeout_seconds=_SILENCE,
+        heartbeat_timeout_seconds=seconds + _SILENCE,
         shutdown_timeout_seconds=seconds,
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host.strip("[]")) else None,
     )

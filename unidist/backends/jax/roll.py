@@ -32,12 +32,14 @@ class Roll:
         coordinator: "host:port" for JAX's own service, which process 0 shall start.
         lost: the processes that have ended without leaving.
         is_broken: whether a process is known to be lost, by this or by a collective that failed.
+        given_up: why this process waits no longer for another, once it has waited in vain.
     """
 
     def __init__(self, index: int, lines: dict[int, Line], coordinator: str) -> None:
         self.coordinator = coordinator
         self.lost: set[int] = set()
         self.is_broken = False
+        self.given_up = ""
         self._index = index
         self._lines = lines
         self._closing = False

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from unidist.backends.jax.joining import World
+import jax
+import jax.numpy as jnp
+from jax.errors import JaxRuntimeError
+
 from unidist.errors import ProcessLostError, UnidistError
+
+if TYPE_CHECKING:
+    from unidist.backends.jax.joining import World
 
 # What is under way when a process ends may still arrive.
 _GRACE = 3.0
-_LONGEST_NAP = 0.01
+_SHORTEST_NAP, _LONGEST_NAP = 0.00005, 0.01
+# What is slept past the end of a wait, as a part of it.
+_OVERSLEPT = 1 / 16
+_OPERATIONS = 2048
 _WORDS = re.compile(
     r"gloo|nccl|connection (closed|reset|refused|aborted)|broken pipe|socket closed|unavailable|deadline[_ ]exceeded"
     r"|heartbeat",
     re.IGNORECASE,
 )
+
+
+def unhurried(x: Any) -> Any:
+    """An array that a program gives, made so that XLA on CPU does not run the program in the thread that dispatches it.
+
+    XLA does so with programs of less than 1000 operations, if one device of the process takes part; the thread then
+    waits in C++, without limit, for processes that do not come. Inside jax.jit, for what is whole on every device: the
+    first element now depends on some thousand operations, and never changes by them.
+    """
+    if not x.size or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        return x
+    first = x[(0,) * x.ndim]
+    never = jnp.maximum(jnp.real(first).astype(jnp.float32), jnp.arange(_OPERATIONS, dtype=jnp.float32)).sum() < -1
+    kept = jnp.where(never, jnp.zeros_like(first), first)
+    return jax.lax.dynamic_update_slice(x, kept.reshape((1,) * x.ndim), (0,) * x.ndim)
 
 
 def until_ready(x: Any, world: World, what: str) -> None:
@@ -25,40 +51,79 @@ def until_ready(x: Any, world: World, what: str) -> None:
     Raises:
         ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
     """
-    if world.count > 1:
-        _poll(x, world, what)
-    try:
+    poll(x, world, what)
+    with lost_in(world, what):
         x.block_until_ready()
+
+
+def poll(x: Any, world: World, what: str) -> None:
+    """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit.
+
+    Raises:
+        ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
+    """
+    if world.count > 1 and not x.is_ready():
+        patience = Patience(world, what)
+        while not x.is_ready():
+            patience.nap()
+
+
+class Patience:
+    """A wait for other processes, slept through in naps."""
+
+    def __init__(self, world: World, what: str) -> None:
+        self._world = world
+        self._what = what
+        self._begun = time.monotonic()
+        self._ended: float | None = None
+
+    def nap(self) -> None:
+        """Sleeps for a part of the wait so far."""
+        time.sleep(min(max(self.check() * _OVERSLEPT, _SHORTEST_NAP), _LONGEST_NAP))
+
+    def check(self) -> float:
+        """The seconds waited.
+
+        Raises:
+            ProcessLostError: a process of the world has ended, or nothing came within the timeout, now or before.
+        """
+        now, world = time.monotonic(), self._world
+        if world.roll is not None and world.roll.given_up:
+            raise lost(world, self._what, world.roll.given_up)
+        if self._ended is None and world.lost:
+            self._ended = now
+        if self._ended is not None and now - self._ended > _GRACE:
+            raise lost(world, self._what, f"process {', '.join(map(str, world.lost))} has ended")
+        if now - self._begun > world.timeout:
+            raise lost(world, self._what, f"nothing came for {world.timeout:g} s")
+        return now - self._begun
+
+
+@contextlib.contextmanager
+def lost_in(world: World | None, what: str) -> Iterator[None]:
+    """Inside, an error of XLA's by which another process is gone is a ProcessLostError."""
+    try:
+        yield
     except (RuntimeError, ValueError) as error:
-        if (lost := loss(error, world, what)) is not None:
-            raise lost from error
+        if world is not None and (found := loss(error, world, what)) is not None:
+            raise found from error
         raise
 
 
 def loss(error: Exception, world: World, what: str) -> ProcessLostError | None:
     """What an error of XLA's means, if it is that another process is gone: its kinds do not tell, only its words."""
-    if world.count == 1 or isinstance(error, UnidistError) or not _WORDS.search(str(error)):
+    if world.count == 1 or isinstance(error, UnidistError):
         return None
-    return _lost(world, what, str(error).splitlines()[0])
+    if not _WORDS.search(str(error)) and not (world.lost and isinstance(error, JaxRuntimeError)):
+        return None
+    return lost(world, what, str(error).splitlines()[0])
 
 
-def _poll(x: Any, world: World, what: str) -> None:
-    nap, begin, ended = 0.00005, time.monotonic(), None
-    while not x.is_ready():
-        now = time.monotonic()
-        if ended is None and world.lost:
-            ended = now
-        if ended is not None and now - ended > _GRACE:
-            raise _lost(world, what, f"process {', '.join(map(str, world.lost))} has ended")
-        if now - begin > world.timeout:
-            raise _lost(world, what, f"nothing came for {world.timeout:g} s")
-        time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_NAP)
-
-
-def _lost(world: World, what: str, why: str) -> ProcessLostError:
+def lost(world: World, what: str, why: str) -> ProcessLostError:
+    """The error that another process is gone. The world is broken from now on."""
     if world.roll is not None:
         world.roll.is_broken = True
+        world.roll.given_up = world.roll.given_up or why
     return ProcessLostError(
         f"{what} on process {world.index} of {world.count}: another process ended or did not come in time ({why}). "
         "Look at the output of the other processes for the first error; where they were only slow, give "

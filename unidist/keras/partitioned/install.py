@@ -9,11 +9,31 @@ from typing import Any
 from unidist.backends import registry
 from unidist.keras import making
 from unidist.keras import saving as keras_saving
-from unidist.keras.compat import BaseOptimizer, JAXTrainer, JaxVariable, Layer, Metric, Operation, data_adapters
+from unidist.keras.compat import (
+    BaseOptimizer,
+    JAXTrainer,
+    JaxVariable,
+    Layer,
+    Metric,
+    Operation,
+    conversions,
+    data_adapters,
+)
 from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
 from unidist.keras.compat import jax_trainer as keras_trainer
 from unidist.keras.interception import around
-from unidist.keras.partitioned import data, layouts, placing, processes, redistribution, regions, saving, seeds, trainer
+from unidist.keras.partitioned import (
+    data,
+    layouts,
+    pacing,
+    placing,
+    processes,
+    redistribution,
+    regions,
+    saving,
+    seeds,
+    trainer,
+)
 from unidist.keras.partitioned.devices import prepare_devices
 
 __all__ = ["align_seeds", "install", "prepare_devices"]
@@ -71,6 +91,8 @@ def _install_trainer() -> None:
         around(steps, "_maybe_symbolic_build", trainer.building)
     around(steps, "_make_function", trainer.making_function)
     around(steps, "compute_metrics", trainer.measuring)
+    around(steps, "jax_state_sync", pacing.syncing)
+    around(conversions, "convert_to_numpy", pacing.converting)
     around(keras_trainer, "jit", trainer.compiling)
     around(keras_trainer, "_distribute_data", trainer.distributing_data)
     around(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating)

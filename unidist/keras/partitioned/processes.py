@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from unidist.backends import registry
+from unidist.backends.jax import waiting
+from unidist.backends.jax.joining import current as world_joined
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
 from unidist.keras.agreement import Peers
 from unidist.keras.first import bytes_of_first
 from unidist.keras.writing import Crew
+
+_VALUE = "reading a value"
 
 
 def several() -> bool:
@@ -26,6 +31,11 @@ def several() -> bool:
 def is_first() -> bool:
     """Whether this is the process that writes and shows."""
     return int(jax.process_index()) == 0
+
+
+def lost(what: str) -> AbstractContextManager[None]:
+    """Inside, an error by which another process is gone is a ProcessLostError."""
+    return waiting.lost_in(world_joined(), what)
 
 
 def from_first(data: bytes) -> bytes:
@@ -42,7 +52,31 @@ def array_from_first(value: Array) -> Array:
 
 
 def _of_first(own: Array) -> Array:
-    return np.asarray(multihost_utils.broadcast_one_to_all(own))
+    found: Array = _sum(own if is_first() else np.zeros_like(own))
+    return found
+
+
+def _sum(own: Array) -> Array:
+    """The sum of all processes' arrays, in their dtype."""
+    devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
+    processes = Mesh(devices, ("process", "device"))
+    sharding = NamedSharding(processes, PartitionSpec("process"))
+    each = jax.make_array_from_process_local_data(sharding, own[None], (jax.process_count(), *own.shape))
+    return _read(_summed(NamedSharding(processes, PartitionSpec())), each, "broadcast of the first process's bytes")
+
+
+@functools.lru_cache(maxsize=8)
+def _summed(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda each: waiting.unhurried(jax.numpy.sum(each, 0, each.dtype)), out_shardings=sharding)
+
+
+def _read(program: Callable[[jax.Array], jax.Array], array: jax.Array, what: str) -> Array:
+    """What the program gives, which is the same on every device. Waits for it as long as the world does."""
+    with lost(what):
+        found = program(array)
+        if (world := world_joined()) is not None:
+            waiting.until_ready(found, world, what)
+        return np.asarray(found.addressable_data(0))
 
 
 def crew() -> Crew | None:
@@ -54,7 +88,9 @@ def of_all(number: int) -> tuple[int, ...]:
     """Every process's number, by process. A collective of the world."""
     if not several():
         return (number,)
-    return tuple(int(n) for n in np.ravel(multihost_utils.process_allgather(np.int32(number))))
+    own = np.zeros(jax.process_count(), np.int32)
+    own[jax.process_index()] = number
+    return tuple(int(n) for n in _sum(own))
 
 
 def ranks_of(process: int) -> tuple[int, ...]:
@@ -80,9 +116,25 @@ def peers() -> Peers | None:
 
 def whole(array: Any) -> Array:
     """The full value of a JAX array on every process. A collective of the world where it spans processes."""
-    spans = isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
-    host: Array = np.asarray(multihost_utils.process_allgather(array, tiled=True) if spans else array)
-    return host
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(array)
+    if array.is_fully_replicated:
+        return _read(_same, array, _VALUE)
+    return _read(_gathered(array.sharding), array, _VALUE)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gathered(sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    named = isinstance(sharding, NamedSharding)
+    mesh = sharding.mesh if named else Mesh(np.array(sharding._device_assignment), ("device",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(
+        lambda value: waiting.unhurried(jax.lax.with_sharding_constraint(value, everywhere)), out_shardings=everywhere
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -12,13 +12,13 @@ import jax
 from unidist import events
 from unidist.keras import agreement, making
 from unidist.keras.compat import jax_trainer
-from unidist.keras.partitioned import data, ledger, placing, processes, seeds
+from unidist.keras.partitioned import data, ledger, pacing, placing, processes, seeds
 from unidist.keras.strategy import adopt
 from unidist.keras.writing import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 # Keras's steps are told by the state they take: fit's has optimizer variables, evaluate's only metrics.
-_PURPOSES = {4: "train step (compiled)", 3: "test step (compiled)", 2: "predict step (compiled)"}
+_STEPS = {4: "train step", 3: "test step", 2: "predict step"}
 
 
 def entering(original: Any) -> Any:
@@ -37,13 +37,14 @@ def entering(original: Any) -> Any:
         distribution = outer if outer is not None else placing.distribution_of(self)
         if distribution is None:
             return original(self, *args, **kwargs)
-        placing.place_model(self, distribution)
-        if aligned:
-            seeds.align()
-        bound = signature.bind(self, *args, **kwargs)
-        together = agreement.kept(bound, original.__name__, processes.peers())
-        with by_one(bound, processes.crew()), together, making.active(distribution):
-            return original(*bound.args, **bound.kwargs)
+        with processes.lost(original.__name__), pacing.kept():
+            placing.place_model(self, distribution)
+            if aligned:
+                seeds.align()
+            bound = signature.bind(self, *args, **kwargs)
+            together = agreement.kept(bound, original.__name__, processes.peers())
+            with by_one(bound, processes.crew()), together, making.active(distribution):
+                return original(*bound.args, **bound.kwargs)
 
     return entrance
 
@@ -62,7 +63,8 @@ def compiling(original: Any) -> Any:
             if not (processes.several() or data.is_padded(arguments)):
                 return result
             outputs, state = result
-            return data.replicate(outputs, distribution), state
+            outputs = data.replicate(outputs, distribution)
+            return (pacing.unhurried(outputs) if processes.several() else outputs), state
 
         return original(step, **options)
 
@@ -173,12 +175,16 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
         if distribution is None:
             return step_function(state, batch)
         placed = data.place(batch, distribution)
+        pacing.before_step(_STEPS[len(state)])
         if traffic is None:
             outputs, state = step_function(state, data.cut(placed))
-            return data.replicate(outputs, distribution), state
-        if events.listening():
-            traffic.record(distribution, _PURPOSES[len(state)], state, placed)
-        return step_function(state, placed)
+            outputs = data.replicate(outputs, distribution)
+        else:
+            if events.listening():
+                traffic.record(distribution, f"{_STEPS[len(state)]} (compiled)", state, placed)
+            outputs, state = step_function(state, placed)
+        pacing.after_step(outputs)
+        return outputs, state
 
     return step
 

@@ -1,0 +1,99 @@
+"""How far steps are dispatched ahead: a dispatch waits in C++, without limit, where too many are under way.
+
+Only in several processes: a step whose others do not come is polled for, so that it is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from unidist.backends.jax import joining, waiting
+
+# Steps under way beside the one that is dispatched: while one runs, the next one waits for it in the devices.
+_AHEAD = 2
+
+
+class _UnderWay(threading.local):
+    """Of each step that this thread has dispatched and not seen ready: a part of its results, oldest first."""
+
+    def __init__(self) -> None:
+        self.results: deque[jax.Array] = deque()
+
+
+_under_way = _UnderWay()
+
+
+def unhurried(outputs: Any) -> Any:
+    """A step's outputs, whole on every device, from a program that is run beside the thread that dispatches it."""
+    leaves, structure = jax.tree.flatten(outputs)
+    return jax.tree.unflatten(structure, [*map(waiting.unhurried, leaves[:1]), *leaves[1:]])
+
+
+def before_step(what: str) -> None:
+    """Returns when few enough steps are under way.
+
+    Raises:
+        ProcessLostError: another process has ended, or did not come within the world's timeout.
+    """
+    _until_under_way(_AHEAD - 1, what)
+
+
+def _until_under_way(few: int, what: str) -> None:
+    world, results = joining.current(), _under_way.results
+    while world is not None and len(results) > few:
+        _poll(results.popleft(), world, what)
+
+
+def _poll(array: jax.Array, world: joining.World, what: str) -> None:
+    if not array.is_deleted():
+        waiting.poll(array, world, what)
+
+
+def after_step(outputs: Any) -> None:
+    """Notes what a step that was dispatched will give, but for its state, which the next one takes over."""
+    if joining.current() is not None:
+        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        _under_way.results.extend(arrays[:1])
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """What steps give inside is not held on to afterwards."""
+    try:
+        yield
+    finally:
+        _under_way.results.clear()
+
+
+def syncing(original: Any) -> Any:
+    """JAXTrainer.jax_state_sync: what the variables get, and what the steps have given, is there to be read."""
+
+    @functools.wraps(original)
+    def jax_state_sync(self: Any) -> None:
+        # What raises is not kept waiting for steps whose others may not come.
+        if sys.exception() is None:
+            _until_under_way(0, "steps")
+        original(self)
+
+    return jax_state_sync
+
+
+def converting(original: Any) -> Any:
+    """Keras's convert_to_numpy, by which it reads logs and outputs: NumPy itself would wait in C++."""
+
+    @functools.wraps(original)
+    def convert_to_numpy(x: Any) -> Any:
+        world = joining.current()
+        if world is not None and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            _poll(x, world, "reading a value")
+        return original(x)
+
+    return convert_to_numpy
