@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests import preloaded
 from unidist import Layout, Mesh
 from unidist.backends.environment import Launch
 from unidist.backends.jax import joining, reading, relay, waiting
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, DesyncError, ProcessLostError
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
 pytestmark = pytest.mark.processes
@@ -150,6 +150,49 @@ def wait_for_the_late() -> float:
 
 def test_a_barrier_waits_for_all(two: ProcessWorld) -> None:
     assert min(two.call(wait_for_the_late)) >= 1.0
+
+
+def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
+    """The processes come to different collectives; what each is told, and a collective of both afterwards."""
+    mesh, first = Mesh({"x": -1}), unidist.process_index() == 0
+    x = unidist.distribute(np.ones(rows, "int32" if how == "dtype" and not first else "float32"), mesh, Layout("x"))
+    whole = unidist.distribute(np.ones(rows, "float32"), mesh, Layout())
+    added = unidist.distribute(np.ones(rows, "float32"), mesh, Layout(partial="x"))
+    runs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "dtype": (x.numpy, x.numpy),
+        "collective": (x.numpy, lambda: added.redistribute(Layout())),
+        "root": (lambda: unidist.broadcast(whole, "x", root=0), lambda: unidist.broadcast(whole, "x", root=2)),
+    }
+    runs["again"] = runs["collective"]
+    if how == "again":
+        for known in runs[how]:
+            known()
+        os.environ["UNIDIST_CHECK"] = "all"
+    try:
+        runs[how][0 if first else 1]()
+    except DesyncError as error:
+        return str(error), error.ranks, float(unidist.all_reduce(added).numpy().sum())
+    finally:
+        os.environ.pop("UNIDIST_CHECK", None)
+    return "nothing was noticed", (), 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("dtype", ("process 0 to gather with array float32 (12,)", "process 1 to gather with array int32 (12,)")),
+        ("root", ("process 0 to broadcast with root 0", "process 1 to broadcast with root 2")),
+        ("collective", ("process 0 to gather", "process 1 to all_reduce")),
+        ("again", ("process 0 to gather", "process 1 to all_reduce")),
+    ],
+)
+def test_what_processes_run_is_compared(two: ProcessWorld, how: str, words: tuple[str, ...]) -> None:
+    """When it is new, or, where they are told to, each time."""
+    rows = {"dtype": 12, "root": 13, "collective": 14, "again": 15}[how]
+    for text, ranks, total in two.call(part_ways, how, rows):
+        assert all(word in text for word in words), text
+        assert ranks == (2, 3)
+        assert total == rows
 
 
 def join_again() -> list[str]:

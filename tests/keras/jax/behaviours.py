@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,6 +219,28 @@ def own_parts_apart(kind: str) -> tuple[str, str]:
         except Exception as error:
             return type(error).__name__, str(error)
     return "nothing", ""
+
+
+def parted(how: str) -> tuple[str, str, list[float]]:
+    """The processes come to different steps: the type and the text of what each is told, and a step together."""
+    fresh()
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    activation = "tanh" if how == "program" and not is_first() else "relu"
+    with scope(strategy("dp")):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = 8 if is_first() or how == "program" else 6
+    if how == "all":
+        for known in (8, 6):
+            model.train_on_batch(x[:known], y[:known])
+        os.environ["UNIDIST_CHECK"] = "all"
+    try:
+        model.train_on_batch(x[:rows], y[:rows])
+    except Exception as error:
+        return type(error).__name__, str(error), model.test_on_batch(x, y) if how == "all" else []
+    finally:
+        os.environ.pop("UNIDIST_CHECK", None)
+    return "nothing", "", []
 
 
 # saving ---------------------------------------------------------------------------------------------------------------

@@ -109,6 +109,24 @@ def test_own_rows_that_fail_are_told_to_all(pair: ProcessWorld, kind: str) -> No
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("batch", r"process 0 to train step with batch float32 \(8, 4\).*process 1 to .*batch float32 \(6, 4\)"),
+        ("all", r"process 0 to train step with batch float32 \(8, 4\).*process 1 to .*batch float32 \(6, 4\)"),
+        ("program", r"process 1 to train step with .*tanh"),
+    ],
+)
+def test_the_steps_of_processes_are_compared(pair: ProcessWorld, how: str, words: str) -> None:
+    """Before their first run, or, where they are told to, before each."""
+    told = pair.call(RUN("parted"), how)
+    for kind, text, together in told:
+        assert kind == "DesyncError", text
+        assert re.search(words, text), text
+        assert together == told[0][2]
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("how", HOW[-2:])
 def test_entrances_in_two_processes(pair: ProcessWorld, expected: Any, how: str) -> None:
     for found in pair.call(RUN("entrance"), "2x2 across", how):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -11,7 +11,8 @@ import numpy as np
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
-from unidist.backends.jax import arrays, collectives, joining, waiting
+from unidist.backends.checking import checks_all
+from unidist.backends.jax import agreeing, arrays, collectives, joining, waiting
 from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
 from unidist.backends.jax.joining import World, join
@@ -26,6 +27,8 @@ _PROGRAMS: dict[str, Callable[..., Move]] = {
     "broadcast": collectives.broadcasting,
     "permute": collectives.permutation,
 }
+# What is the same on all processes in a collective on shards, by its name.
+_HOW = {"broadcast": "root", "permute": "pairs"}
 _ALONE = World(count=1, index=0, timeout=300.0)
 
 
@@ -72,6 +75,7 @@ class JaxBackend:
         self._found: tuple[jax.Device, ...] | None = None
         self._redistribution = lru_cache(maxsize=16384)(self._make_redistribution)
         self._program = lru_cache(maxsize=16384)(self._make_program)
+        self._agreed: set[Hashable] = set()
         self._layouts: dict[Sharding, jax.sharding.NamedSharding] = {}
         self._meshes: dict[Mesh, jax.sharding.Mesh] = {}
 
@@ -234,7 +238,11 @@ class JaxBackend:
             self._check_shape(x, src)
         if events.listening():
             self._tell_steps(plan(src, dst), x)
-        waits = what == "gather" and self.world.count > 1
+        several = self.world.count > 1
+        if several and (steps := plan(src, dst).collectives):
+            name = what if what == "gather" else ", ".join(step.op for step in steps)
+            self._agree(name, src, x, (("from", src.layout), ("to", dst.layout)))
+        waits = what == "gather" and several
         return self._run(move.unhurried if waits else move.program, x, what)
 
     def broadcast(self, x: jax.Array, sharding: Sharding, axes: Axes, root: int) -> jax.Array:
@@ -250,11 +258,26 @@ class JaxBackend:
         self._check_shape(x, sharding)
         if events.listening() and not isinstance(x, jax.core.Tracer):
             self._tell(op, axes, sharding, x)
+        if self.world.count > 1:
+            self._agree(op, sharding, x, (("axes", axes), (_HOW[op], how), ("layout", sharding.layout)))
         return self._run(self._program(_PROGRAMS[op], sharding, axes, how), x, op)
 
     def _run(self, program: Move, x: jax.Array, what: str) -> jax.Array:
         with waiting.lost_in(self.world, what):
             return program(x)
+
+    def _agree(self, what: str, sharding: Sharding, x: jax.Array, how: tuple[tuple[str, Hashable], ...]) -> None:
+        """Returns when the processes that hold ranks of the mesh have come to the same collective. Nothing inside of
+        jax.jit, and where this one was compared before, unless UNIDIST_CHECK is "all"."""
+        key = what, sharding, x.dtype, how
+        if isinstance(x, jax.core.Tracer) or (key in self._agreed and not checks_all()):
+            return
+        processes = sorted({self.devices[rank].process_index for rank in sharding.mesh.devices})
+        if self.world.index in processes:
+            parts = {"array": f"{x.dtype} {sharding.shape}", **{name: str(value) for name, value in how}}
+            parts["mesh"] = str(sharding.mesh)
+            agreeing.agree(self.world, what, parts, processes, self.devices)
+        self._agreed.add(key)
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         everyone = Mesh({"rank": len(self.devices)})
@@ -265,7 +288,9 @@ class JaxBackend:
             count = Sharding(grid, Layout(partial=names), ())
             ones = {rank: np.ones((1,) * len(names), np.int32) for rank in self._ranks_here(grid)}
             program = self._redistribution(count, count.with_layout(Layout())).unhurried
-            arrived = self._run(program, self._assembled(ones, count, np.int32), "barrier")
+            present = self._assembled(ones, count, np.int32)
+            self._agree("barrier", count, present, (("axes", names),))
+            arrived = self._run(program, present, "barrier")
             waiting.until_ready(arrived, self.world, "barrier")
 
     # gradients

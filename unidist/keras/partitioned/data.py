@@ -43,13 +43,25 @@ def cut(tree: Any) -> Any:
     return jax.tree.map(
         lambda leaf: leaf.cut() if isinstance(leaf, Padded) else leaf,
         tree,
-        is_leaf=lambda leaf: isinstance(leaf, Padded),
+        is_leaf=is_padded_leaf,
     )
 
 
+def is_padded_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, Padded)
+
+
 def is_padded(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Padded))
-    return any(isinstance(leaf, Padded) for leaf in leaves)
+    return any(map(is_padded_leaf, jax.tree.leaves(tree, is_leaf=is_padded_leaf)))
+
+
+def described(leaf: Any) -> str:
+    """A placed array's dtype and true shape, and where its rows are."""
+    if not isinstance(leaf, Padded):
+        return f"{leaf.dtype} {leaf.shape}"
+    rows = sum(stop - start for start, stop in leaf.segments)
+    places = ", ".join(f"{start}-{stop}" for start, stop in leaf.segments)
+    return f"{leaf.array.dtype} {(rows, *leaf.array.shape[1:])} in {places} of {leaf.array.shape[0]}"
 
 
 def place(batch: Any, distribution: Any) -> Any:

@@ -1,0 +1,125 @@
+"""What processes tell each other on the host before they run something together: that it is the same.
+
+A device collective could not do it: it matches nothing where processes disagree, and gives garbage or waits. So each
+process says what it has come to in the key-value store of JAX's coordination service; the first of them reads what all
+say, and writes it down for the others. Meetings are counted for each set of processes, so that all see the same.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax.errors import JaxRuntimeError
+
+from unidist.backends.jax.joining import World
+from unidist.backends.jax.waiting import Patience, lost_in
+from unidist.errors import BackendMismatchError, DesyncError
+
+# A wait in C++ cannot be interrupted: so long is each, in milliseconds, between looks at who has ended.
+_SLICE = 250
+# Parts that a message names: of those that all have, and of those that some have.
+_MOST_PARTS = 4
+_lock = threading.Lock()
+_meetings = SimpleNamespace(client=None, counts=Counter())
+
+
+def agree(
+    world: World, what: str, how: Mapping[str, str], processes: Sequence[int], devices: Sequence[jax.Device]
+) -> None:
+    """Returns when all the processes have come to the same. Nothing where this is the only one.
+
+    Args:
+        world: of these processes.
+        what: this process has come to.
+        how: parts of it, by name, that must be the same too. The first ones tell most to a reader.
+        processes: those that take part, in order.
+        devices: of the world, in rank order, for errors.
+
+    Raises:
+        ProcessLostError: one of them has ended, or did not come within the world's timeout.
+        DesyncError: they have come to different things.
+    """
+    if len(processes) > 1:
+        meet(world, what, how, "", processes, devices)
+
+
+def meet(
+    world: World, what: str, how: Mapping[str, str], value: str, processes: Sequence[int], devices: Sequence[jax.Device]
+) -> list[str]:
+    """As `agree`; gives every process's value."""
+    with lost_in(world, what):
+        texts = _exchanged(world, what, json.dumps([what, dict(how), value]), processes)
+    said = [json.loads(text) for text in texts]
+    apart = {process for process, other in zip(processes, said, strict=True) if other[:2] != said[0][:2]}
+    if not apart:
+        return [str(value) for _, _, value in said]
+    each = "; ".join(f"process {process} to {told}" for process, told in zip(processes, _told_apart(said), strict=True))
+    raise DesyncError(
+        f"{what}: the processes have come to different things: {each}. All must come to the same in the same order, "
+        "with arrays of the same shapes and dtypes: look for what went another way in one of them, then start all "
+        "processes again",
+        ranks=tuple(rank for rank, device in enumerate(devices) if device.process_index in apart),
+        collective=what,
+    )
+
+
+def _told_apart(said: Sequence[Any]) -> list[str]:
+    """What each process has come to, with the first parts in which they differ, if they have come to one thing."""
+    if len({what for what, _, _ in said}) > 1:
+        return [str(what) for what, _, _ in said]
+    names = dict.fromkeys(name for _, how, _ in said for name in how)
+    differing = [name for name in names if len({how.get(name) for _, how, _ in said}) > 1]
+    lacking = [name for name in differing if not all(name in how for _, how, _ in said)]
+    differing = [name for name in differing if name not in lacking][:_MOST_PARTS] + lacking[:_MOST_PARTS]
+    return [
+        f"{what} with {', '.join(f'{name} {how[name]}' for name in differing if name in how) or 'less'}"
+        for what, how, _ in said
+    ]
+
+
+def _exchanged(world: World, what: str, said: str, processes: Sequence[int]) -> list[str]:
+    """What each process has said, by process."""
+    with _lock:
+        store, patience = _store(), Patience(world, what)
+        members = "all" if len(processes) == world.count else "-".join(map(str, processes))
+        _meetings.counts[members] += 1
+        room = f"unidist/{members}/"
+        here = f"{room}{_meetings.counts[members]}"
+        store.key_value_set(f"{here}/{world.index}", said)
+        if world.index != processes[0]:
+            return list(json.loads(_heard(store, f"{here}/said", patience)))
+        found = [_heard(store, f"{here}/{process}", patience) for process in processes]
+        store.key_value_set(f"{here}/said", json.dumps(found))
+        # All have come to this meeting, so all have read what was said at the one before.
+        store.key_value_delete(f"{room}{_meetings.counts[members] - 1}")
+        return found
+
+
+def _store() -> Any:
+    """The client of JAX's coordination service. Its meetings are counted from 0."""
+    client = distributed.global_state.client
+    if client is None:
+        raise BackendMismatchError(
+            "the processes of this world have no coordination service of JAX's, by which unidist compares what they "
+            "run: start them with `unidist run --backend jax`, unidist.initialize or jax.distributed.initialize"
+        )
+    if client is not _meetings.client:
+        _meetings.client, _meetings.counts = client, Counter()
+    return client
+
+
+def _heard(store: Any, key: str, patience: Patience) -> str:
+    while True:
+        try:
+            return str(store.blocking_key_value_get(key, _SLICE))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        patience.check()
