@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 import unidist
 from tests import preloaded
@@ -336,6 +337,20 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
     finally:
         reading.unwatch()
     assert [vars(reading.ArrayImpl)[place] for place in places] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "is_loss"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), True),
+        (JaxRuntimeError("INTERNAL: Socket closed"), True),
+        (RuntimeError("the database said: connection reset by peer"), False),
+        (JaxRuntimeError("INTERNAL: no such function"), False),
+    ],
+)
+def test_only_xlas_errors_are_read_as_a_loss(error: Exception, is_loss: bool) -> None:
+    found = waiting.loss(error, joining.World(2, 0, 1.0), "fit")
+    assert isinstance(found, ProcessLostError) == is_loss
 
 
 def test_the_relay_is_silent_where_the_service_has_gone() -> None:

@@ -28,6 +28,8 @@ _WORDS = re.compile(
     r"|heartbeat",
     re.IGNORECASE,
 )
+# How XLA's errors begin, in whichever of Python's kinds they come.
+_STATUS = re.compile(r"\b[A-Z_]{5,}: ")
 
 
 def unhurried(x: Any) -> Any:
@@ -112,11 +114,15 @@ def lost_in(world: World | None, what: str) -> Iterator[None]:
 
 def loss(error: Exception, world: World, what: str) -> ProcessLostError | None:
     """What an error of XLA's means, if it is that another process is gone: its kinds do not tell, only its words."""
+    text = str(error)
     if world.count == 1 or isinstance(error, UnidistError):
         return None
-    if not _WORDS.search(str(error)) and not (world.lost and isinstance(error, JaxRuntimeError)):
+    # Programs have errors of their own, with such words in them.
+    if not isinstance(error, JaxRuntimeError) and not _STATUS.search(text):
         return None
-    return lost(world, what, str(error).splitlines()[0])
+    if not _WORDS.search(text) and not (world.lost and isinstance(error, JaxRuntimeError)):
+        return None
+    return lost(world, what, text.splitlines()[0])
 
 
 def lost(world: World, what: str, why: str) -> ProcessLostError:
