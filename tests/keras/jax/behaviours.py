@@ -289,6 +289,22 @@ def saved_where_it_cannot(folder: str) -> str:
     return "saved"
 
 
+def saved_by_one(folder: str) -> tuple[str, str, float]:
+    """Process 0 saves while the other evaluates: the type and the text of what each is told, and a loss of both."""
+    fresh()
+    data = CASES["mlp"].data()
+    with scope(strategy("2x2 across")):
+        model = made("mlp")
+    try:
+        if is_first():
+            model.save(Path(folder) / "model.keras")
+        else:
+            model.evaluate(**data, batch_size=BATCH, verbose=0)
+    except Exception as error:
+        return type(error).__name__, str(error), model.evaluate(**data, batch_size=BATCH, verbose=0)[0]
+    return "nothing", "", 0.0
+
+
 def checkpointed(kind: str | None, folder: str) -> Result:
     """Keras's own callback, on every process."""
     fresh()

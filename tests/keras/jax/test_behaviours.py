@@ -215,6 +215,16 @@ def test_all_processes_hear_that_process_0_could_not_save(pair: ProcessWorld, tm
 
 
 @pytest.mark.processes
+def test_a_save_by_one_process_alone_is_told_to_all(pair: ProcessWorld, tmp_path: Path) -> None:
+    told = pair.call(RUN("saved_by_one"), str(tmp_path))
+    for kind, text, loss in told:
+        assert kind == "DesyncError", text
+        assert "process 0 to saving; process 1 to views of the data" in text
+        assert loss == told[0][2]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.processes
 def test_callbacks_in_two_processes(pair: ProcessWorld, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Hashable
 from typing import Any
 
+from unidist.backends.checking import checks_all
 from unidist.backends.desync import Call
-from unidist.errors import CapabilityError
 
 # What all members must agree on: the collective, the shape of the local tensor (None along a dim that may differ), its
 # dtype, further arguments as (name, value).
 Key = tuple[Hashable, ...]
 
-CHECK = "UNIDIST_CHECK"
 # Uses of one call that are compared before a transport's own collective starts; and how many calls are kept apart.
 FIRST = 2
 _KEPT = 4096
 # Tags that nobody else uses on a group: above the small ones of a user's own messages.
 _LOWEST = 1 << 10
 _NUMBERS, _MARK_BITS = 1 << 14, 16
-
-
-def checks_all() -> bool:
-    """Whether all calls are compared: UNIDIST_CHECK=all; without it, or with "first", the first uses of each.
-
-    Raises:
-        CapabilityError: the variable says something else.
-    """
-    said = os.environ.get(CHECK, "first")
-    if said not in ("first", "all"):
-        raise CapabilityError(f"the environment has {CHECK}={said!r}, which should be 'first' or 'all'")
-    return said == "all"
 
 
 class Calls:

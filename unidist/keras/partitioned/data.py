@@ -93,7 +93,7 @@ def _place_leaf(distribution: Any, value: Any) -> Any:
     if array.ndim == 0:
         return processes.put(array, layouts.replicated(distribution))
     if processes.several() and not distribution.auto_shard_dataset:
-        return _place_part(Part(array, processes.of_all(array.shape[0])), distribution)
+        return _place_part(Part(array, _rows_of_all(array.shape[0])), distribution)
     return _place_whole(array, distribution)
 
 
@@ -179,7 +179,11 @@ def _same(value: Any) -> Any:
     return value
 
 
-_meeting = Meeting(processes.of_all, processes.ranks_of)
+def _rows_of_all(rows: int) -> tuple[int, ...]:
+    return processes.of_all(rows, "rows of a batch")
+
+
+_meeting = Meeting(_rows_of_all, processes.ranks_of)
 
 
 class _Around:
@@ -208,7 +212,7 @@ class SameAdapter(_Around):
 
     def get_jax_iterator(self) -> Any:
         ranks = tuple(processes.ranks_of(process)[0] for process in range(jax.process_count()))
-        views = Views(self._adapter, processes.of_all, ranks)
+        views = Views(self._adapter, partial(processes.of_all, purpose="views of the data"), ranks)
         for batch in self._adapter.get_jax_iterator():
             views.check(batch)
             yield batch

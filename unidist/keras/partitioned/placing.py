@@ -175,7 +175,7 @@ def _place_variable(variable: Any, distribution: Any) -> None:
         return
     if before is None:
         # Made on its own in each process: the seeds may have differed.
-        value = processes.array_from_first(processes.whole(value)) if processes.several() else value
+        value = processes.array_from_first(processes.whole(value), "first values") if processes.several() else value
     variable._value = processes.put(processes.whole(value) if processes.several() else value, sharding)
 
 

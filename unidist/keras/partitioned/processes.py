@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from unidist.backends import registry
-from unidist.backends.jax import waiting
+from unidist.backends import environment, registry
+from unidist.backends.checking import checks_all
+from unidist.backends.jax import agreeing, waiting
+from unidist.backends.jax.joining import World
 from unidist.backends.jax.joining import current as world_joined
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
@@ -21,6 +24,7 @@ from unidist.keras.first import bytes_of_first
 from unidist.keras.writing import Crew
 
 _VALUE = "reading a value"
+_compared: set[Any] = set()
 
 
 def several() -> bool:
@@ -38,30 +42,54 @@ def lost(what: str) -> AbstractContextManager[None]:
     return waiting.lost_in(world_joined(), what)
 
 
-def from_first(data: bytes) -> bytes:
-    """Process 0's bytes, on every process. A collective of the world."""
+def from_first(data: bytes, purpose: str, **how: str) -> bytes:
+    """Process 0's bytes, on every process. A collective of the world.
+
+    Args:
+        data: of process 0; what others give is not looked at.
+        purpose: what they are for; all processes must have come to the same.
+        how: more that must be the same.
+
+    Raises:
+        DesyncError: another process has come to something else.
+    """
     if not several():
         return data
+    _meet(purpose, how)
     ranks = tuple(device.id for device in jax.local_devices())
     return bytes_of_first(data, _of_first, is_first=is_first(), ranks=ranks)
 
 
-def array_from_first(value: Array) -> Array:
+def array_from_first(value: Array, purpose: str) -> Array:
     """Process 0's values of an array that all processes have with this shape and dtype. A collective of the world."""
-    return np.frombuffer(from_first(value.tobytes()), value.dtype).reshape(value.shape)
+    data = from_first(value.tobytes(), purpose, array=f"{value.dtype} {value.shape}")
+    return np.frombuffer(data, value.dtype).reshape(value.shape)
+
+
+def _meet(purpose: str, how: Mapping[str, str] = MappingProxyType({}), value: str = "") -> list[str]:
+    """What each process has said, when all have come to the same."""
+    count = jax.process_count()
+    world = world_joined() or World(count, jax.process_index(), environment.timeout())
+    return agreeing.meet(world, purpose, how, value, range(count), jax.devices())
+
+
+def meet(purpose: str) -> None:
+    """Returns when all processes have come to the same. A collective of the world.
+
+    Raises:
+        DesyncError: another process has come to something else.
+    """
+    if several():
+        _meet(purpose)
 
 
 def _of_first(own: Array) -> Array:
-    found: Array = _sum(own if is_first() else np.zeros_like(own))
-    return found
-
-
-def _sum(own: Array) -> Array:
-    """The sum of all processes' arrays, in their dtype."""
+    """The first process's array: the sum of all, of which the others are zeros."""
     devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
     processes = Mesh(devices, ("process", "device"))
     sharding = NamedSharding(processes, PartitionSpec("process"))
-    each = jax.make_array_from_process_local_data(sharding, own[None], (jax.process_count(), *own.shape))
+    part = own[None] if is_first() else np.zeros_like(own)[None]
+    each = jax.make_array_from_process_local_data(sharding, part, (jax.process_count(), *own.shape))
     return _read(_summed(NamedSharding(processes, PartitionSpec())), each, "broadcast of the first process's bytes")
 
 
@@ -81,16 +109,24 @@ def _read(program: Callable[[jax.Array], jax.Array], array: jax.Array, what: str
 
 def crew() -> Crew | None:
     """The processes of the world, if there are several."""
-    return Crew(is_first(), lambda text: from_first(text.encode()).decode()) if several() else None
+
+    def share(text: str) -> str:
+        return from_first(text.encode(), "what process 0 tells of its files").decode()
+
+    return Crew(is_first(), share) if several() else None
 
 
-def of_all(number: int) -> tuple[int, ...]:
-    """Every process's number, by process. A collective of the world."""
-    if not several():
-        return (number,)
-    own = np.zeros(jax.process_count(), np.int32)
-    own[jax.process_index()] = number
-    return tuple(int(n) for n in _sum(own))
+def of_all(number: int, purpose: str) -> tuple[int, ...]:
+    """Every process's number, by process. A collective of the world.
+
+    Args:
+        number: of this process.
+        purpose: what it is for; all processes must have come to the same.
+
+    Raises:
+        DesyncError: another process has come to something else.
+    """
+    return tuple(map(int, _meet(purpose, value=str(number)))) if several() else (number,)
 
 
 def ranks_of(process: int) -> tuple[int, ...]:
@@ -111,7 +147,9 @@ def peers() -> Peers | None:
         return found.astype(np.float32) if found.dtype == jax.numpy.bfloat16 else found
 
     ranks = tuple(ranks_of(process)[0] for process in range(jax.process_count()))
-    return Peers(of_all=of_all, ranks=ranks, own=int(jax.process_index()), replica=replica)
+    return Peers(
+        of_all=lambda number: of_all(number, "agreement"), ranks=ranks, own=int(jax.process_index()), replica=replica
+    )
 
 
 def whole(array: Any) -> Array:
@@ -120,7 +158,16 @@ def whole(array: Any) -> Array:
         return np.asarray(array)
     if array.is_fully_replicated:
         return _read(_same, array, _VALUE)
+    _compare(array)
     return _read(_gathered(array.sharding), array, _VALUE)
+
+
+def _compare(array: jax.Array) -> None:
+    """That the processes gather the same is compared, when it is new, or always where UNIDIST_CHECK is "all"."""
+    key = array.sharding, array.shape, array.dtype
+    if key not in _compared or checks_all():
+        _meet(_VALUE, {"array": f"{array.dtype} {array.shape}"})
+        _compared.add(key)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,6 +23,7 @@ def peers(model: Any) -> Peers | None:
 def gathered(model: Any) -> Iterator[None]:
     """On process 0 the model's variables are whole values in its memory, which it computes with alone: a layer with
     low-rank kernels saves what they make together."""
+    processes.meet("saving")
     held = []
     for variable in making.all_variables(model):
         value = variable._value

@@ -9,4 +9,4 @@ from unidist.keras.partitioned import processes
 def align() -> None:
     """Gives every process the random state of process 0. A collective of the world."""
     if processes.several():
-        seeds.restore(processes.from_first(seeds.state()))
+        seeds.restore(processes.from_first(seeds.state(), "random state"))
