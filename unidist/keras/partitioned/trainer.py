@@ -12,7 +12,7 @@ import jax
 from unidist import events
 from unidist.keras import agreement, making
 from unidist.keras.compat import jax_trainer
-from unidist.keras.partitioned import agreement, data, ledger, pacing, placing, processes, seeds
+from unidist.keras.partitioned import alike, data, ledger, pacing, placing, processes, seeds
 from unidist.keras.strategy import adopt
 from unidist.keras.writing import by_one
 
@@ -168,7 +168,7 @@ def _check(model: Any) -> None:
 def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = hasattr(step_function, "lower")
     traffic = ledger.Traffic(step_function) if compiled else None
-    same = agreement.Agreement(step_function)
+    same = alike.Agreement(step_function)
 
     @functools.wraps(step_function)
     def step(state: Any, batch: Any) -> Any:
