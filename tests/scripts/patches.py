@@ -59,10 +59,8 @@ def run(steps: int = 2) -> dict[str, Any]:
     history = model.fit(
         pictures, kind, batch_size=BATCH, epochs=steps, shuffle=False, verbose=0, validation_split=0.2
     ).history
-    scores = model.evaluate(pictures, kind, batch_size=BATCH, verbose=0)
     return {
         **history,
-        "scores": scores,
         "predict": model.predict(pictures, verbose=0),
         "weights": model.get_weights(),
     }

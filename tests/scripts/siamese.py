@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-ROWS, BATCH, SIZE = 20, 8, 6
+ROWS, BATCH, SIZE = 16, 8, 6
 
 
 def distance(pair: Any) -> Any:
@@ -50,6 +50,5 @@ def run(steps: int = 2) -> dict[str, Any]:
     return {
         **history,
         "predict": model.predict([first, second], batch_size=BATCH, verbose=0),
-        "codes": tower.predict(first[:3], verbose=0),
         "weights": model.get_weights(),
     }

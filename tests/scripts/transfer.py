@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers
 
-ROWS, BATCH, WIDTH, KINDS = 20, 8, 6, 3
+ROWS, BATCH, WIDTH, KINDS = 16, 8, 6, 3
 
 
 def run(steps: int = 2) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers
 
-ROWS, BATCH, LETTERS, LENGTH, UNITS = 12, 8, 6, 4, 8
+ROWS, BATCH, LETTERS, LENGTH, UNITS = 16, 8, 6, 4, 8
 
 
 def run(steps: int = 2) -> dict[str, Any]:
