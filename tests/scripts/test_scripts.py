@@ -59,8 +59,11 @@ _TURNS = (
     {"data": "sim", "zero": "jax", "found": "torch"},
 )
 _OWN = {"siamese": 0, "transfer": 0, "adversarial": 0, "looping": 1}
-# Variants that differ on torch alone.
-_ON_TORCH = ("contrastive", "variational", "variational:run_half_by_hand", "filtering:run_of_the_batch")
+# Variants that are told apart on torch alone.
+_ON_TORCH = (
+    *("contrastive", "variational", "variational:run_half_by_hand", "variational:run_as_a_graph"),
+    "filtering:run_of_the_batch",
+)
 FEW = [
     (place, kind, program)
     for k, program in enumerate(PROGRAMS)
