@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 from jax._src import distributed
-from jax.errors import JaxRuntimeError
 
 from unidist.backends.jax.joining import World
 from unidist.backends.jax.waiting import Patience, lost_in
 from unidist.errors import BackendMismatchError, DesyncError
 
-# A wait in C++ cannot be interrupted: so long is each, in milliseconds, between looks at who has ended.
-_SLICE = 250
+# Seconds between looks at who has ended.
+_LOOK = 0.25
 # Parts that a message names: of those that all have, and of those that some have.
 _MOST_PARTS = 4
 _lock = threading.Lock()
@@ -87,19 +86,46 @@ def _told_apart(said: Sequence[Any]) -> list[str]:
 def _exchanged(world: World, what: str, said: str, processes: Sequence[int]) -> list[str]:
     """What each process has said, by process."""
     with _lock:
-        store, patience = _store(), Patience(world, what)
+        store = _store()
         members = "all" if len(processes) == world.count else "-".join(map(str, processes))
-        _meetings.counts[members] += 1
-        room = f"unidist/{members}/"
-        here = f"{room}{_meetings.counts[members]}"
-        store.key_value_set(f"{here}/{world.index}", said)
-        if world.index != processes[0]:
-            return list(json.loads(_heard(store, f"{here}/said", patience)))
-        found = [_heard(store, f"{here}/{process}", patience) for process in processes]
-        store.key_value_set(f"{here}/said", json.dumps(found))
-        # All have come to this meeting, so all have read what was said at the one before.
-        store.key_value_delete(f"{room}{_meetings.counts[members] - 1}")
-        return found
+        number = _meetings.counts[members] = _meetings.counts[members] + 1
+        before, here = (f"unidist/{members}/{k}" for k in (number - 1, number))
+        # Patience ends first.
+        longest = int(2000 * world.timeout) + 60_000
+
+        def exchange() -> list[str]:
+            store.key_value_set(f"{here}/{world.index}", said)
+            if world.index != processes[0]:
+                return list(json.loads(store.blocking_key_value_get(f"{here}/said", longest)))
+            found = [str(store.blocking_key_value_get(f"{here}/{process}", longest)) for process in processes]
+            store.key_value_set(f"{here}/said", json.dumps(found))
+            # All have come to this meeting, so all have read what was said at the one before.
+            store.key_value_delete(before)
+            return found
+
+        return _in_time(exchange, Patience(world, what))
+
+
+def _in_time(call: Callable[[], list[str]], patience: Patience) -> list[str]:
+    """What a call gives that waits in C++: in a thread that is left behind where this one waits no longer."""
+    given: list[list[str]] = []
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            given.append(call())
+        except BaseException as error:
+            raised.append(error)
+        done.set()
+
+    patience.check()
+    threading.Thread(target=run, daemon=True, name="unidist-meeting").start()
+    while not done.wait(_LOOK):
+        patience.check()
+    if raised:
+        raise raised[0]
+    return given[0]
 
 
 def _store() -> Any:
@@ -113,13 +139,3 @@ def _store() -> Any:
     if client is not _meetings.client:
         _meetings.client, _meetings.counts = client, Counter()
     return client
-
-
-def _heard(store: Any, key: str, patience: Patience) -> str:
-    while True:
-        try:
-            return str(store.blocking_key_value_get(key, _SLICE))
-        except JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-        patience.check()
