@@ -116,6 +116,7 @@ def test_own_rows_that_fail_are_told_to_all(pair: ProcessWorld, kind: str) -> No
         ("all", r"process 0 to train step with batch float32 \(8, 4\).*process 1 to .*batch float32 \(6, 4\)"),
         ("program", r"process 1 to train step with .*tanh"),
     ],
+    ids=["batch", "all", "program"],
 )
 def test_the_steps_of_processes_are_compared(pair: ProcessWorld, how: str, words: str) -> None:
     """Before their first run, or, where they are told to, before each."""
