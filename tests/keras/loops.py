@@ -70,3 +70,13 @@ def two_heads(kind: str | None) -> Result:
         two.compile(keras.optimizers.SGD(0.1), loss)
         history = two.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
     return {"weights": {str(k): np.array(v) for k, v in enumerate([*weights, *two.weights])}, "history": history}
+
+
+def is_prepared_within_a_graph() -> bool:
+    """Whether a model that becomes a part of a graph is got ready for a loop of its own."""
+    fresh()
+    with scope(strategy("dp")):
+        inputs = keras.Input((4,))
+        inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        keras.Model(inputs, inner(inputs))
+    return "_unidist_engine" in vars(inner)

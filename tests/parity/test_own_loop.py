@@ -31,3 +31,7 @@ def test_what_two_models_share_is_averaged_once(setting: str, alone: Alone, worl
     wanted = alone.world("torch").call("tests.keras.loops:two_heads", None)[0]
     for found in worlds.get(setting).call("tests.keras.loops:two_heads", "dp"):
         same(found, wanted)
+
+
+def test_a_part_of_a_graph_has_no_loop_of_its_own(worlds: Worlds) -> None:
+    assert worlds.get("torch-2").call("tests.keras.loops:is_prepared_within_a_graph") == [False, False]
