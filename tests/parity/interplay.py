@@ -20,6 +20,7 @@ BEHAVIOURS = (
     "layers_that_slice",
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
+    "states_between_batches",
 )
 # Those in which processes could part.
 IN_PROCESSES = ("numpy_in_and_out", "custom_train_step", "single_batches", "keras_distribution", "slices_of_rows")
@@ -323,6 +324,24 @@ def steps_of_a_sequence_that_are_cut() -> None:
         trained.append([np.asarray(v) for v in model.weights])
     for found, wanted in zip(*trained, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def states_between_batches() -> None:
+    """Of a stateful layer, where every device has all rows: one must not write a state that another is to read."""
+    import keras
+
+    import unidist
+
+    x = np.random.default_rng(0).normal(size=(32, 2, 4)).astype("float32")
+    found = []
+    for mesh in (None, unidist.Mesh({"model": 4})):
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input(batch_shape=(8, 2, 4)), keras.layers.SimpleRNN(3, stateful=True)]
+        model = keras.Sequential(layers)
+        if mesh is not None:
+            unidist.parallelize(model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, strict=False)))
+        found.append(model.predict(x, batch_size=8, verbose=0))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
 def in_one_line() -> dict[str, Any]:

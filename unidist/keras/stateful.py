@@ -23,8 +23,8 @@ def refuse(model: Any, distribution: UnidistDistribution) -> None:
             raise CapabilityError(
                 f"layer {layer.name!r} has stateful=True: it keeps a state for {_rows(layer, shards)}, and no device "
                 "knows the states of the others' rows. Give the strategy a mesh whose data axis has one place (all "
-                "devices on the model axis), make the layer with stateful=False, or use('jax'), where states are those "
-                "of the whole batch"
+                "devices on the model axis), make the layer with stateful=False, or use('jax') or use('tensorflow'), "
+                "where states are those of the whole batch"
             )
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
-from unidist.keras.compat import random_seed_dtype
+from unidist.keras.compat import RNN, random_seed_dtype, tree
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.making import made_under
 from unidist.keras.planning.candidates import candidate
@@ -58,7 +58,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    strangers = to_place(model, distribution)
+    strangers = [*to_place(model, distribution), *_states(model)]
     made_under[model] = distribution
     if not strangers:
         return
@@ -71,6 +71,13 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         _place_variable(variable, found, distribution)
     _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
+
+
+def _states(model: Any) -> list[Any]:
+    """States of recurrent layers that are not placed yet: Keras does not count them as variables of the model. A plain
+    tf.Variable would be read and written by each device at its own time."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and layer.states is not None]
+    return [state for layer in layers for state in tree.flatten(layer.states) if not hasattr(state, PLACED)]
 
 
 def _read_whole(model: Any) -> set[int]:
