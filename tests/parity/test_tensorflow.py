@@ -221,7 +221,7 @@ def test_what_was_sent_is_read_from_the_compiled_program(setting: str, worlds: W
             assert wanted in found, found
         predicted = [(tuple(rest), size) for *rest, size in told.pop("predict step (compiled)")]
         assert predicted == [logits, (data, 4.0 * 8 * 10)]
-        assert set(told) <= {"random state", "views of the data"}
+        assert set(told) <= {"random state", "views of the data", "agreement"}
 
 
 @pytest.mark.parametrize("how", ["eager", "traced"])
