@@ -50,6 +50,8 @@ def test_gloo_is_told_where_to_listen(host: str, how: dict[str, str]) -> None:
 
 def late_for(seconds: float) -> str:
     """Process 1 comes to the barrier too late for process 0; what that is told."""
+    # One that is new would be compared first, and waited for there.
+    unidist.backend().barrier()
     unidist.initialize(timeout=seconds)
     if unidist.process_index() == 1:
         time.sleep(3 * seconds)
@@ -67,7 +69,7 @@ def start_with_one() -> None:
 
 def test_initialize_changes_the_timeout_of_a_launchers_world() -> None:
     """With one device a process XLA runs a small program where it is dispatched, which then waits in C++."""
-    with ProcessWorld(2, launcher="torchrun", setup=start_with_one, timeout=60, preload=preloaded.JAX) as world:
+    with ProcessWorld(2, launcher="torchrun", setup=start_with_one, timeout=40, preload=preloaded.JAX) as world:
         assert "nothing came for 1 s" in world.outcomes(late_for, 1.0)[0].value
 
 
@@ -155,6 +157,8 @@ def test_a_barrier_waits_for_all(two: ProcessWorld) -> None:
 
 def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
     """The processes come to different collectives; what each is told, and a collective of both afterwards."""
+    backend: Any = unidist.backend()
+    backend.set_timeout(20.0)
     mesh, first = Mesh({"x": -1}), unidist.process_index() == 0
     x = unidist.distribute(np.ones(rows, "int32" if how == "dtype" and not first else "float32"), mesh, Layout("x"))
     whole = unidist.distribute(np.ones(rows, "float32"), mesh, Layout())
@@ -175,6 +179,7 @@ def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
         return str(error), error.ranks, float(unidist.all_reduce(added).numpy().sum())
     finally:
         os.environ.pop("UNIDIST_CHECK", None)
+        backend.set_timeout(300.0)
     return "nothing was noticed", (), 0.0
 
 
