@@ -166,7 +166,7 @@ def test_a_process_on_tensorflow_that_goes_another_way_or_does_not_come_is_told(
             )
         for kind, message in world.call("tests.parity.mistakes:stall", "another batch"):
             assert kind == "DesyncError"
-            assert re.search(r"process 0 to .*\[4, 4\].*process 1 to .*\[8, 4\]", message), message
+            assert "fit: the argument batch_size is " in message
         first, second = world.call("tests.parity.mistakes:stall", "late")
     assert first[0] == second[0] == "ProcessLostError"
     assert re.search(r"a train step on .*\(processes \[1\] were not there after 1 s", first[1]), first

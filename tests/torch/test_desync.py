@@ -212,5 +212,5 @@ def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from unidist.backends.torch.calls import Calls
 
     monkeypatch.setenv("UNIDIST_CHECK", "some")
-    with pytest.raises(CapabilityError, match="'first' or 'all'"):
+    with pytest.raises(CapabilityError, match="found 'some'"):
         Calls()

@@ -220,7 +220,7 @@ def test_a_save_by_one_process_alone_is_told_to_all(pair: ProcessWorld, tmp_path
     told = pair.call(RUN("saved_by_one"), str(tmp_path))
     for kind, text, loss in told:
         assert kind == "DesyncError", text
-        assert "process 0 to saving; process 1 to views of the data" in text
+        assert "process 0 to saving; process 1 to agreement" in text
         assert loss == told[0][2]
     assert not list(tmp_path.iterdir())
 

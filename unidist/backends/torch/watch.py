@@ -7,12 +7,13 @@ the world's store, and the posts of the others tell whether anyone may still com
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,13 @@ _OFTEN, _SELDOM = 0.5, 10.0
 _SLOWER = 1.3
 # Posts that are read in one look: in a large world the others come in the next ones.
 _READ = 64
-_ANSWER = timedelta(seconds=10)  # of the store
+_ANSWER = timedelta(seconds=3)  # of the store
 _NAP = timedelta(seconds=0.5)
 # A tag on which nobody sends.
 _NOBODY = 1 << 9
+
+
+T = TypeVar("T")
 
 
 class Waiting:
@@ -49,6 +53,15 @@ class Waiting:
     def __init__(self, group: Group, number: int, key: Key, wire: Wire | None) -> None:
         self.group, self.number, self.key, self.wire = group, number, key, wire
         self.purpose = events.purpose()
+
+
+class _Question(Generic[T]):
+    """What another thread asks of the watch."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function = function
+        self.answer: T | None = None
+        self.answered = threading.Event()
 
 
 class Watch:
@@ -71,14 +84,13 @@ class Watch:
         self._suspects: dict[int, Post] = {}
         self._turn = 0
         self._store: Any = None
-        self._lock = threading.RLock()
         self._found: UnidistError | None = None
-        self._ended = threading.Event()
+        self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="unidist-watch", daemon=True).start()
 
     def close(self) -> None:
         """Ends the watch."""
-        self._ended.set()
+        self._questions.put(None)
 
     # in the thread that waits -----------------------------------------------------------------------------------
 
@@ -111,40 +123,53 @@ class Watch:
 
     def explained(self, group: Ranks) -> UnidistError | None:
         """Why a collective over a group broke, where a rank has found out; None where a process was lost."""
-        with self._lock:
-            if self._found is None:
-                with contextlib.suppress(RuntimeError):
-                    self._read(group)
-                failures = (self._known[rank].failure for rank in group if rank in self._known)
-                failure = next((one for one in failures if one is not None and one.is_desync), None)
-                return None if failure is None else failure.error(self._rank)
-            return self._found
+        return self._found or self._asked(lambda: self._heard(group))
 
     def failed(self, error: UnidistError, waiting: Waiting) -> None:
         """Tells the ranks that wait for this one that it goes on no more."""
-        with self._lock, contextlib.suppress(RuntimeError):
-            failure = Failure.of(error, waiting.group.ranks, waiting.number)
-            self._post(replace(self._own, waits=(), failure=failure))
+        self._asked(lambda: self._tell(error, waiting))
+
+    def _asked(self, question: Callable[[], T]) -> T | None:
+        """The watch's answer, if it comes soon: the process that keeps the store may be the one that is lost."""
+        asked = _Question(question)
+        self._questions.put(asked)
+        asked.answered.wait(_ANSWER.total_seconds())
+        return asked.answer
 
     # in the watch's own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._reach()
         before: set[Waiting] = set()
         pause = _OFTEN
-        while not self._ended.wait(pause):
-            now = dict(self.waiting)
-            old = {thread: waiting for thread, waiting in now.items() if waiting in before}
-            before = set(now.values())
-            if not old:
-                pause = _OFTEN
-                continue
+        while True:
             try:
-                with self._lock:
-                    self._look(old)
-            except RuntimeError:  # the store's process has ended, and so will the collective
-                pause = _SELDOM
+                asked = self._questions.get(timeout=pause)
+            except queue.Empty:
+                now = dict(self.waiting)
+                old = {thread: waiting for thread, waiting in now.items() if waiting in before}
+                before = set(now.values())
+                pause = min(_SELDOM, pause * _SLOWER) if old else _OFTEN
+                # Where the store's process has ended, the collective ends as well.
+                with contextlib.suppress(RuntimeError):
+                    if old:
+                        self._look(old)
                 continue
-            pause = min(_SELDOM, pause * _SLOWER)
+            if asked is None:
+                return
+            with contextlib.suppress(RuntimeError):
+                asked.answer = asked.function()
+            asked.answered.set()
+
+    def _heard(self, group: Ranks) -> UnidistError | None:
+        self._read(group)
+        failures = (self._known[rank].failure for rank in group if rank in self._known)
+        failure = next((one for one in failures if one is not None and one.is_desync), None)
+        return None if failure is None else failure.error(self._rank)
+
+    def _tell(self, error: UnidistError, waiting: Waiting) -> None:
+        self._post(replace(self._own, waits=(), failure=Failure.of(error, waiting.group.ranks, waiting.number)))
 
     def _look(self, old: dict[int, Waiting]) -> None:
         """Posts what this process waits in, reads the others' posts, and ends a wait that has no end."""
@@ -162,7 +187,7 @@ class Watch:
         if error is not None and self._still(old):
             self._found = error
             for waiting in old.values():
-                self.failed(error, waiting)
+                self._tell(error, waiting)
                 if waiting.wire is not None:
                     _break(waiting.wire)
 
@@ -204,7 +229,10 @@ class Watch:
                 self._known[rank] = Post.from_json(store.get(_key(rank)))
 
     def _reach(self) -> Any:
-        """The world's store, over a connection of its own: another thread may wait on the first."""
+        """The world's store, over a connection of its own: another thread may wait on the first.
+
+        Made while all are there: to a process that has ended it would be tried for the whole timeout.
+        """
         if self._store is None:
             self._store = _store().clone()
             self._store.set_timeout(_ANSWER)
