@@ -46,8 +46,9 @@ CHECKS = (
     ("lint-imports",),
     ("mypy",),
 )
-# Two: a test starts up to four processes of its own. By files: the processes and references of one are shared.
-WORKERS = 3
+# Two: a test starts up to four processes of its own, and on two cores a third worker makes all of them take more of
+# a core's time. By files: the processes and references of one are shared.
+WORKERS = 2
 SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
 # What notices first where another Keras differs: names inside it, steps of every Keras backend, Keras's own strategies.

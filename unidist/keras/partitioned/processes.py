@@ -56,7 +56,7 @@ def from_first(data: bytes, purpose: str, **how: str) -> bytes:
     if not several():
         return data
     _meet(purpose, how)
-    ranks = tuple(device.id for device in jax.local_devices())
+    ranks = ranks_of(int(jax.process_index()))
     return bytes_of_first(data, _of_first, is_first=is_first(), ranks=ranks)
 
 
@@ -131,7 +131,7 @@ def of_all(number: int, purpose: str) -> tuple[int, ...]:
 
 def ranks_of(process: int) -> tuple[int, ...]:
     """The ranks of a process's devices."""
-    return tuple(device.id for device in jax.devices() if device.process_index == process)
+    return tuple(rank for rank, device in enumerate(jax.devices()) if device.process_index == process)
 
 
 def peers() -> Peers | None:
