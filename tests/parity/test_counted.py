@@ -32,6 +32,10 @@ def expected(alone: Alone) -> Any:
     return cache(lambda program: alone.world("torch").call(RUN(program), None, 0)[0])
 
 
+# What a fit sends for; all but the first three are a few numbers an epoch.
+PURPOSES = {"gradient", "parameters", "metrics", "random state", "views of the data", "agreement"}
+
+
 # what is sent ---------------------------------------------------------------------------------------------------------
 
 
@@ -46,14 +50,7 @@ def test_states_in_parts_send_twice_the_part(
     for sizes, sent in worlds.get(setting).call(RUN("sent"), zero, bucket_mb=bucket_mb):
         assert sent[("reduce_scatter", "gradient")] == (STEPS * buckets, STEPS * once * sum(sizes))
         assert sent[("all_gather", "parameters")] == (STEPS, STEPS * once * sum(sizes))
-        assert {why for _, why in sent} <= {
-            "gradient",
-            "parameters",
-            "metrics",
-            "random state",
-            "views of the data",
-            "agreement",
-        }
+        assert {why for _, why in sent} <= PURPOSES
         assert len([why for _, why in sent if why in ("gradient", "parameters")]) == 2
 
 
@@ -68,14 +65,7 @@ def test_values_in_parts_send_thrice_the_part(setting: str, merged: bool, worlds
         fetches = 1 if merged else len(sizes) + len(again)
         assert sent[("all_gather", "parameters")] == (STEPS * fetches, STEPS * once * (sum(sizes) + sum(again)))
         assert sent[("reduce_scatter", "gradient")] == (STEPS, STEPS * once * sum(sizes))
-        assert {why for _, why in sent} <= {
-            "gradient",
-            "parameters",
-            "metrics",
-            "random state",
-            "views of the data",
-            "agreement",
-        }
+        assert {why for _, why in sent} <= PURPOSES
 
 
 @pytest.mark.parametrize("setting", PLACES)

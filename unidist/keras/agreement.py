@@ -7,7 +7,6 @@ predict begins, when an epoch begins, and when fit ends: one number each time. W
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -49,8 +48,7 @@ class Peers:
     replica: Callable[[Any], Array | None]
 
 
-@contextlib.contextmanager
-def kept(given: inspect.BoundArguments, name: str, peers: Peers | None) -> Iterator[None]:
+def begin(given: inspect.BoundArguments, name: str, peers: Peers | None) -> None:
     """Compares what the processes were given to an entrance of Keras's trainer, and in fit again with each epoch.
 
     Args:
@@ -59,15 +57,15 @@ def kept(given: inspect.BoundArguments, name: str, peers: Peers | None) -> Itera
     Raises:
         DesyncError: they differ.
     """
-    if peers is not None:
-        model = given.arguments["self"]
-        if not name.endswith("_on_batch"):
-            check(model, name, peers, arguments_of(given))
-        elif _is_turn(model):
-            check(model, name, peers)
-        if name == "fit":
-            _listen(given, _Epochs(model, peers))
-    yield
+    if peers is None:
+        return
+    model = given.arguments["self"]
+    if not name.endswith("_on_batch"):
+        check(model, name, peers, arguments_of(given))
+    elif _is_turn(model):
+        check(model, name, peers)
+    if name == "fit":
+        _listen(given, _Epochs(peers))
 
 
 def _is_turn(model: Any) -> bool:
@@ -90,15 +88,15 @@ def _listen(given: inspect.BoundArguments, callback: Callback) -> None:
 class _Epochs(Callback):  # type: ignore[misc]
     """Compares when an epoch begins, after the user's own callbacks, and at the end."""
 
-    def __init__(self, model: Any, peers: Peers) -> None:
+    def __init__(self, peers: Peers) -> None:
         super().__init__()
-        self._trained, self._peers = model, peers
+        self._peers = peers
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        check(self._trained, f"epoch {epoch}", self._peers)
+        check(self.model, f"epoch {epoch}", self._peers)
 
     def on_train_end(self, logs: Any = None) -> None:
-        check(self._trained, "the end of fit", self._peers)
+        check(self.model, "the end of fit", self._peers)
 
 
 def check(model: Any, when: str, peers: Peers, arguments: Iterable[tuple[str, str]] = ()) -> None:
@@ -152,9 +150,11 @@ def settings_of(model: Any) -> list[tuple[str, str]]:
 
 def arguments_of(given: inspect.BoundArguments) -> list[tuple[str, str]]:
     """(name, text) of an entrance's arguments that must be alike: not the data, nor what only shows or writes."""
-    named = given.arguments.items()
-    plain = [(f"the argument {name}", str(value)) for name, value in named if isinstance(value, int | float | None)]
-    return [(name, text) for name, text in plain if not name.endswith(" verbose")]
+    return [
+        (f"the argument {name}", str(value))
+        for name, value in given.arguments.items()
+        if name != "verbose" and isinstance(value, int | float | None)
+    ]
 
 
 def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, str]]:
@@ -170,9 +170,7 @@ def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, str]]:
 
 def _learning_rate(optimizer: Any) -> str:
     rate = getattr(optimizer, "_learning_rate", None)
-    if hasattr(rate, "get_config"):
-        return _text(rate)
-    if rate is None or callable(rate):
+    if rate is None or callable(rate) or hasattr(rate, "get_config"):
         return _text(rate)
     return f"{float(np.asarray(rate.numpy() if hasattr(rate, 'numpy') else rate)):.7g}"
 

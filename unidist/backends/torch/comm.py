@@ -35,7 +35,7 @@ class TorchComm:
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.
         DesyncError: another member came to another collective, shape or dtype, or none can go on (UNIDIST_CHECK in
-            calls.py says how many are compared before they start).
+            checking.py says how many are compared before they start).
 
     Args:
         wire: finds the process group of a group.

@@ -43,8 +43,8 @@ def entering(original: Any) -> Any:
         here = parts.reading(distribution)
         with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__), here:
             placing.remember(self, distribution)
-            with agreement.kept(bound, original.__name__, worlds.peers()):
-                return original(*bound.args, **bound.kwargs)
+            agreement.begin(bound, original.__name__, worlds.peers())
+            return original(*bound.args, **bound.kwargs)
 
     return entrance
 

@@ -121,8 +121,8 @@ def _in_session(original: Any) -> Any:
             if not found.world.writes:
                 # Also where a mesh of one rank makes it its own writer (data.crew): there is one terminal.
                 silence(bound)
-            others = data.peers(found.world)
-            with by_one(bound, data.crew(found.world)), agreement.kept(bound, original.__name__, others):
+            with by_one(bound, data.crew(found.world)):
+                agreement.begin(bound, original.__name__, data.peers(found.world))
                 return original(*bound.args, **bound.kwargs)
 
     return entrance

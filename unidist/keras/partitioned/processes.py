@@ -144,7 +144,7 @@ def peers() -> Peers | None:
         if not isinstance(value, jax.Array) or not value.is_fully_replicated:
             return None
         found: Array = np.asarray(value.addressable_data(0))
-        return found.astype(np.float32) if found.dtype == jax.numpy.bfloat16 else found
+        return found
 
     ranks = tuple(ranks_of(process)[0] for process in range(jax.process_count()))
     return Peers(

@@ -15,7 +15,7 @@ from unidist.keras.partitioned import placing, processes
 
 def peers(model: Any) -> Peers | None:
     """The processes of the world, if there are several and the model lies on them, or would once it is made."""
-    found = placing.current() if model is None else placing.current() or placing.distribution_of(model)
+    found = placing.current() or (None if model is None else placing.distribution_of(model))
     return None if found is None else processes.peers()
 
 

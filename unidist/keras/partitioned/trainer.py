@@ -42,8 +42,8 @@ def entering(original: Any) -> Any:
             if aligned:
                 seeds.align()
             bound = signature.bind(self, *args, **kwargs)
-            together = agreement.kept(bound, original.__name__, processes.peers())
-            with by_one(bound, processes.crew()), together, making.active(distribution):
+            with by_one(bound, processes.crew()), making.active(distribution):
+                agreement.begin(bound, original.__name__, processes.peers())
                 return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -77,8 +77,8 @@ def _in_session(original: Any) -> Any:
         if found is None or engine.current() is not None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        together = agreement.kept(bound, original.__name__, engine.peers())
-        with by_one(bound, engine.crew()), found.session(), together:
+        with by_one(bound, engine.crew()), found.session():
+            agreement.begin(bound, original.__name__, engine.peers())
             return original(*bound.args, **bound.kwargs)
 
     return entrance
