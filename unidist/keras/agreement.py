@@ -48,24 +48,24 @@ class Peers:
     replica: Callable[[Any], Array | None]
 
 
-def begin(given: inspect.BoundArguments, name: str, peers: Peers | None) -> None:
+def begin(given: inspect.BoundArguments, name: str, find_peers: Callable[[], Peers | None]) -> None:
     """Compares what the processes were given to an entrance of Keras's trainer, and in fit again with each epoch.
 
     Args:
-        given: the entrance's arguments; changed here. name: the entrance's. peers: None where there are no others.
+        given: the entrance's arguments; changed here. name: the entrance's.
+        find_peers: gives the processes, or None where there are no others. Asked where it is their turn.
 
     Raises:
         DesyncError: they differ.
     """
-    if peers is None:
+    model, is_batch = given.arguments["self"], name.endswith("_on_batch")
+    if is_batch and not _is_turn(model):
         return
-    model = given.arguments["self"]
-    if not name.endswith("_on_batch"):
-        check(model, name, peers, arguments_of(given))
-    elif _is_turn(model):
-        check(model, name, peers)
-    if name == "fit":
-        _listen(given, _Epochs(peers))
+    peers = find_peers()
+    if peers is not None:
+        check(model, name, peers, () if is_batch else arguments_of(given))
+        if name == "fit":
+            _listen(given, _Epochs(peers))
 
 
 def _is_turn(model: Any) -> bool:

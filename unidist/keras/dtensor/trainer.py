@@ -43,7 +43,7 @@ def entering(original: Any) -> Any:
         here = parts.reading(distribution)
         with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__), here:
             placing.remember(self, distribution)
-            agreement.begin(bound, original.__name__, worlds.peers())
+            agreement.begin(bound, original.__name__, worlds.peers)
             return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -122,7 +122,7 @@ def _in_session(original: Any) -> Any:
                 # Also where a mesh of one rank makes it its own writer (data.crew): there is one terminal.
                 silence(bound)
             with by_one(bound, data.crew(found.world)):
-                agreement.begin(bound, original.__name__, data.peers(found.world))
+                agreement.begin(bound, original.__name__, functools.partial(data.peers, found.world))
                 return original(*bound.args, **bound.kwargs)
 
     return entrance

@@ -43,7 +43,7 @@ def entering(original: Any) -> Any:
                 seeds.align()
             bound = signature.bind(self, *args, **kwargs)
             with by_one(bound, processes.crew()), making.active(distribution):
-                agreement.begin(bound, original.__name__, processes.peers())
+                agreement.begin(bound, original.__name__, processes.peers)
                 return original(*bound.args, **bound.kwargs)
 
     return entrance

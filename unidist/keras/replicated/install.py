@@ -78,7 +78,7 @@ def _in_session(original: Any) -> Any:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         with by_one(bound, engine.crew()), found.session():
-            agreement.begin(bound, original.__name__, engine.peers())
+            agreement.begin(bound, original.__name__, engine.peers)
             return original(*bound.args, **bound.kwargs)
 
     return entrance
