@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ci.test import environment, surroundings  # noqa: E402 - found by the line above
+from ci.test import environment, surroundings, turn_to_optimized_python  # noqa: E402 - found by the line above
 
 TABLES = ROOT / "ci" / "breakages"
 # What a result depends on, beside its own table.
@@ -92,6 +92,7 @@ def main(arguments: list[str]) -> int:
         for one in chosen:
             print(f"{one.name:48} {one.file}")
         return 0
+    turn_to_optimized_python()
     book = Book()
     if asked.again:
         book.forget(chosen)

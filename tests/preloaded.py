@@ -14,9 +14,17 @@ TORCH = (
     "unidist.backends.sim.backend",
     "unidist.testing.laws",
 )
-JAX = ("jax", "jax.numpy", "unidist.backends.jax.backend", "unidist.backends.sim.backend", "unidist.testing.laws")
+JAX = (
+    "jax",
+    "jax.numpy",
+    "tests.support.quick_jax",
+    "unidist.backends.jax.backend",
+    "unidist.backends.sim.backend",
+    "unidist.testing.laws",
+)
 TENSORFLOW = (
     "tensorflow",
+    "tests.support.quick_tensorflow",
     "tensorflow.experimental.dtensor",
     "horovod.tensorflow",
     "unidist.backends.tensorflow.backend",
