@@ -38,6 +38,10 @@ def join(timeout: float | None = None) -> None:
     unidist.use("horovod", timeout=timeout)
 
 
+# For processes that wait for seconds: how often Horovod's agree that there is nothing to do, in milliseconds.
+RARELY = {"HOROVOD_CYCLE_TIME": "20"}
+
+
 @pytest.fixture(scope="module")
 def kept() -> Iterator[dict[str, ProcessWorld]]:
     worlds: dict[str, ProcessWorld] = {}
@@ -338,9 +342,8 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_lost_peer_is_told(how: str) -> None:
     """Horovod tells of a process that ended. Of one that lives and does not come it says nothing: we do."""
-    with ProcessWorld(
-        2, setup=join, setup_args=(2.0 if how == "stalls" else 60.0,), preload=preloaded.TORCH
-    ) as processes:
+    timeout = 2.0 if how == "stalls" else 60.0
+    with ProcessWorld(2, setup=join, setup_args=(timeout,), env=RARELY, preload=preloaded.TORCH) as processes:
         outcomes = processes.outcomes(lose, how)
     assert outcomes[0].failure is None, outcomes[0].failure
     assert len(outcomes[0].value) >= 4

@@ -175,8 +175,8 @@ def test_sharded_states_and_found_layouts_in_two_processes(case: str, spec: Spec
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        *unless_all((), (("bert", AUTO_GRID),)),
-        ("gpt2", AUTO_4),
+        # GPT-2 by rules: test_gpt2.py.
+        *unless_all((), (("bert", AUTO_GRID), ("gpt2", AUTO_4))),
         ("llama gqa", replace(AUTO_GRID, zero=3)),
         ("bert", replace(GRID, zero=1)),
     ],

@@ -28,8 +28,8 @@ from typing import IO, Any
 
 # Servers that differ in the seed of Python's string hashes alone.
 TWINS = 2
-# Each holds some hundred megabytes; those that nothing runs of are ended first, the least recently used one first.
-KEPT = 8
+# Of those that nothing runs of: each holds some hundred megabytes. The least recently used one is ended first.
+KEPT = 6
 _LONGEST = 1 << 20
 _READY, _STARTED, _ENDED = "ready", "started", "ended"
 
@@ -160,7 +160,7 @@ def server(env: Mapping[str, str], modules: Sequence[str], twin: int = 0) -> For
         found = _servers.pop(key, None) or ForkServer({**env, "PYTHONHASHSEED": str(1 + twin)}, modules)
         _servers[key] = found
         idle = [other for other, one in _servers.items() if one.is_idle and one is not found]
-        for other in idle[: max(0, len(_servers) - KEPT)]:
+        for other in idle[: max(0, len(idle) - KEPT)]:
             _servers.pop(other).close()
         return found
 

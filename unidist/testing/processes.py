@@ -38,6 +38,8 @@ Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | forkserver.
 # One thread pool for each of many processes on few cores would spoil the world.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _STDERR_KEPT = 4000
+# Variables that no import reads: worlds that differ in them are forked from one server.
+_NOT_OF_IMPORTS = ("PYTEST_", "UNIDIST_", "HOROVOD_")
 
 
 class ProcessFailedError(Exception):
@@ -200,7 +202,7 @@ class ProcessWorld:
         if not self._preload:
             return partial(_new_process, env)
         # pytest says there which test runs: a server serves them all.
-        common = {name: value for name, value in self._environment({}).items() if not name.startswith("PYTEST_")}
+        common = {name: value for name, value in self._environment({}).items() if not name.startswith(_NOT_OF_IMPORTS)}
         return partial(_forked, forkserver.server(common, self._preload, index % forkserver.TWINS), env)
 
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.keras.hub import table, tasks, zoo
+from tests.support import sampling
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 
@@ -128,6 +129,8 @@ def test_layouts_are_found_in_two_processes(backend: str) -> None:
         timeout=200,
         preload=preloaded.KERAS["torch"],
     ) as world:
-        world.call(tasks.check_found_layouts)
         world.call(tasks.check_one_line, backend)
-        world.call(tasks.check_sequence_parallel)
+        # The engine is one for both; tests/parity compares the two in many models.
+        for check in (tasks.check_found_layouts, tasks.check_sequence_parallel):
+            if backend == "torch" or sampling.WHOLE:
+                world.call(check)
