@@ -34,7 +34,7 @@ TENSORFLOW = (
 )
 # With Keras, on the backend that KERAS_BACKEND names.
 KERAS = {
-    "torch": (*TORCH, "keras", "unidist.keras.explicit.install"),
-    "jax": (*JAX, "keras", "unidist.keras.partitioned.install"),
-    "tensorflow": (*TENSORFLOW, "keras", "unidist.keras.dtensor.install", "unidist.keras.replicated.install"),
+    "torch": (*TORCH, "keras", "unidist.keras.explicit.hooks"),
+    "jax": (*JAX, "keras", "unidist.keras.partitioned.hooks"),
+    "tensorflow": (*TENSORFLOW, "keras", "unidist.keras.dtensor.hooks", "unidist.keras.replicated.hooks"),
 }

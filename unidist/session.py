@@ -92,9 +92,14 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Leaves the world; `use` or `initialize` may then join another."""
+    """Leaves the world, and puts back what was replaced in Keras; `use` or `initialize` may then join another.
+
+    Models that are distributed cannot be trained, read or saved after it: call `unidist.gather_weights(model)` or
+    `model.save` before.
+    """
     if registry.has_current():
         registry.shutdown()
+    arrival.leave()
 
 
 def process_index() -> int:

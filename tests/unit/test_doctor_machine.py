@@ -138,12 +138,17 @@ def test_backends_by_what_their_processes_tell(monkeypatch: pytest.MonkeyPatch) 
     known = {"near": replace(entry, requires=()), "jax": replace(entry, requires=()), "far": entry}
     monkeypatch.setattr(registry, "_entries", known)
     monkeypatch.setattr(registry, "entries", lambda: known)
-    told = {"near": {"error": "libx.so: cannot open"}, "jax": {"devices": ["cpu:0", "cpu:1"]}}
+    told = {
+        "near": {"error": "libx.so: cannot open"},
+        "jax": {"devices": ["cpu:0", "cpu:1"], "keras": {"error": "Keras 2.0 does not have Layer.call"}},
+    }
     checks = backends.check(told.__getitem__, cards=0)
     is_said(of(checks, "backend near"), "failed", "libx.so", "pip install it")
     assert of(checks, "backend jax").found == "2 cpu"
     assert of(checks, "backend jax").status == "ok"
     is_said(of(checks, "backend far"), "not checked", "not installed", "needs no_such_module: pip install it")
+    is_said(of(checks, "Keras on jax"), "failed", "Keras 2.0 does not have", "another Keras")
+    assert not any(check.name == "Keras on near" for check in checks)
     blind = backends.check(told.__getitem__, cards=8)
     is_said(of(blind, "backend jax"), "warning", "the machine has 8 NVIDIA cards", "CUDA_VISIBLE_DEVICES")
 
@@ -152,7 +157,11 @@ def test_a_backend_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
     # What a launcher says to the command is not said to the probe, which would join its world.
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    assert backends.ask_a_process("sim")["devices"]
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    told = backends.ask_a_process("sim")
+    assert told["devices"]
+    assert backends.judge_keras("sim", told["keras"]).status == "ok"
+    assert told["keras"]["replaced"] > 40
     assert "unknown backend" in backends.ask_a_process("toch")["error"]
     assert "longer than 0.01 s" in backends.ask_a_process("sim", 0.01)["error"]
 

@@ -29,10 +29,11 @@ _ASKED = "its adapter can be imported and finds its devices"
 
 
 def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
-    """One check for each backend that is known here.
+    """One check for each backend that is known here, and one for Keras on each that works.
 
     Args:
-        ask: backend -> {"devices": names} or {"error": text}; by default a process that imports it.
+        ask: backend -> {"devices": names, "keras": what `unidist.keras.probe` says} or {"error": text}; by default a
+            process that imports it.
         cards: NVIDIA cards of this machine; None: they are counted.
     """
     cards = count_cards() if cards is None else cards
@@ -51,7 +52,21 @@ def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for name, told in zip(there, pool.map(ask or ask_a_process, there), strict=True):
             checks[name] = judge(name, told, cards)
-    return [checks[name] for name in registry.entries()]
+            if keras := told.get("keras"):
+                checks[f"{name} with Keras"] = judge_keras(name, keras)
+    return [checks[key] for name in registry.entries() for key in (name, f"{name} with Keras") if key in checks]
+
+
+def judge_keras(name: str, told: Mapping[str, Any]) -> Check:
+    """The check of Keras on a backend that works."""
+    asked = "Keras has every attribute that unidist replaces in it"
+    label = f"Keras on {name}"
+    if "error" in told:
+        advice = "see the error: another Keras, or another KERAS_BACKEND"
+        return Check(name=label, asked=asked, status="failed", found=told["error"], advice=advice)
+    return Check(
+        name=label, asked=asked, status="ok", found=f"{told['replaced']} are replaced, and put back at the end"
+    )
 
 
 def judge(name: str, told: Mapping[str, Any], cards: int) -> Check:
@@ -84,11 +99,11 @@ def count_cards(folder: Path = Path("/dev")) -> int:
 
 
 def ask_a_process(name: str, seconds: float = SECONDS) -> Mapping[str, Any]:
-    """What `unidist.doctor.probe` says of a backend, or why it says nothing."""
+    """What `unidist.keras.probe` says of a backend, or why it says nothing."""
     # Outside every world: a launcher above this command has not started the probe.
     environ = {key: value for key, value in without_launcher(os.environ).items() if not key.startswith("SLURM_")}
     environ.pop("UNIDIST_BACKEND", None)
-    command = [sys.executable, "-m", "unidist.doctor.probe", name]
+    command = [sys.executable, "-m", "unidist.keras.probe", name]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

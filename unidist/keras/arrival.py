@@ -21,6 +21,13 @@ def when_keras_arrives() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def leave() -> None:
+    """Puts back every attribute of Keras that unidist has replaced, and waits for Keras no more."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    if (hooks := sys.modules.get("unidist.keras.hooks")) is not None:
+        hooks.remove()
+
+
 def _install() -> None:
     importlib.import_module("unidist.keras.hooks").install()
 

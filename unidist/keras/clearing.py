@@ -6,28 +6,24 @@ A model made afterwards in the same scope would train on each device by itself, 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import keras
 
 from unidist.keras.compat import global_state
+from unidist.keras.interception import Hook
 
-_originals: dict[str, Any] = {}
+
+def hooks() -> tuple[Hook, ...]:
+    why = "the strategy in force stays"
+    return (Hook(global_state, "clear_session", _clearing, why, imported=True),)
 
 
-def install() -> None:
-    """Patches clear_session under every name it was imported by, once."""
-    if _originals:
-        return
-    original = _originals["clear_session"] = global_state.clear_session
-
+def _clearing(original: Any) -> Any:
     @functools.wraps(original)
     def clear_session(free_memory: bool = True) -> None:
         distribution = keras.distribution.distribution()
         original(free_memory)
         keras.distribution.set_distribution(distribution)
 
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("clear_session") is original:
-            module.__dict__["clear_session"] = clear_session
+    return clear_session

@@ -115,17 +115,16 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         place = _PLACES[name]
     elif name in _MOVED:
-        place = _MOVED[name][_column(keras.__version__)]
+        place = _MOVED[name][READ.index(nearest())]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = _resolve(place)
     return found
 
 
-def _column(version: str) -> int:
-    """The place of READ that a version is nearest to."""
-    older = [k for k, read in enumerate(READ) if _minor(read) <= _minor(version)]
-    return older[-1] if older else 0
+def nearest(version: str | None = None) -> str:
+    """The version of READ that a Keras, or this one, is nearest to: the last that is not newer, or the first."""
+    return [READ[0], *(read for read in READ if _minor(read) <= _minor(version or keras.__version__))][-1]
 
 
 def _minor(version: str) -> tuple[int, ...]:

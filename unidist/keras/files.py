@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from unidist.keras.compat import file_utils, legacy_h5_format, saving_lib
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 
 # Of the longest first: Keras tells formats by them.
 _SUFFIXES = (".weights.h5", ".keras", ".h5", ".hdf5")
-_installed = False
 
 
 @contextlib.contextmanager
@@ -60,19 +59,14 @@ def _to_the_disk(path: Path) -> None:
         os.close(handle)
 
 
-def install() -> None:
-    """Patches Keras's three writers of models, once. Folders, remote paths and weights in several files are written as
-    Keras writes them."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    for owner, name in (
-        (saving_lib, "save_model"),
-        (saving_lib, "save_weights_only"),
-        (legacy_h5_format, "save_model_to_hdf5"),
-    ):
-        around(owner, name, _whole_or_not)
+WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
+
+
+def hooks() -> tuple[Hook, ...]:
+    """Keras's three writers of models. Folders, remote paths and weights in several files are written as Keras writes
+    them."""
+    why = "a file is whole or not there"
+    return tuple(Hook(owner, name, _whole_or_not, why) for owner, name in WRITERS)
 
 
 def _whole_or_not(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,21 +12,19 @@ from typing import Any
 import keras
 
 from unidist.keras.compat import TORCH_OPTIMIZERS, Trainer
+from unidist.keras.interception import Hook
 
-_originals: dict[str, Any] = {}
+
+def hooks() -> tuple[Hook, ...]:
+    return (Hook(Trainer, "compile_from_config", _compiling, "files that another Keras backend wrote"),)
 
 
-def install() -> None:
-    """Patches Trainer.compile_from_config (Keras 3.15), once."""
-    if _originals:
-        return
-    original = _originals["compile"] = Trainer.compile_from_config
-
+def _compiling(original: Any) -> Any:
     @functools.wraps(original)
     def compile_from_config(self: Any, config: Any) -> Any:
         return original(self, as_of_here(config, keras.config.backend()))
 
-    Trainer.compile_from_config = compile_from_config
+    return compile_from_config
 
 
 def as_of_here(config: Any, backend: str) -> Any:

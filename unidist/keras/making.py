@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from keras import distribution as keras_distribution
 
 from unidist.keras.compat import data_adapters
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 
 # The distribution under which a model object was made: all that is known of one that has no variables yet.
 made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -28,10 +28,8 @@ def active(distribution: Any) -> Iterator[None]:
         keras_distribution.set_distribution(before)
 
 
-@functools.cache
-def install() -> None:
-    """Patches get_data_adapter, once."""
-    around(data_adapters, "get_data_adapter", _reading_all)
+def hooks() -> tuple[Hook, ...]:
+    return (Hook(data_adapters, "get_data_adapter", _reading_all, "each process reads all batches"),)
 
 
 def _reading_all(original: Any) -> Any:

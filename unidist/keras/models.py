@@ -17,7 +17,7 @@ from unidist.keras.strategy import adopt
 
 
 def _engine() -> Any:
-    found = hooks.engine()
+    found = hooks.driver()
     if found is None:
         name = keras.config.backend()
         raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch, jax or tensorflow")

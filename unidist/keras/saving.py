@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from unidist.keras.agreement import Peers
 from unidist.keras.compat import saving_api
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 from unidist.keras.writing import Crew, LoadingFailedError
 
 
-def install(crew: Callable[[Any], Crew | None], gathered: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Wraps Keras's savers, under every public name that they have: every process calls them, and process 0 writes
-    the file that one device would. They return when it is there, and raise SavingFailedError where it could not be.
+def hooks_of_saving(
+    crew: Callable[[Any], Crew | None], gathered: Callable[[Any], AbstractContextManager[None]]
+) -> tuple[Hook, ...]:
+    """Keras's savers, under every name that they have: every process calls them, and process 0 writes the file that one
+    device would. They return when it is there, and raise SavingFailedError where it could not be.
 
     Args:
         crew: the processes that hold a model together; None where this one holds it alone.
@@ -38,13 +39,13 @@ def install(crew: Callable[[Any], Crew | None], gathered: Callable[[Any], Abstra
 
         return save
 
-    for name in ("save_model", "save_weights"):
-        _replace(name, by_one)
+    why = "process 0 writes what all hold"
+    return tuple(Hook(saving_api, name, by_one, why, imported=True) for name in ("save_model", "save_weights"))
 
 
-def install_loading(peers: Callable[[Any], Peers | None]) -> None:
-    """Wraps Keras's loaders: where one process of those that train together fails, the others raise too, and none goes
-    on with weights of its own.
+def hooks_of_loading(peers: Callable[[Any], Peers | None]) -> tuple[Hook, ...]:
+    """Keras's loaders: where one process of those that train together fails, the others raise too, and none goes on
+    with weights of its own.
 
     Args:
         peers: the processes that hold a model together, or that one which is not made yet would be on (given None).
@@ -59,8 +60,8 @@ def install_loading(peers: Callable[[Any], Peers | None]) -> None:
 
         return load
 
-    for name in ("load_model", "load_weights"):
-        _replace(name, by_all)
+    why = "all processes load or none does"
+    return tuple(Hook(saving_api, name, by_all, why, imported=True) for name in ("load_model", "load_weights"))
 
 
 @contextlib.contextmanager
@@ -80,12 +81,3 @@ def _told(others: Peers | None) -> Iterator[None]:
             f"ranks {failed} could not load (their own output says why), and this one could. Every process reads the "
             "file by itself: put it where all of them can read it"
         )
-
-
-def _replace(name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function of Keras's under every public name that it has."""
-    original = getattr(saving_api, name, None)
-    around(saving_api, name, make)
-    for module in [m for n, m in sys.modules.items() if n == "keras" or n.startswith("keras.")]:
-        if vars(module).get(name) is original:
-            setattr(module, name, getattr(saving_api, name))

@@ -16,16 +16,19 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops
 
 from unidist.keras.dtensor import slicing
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 
 
-def install() -> None:
-    """Wraps the ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices, and
-    that behind tf.unstack, by which recurrent layers take their steps: of shards DTensor refuses it."""
-    around(gen_array_ops, "concat_v2", _concatenating)
-    around(gen_array_ops, "pad", _padding)
-    around(gen_array_ops, "pad_v2", _padding)
-    around(gen_array_ops, "unpack", _unpacking)
+def hooks() -> tuple[Hook, ...]:
+    """The ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices, and that
+    behind tf.unstack, by which recurrent layers take their steps: of shards DTensor refuses it."""
+    whole = "what is joined or padded is whole along that dim"
+    return (
+        Hook(gen_array_ops, "concat_v2", _concatenating, whole),
+        Hook(gen_array_ops, "pad", _padding, whole),
+        Hook(gen_array_ops, "pad_v2", _padding, whole),
+        Hook(gen_array_ops, "unpack", _unpacking, "steps of a sequence are whole"),
+    )
 
 
 def _concatenating(original: Any) -> Any:

@@ -12,13 +12,13 @@ import tensorflow as tf
 from keras import tree
 
 from unidist.keras.compat import RNN
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 
 _layers: ContextVar[frozenset[int]] = ContextVar("unidist_dtensor_unrolled", default=frozenset())
 
 
-def install() -> None:
-    around(RNN, "inner_loop", _looping)
+def hooks() -> tuple[Hook, ...]:
+    return (Hook(RNN, "inner_loop", _looping, "masks of sequences that are read backwards"),)
 
 
 @contextlib.contextmanager

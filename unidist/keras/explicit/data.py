@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from unidist.keras.compat import TorchEpochIterator, tree
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.first import bytes_of_first
+from unidist.keras.interception import Hook
 from unidist.keras.views import Views
 from unidist.keras.writing import Crew
 
@@ -275,18 +277,21 @@ def broadcast_bytes(world: RankWorld, data: bytes, purpose: str = "random state"
         return bytes_of_first(data, broadcast, is_first=is_first, ranks=world.ranks)
 
 
-_originals: dict[str, Any] = {}
+def hooks() -> tuple[Hook, ...]:
+    """Inside a session of several processes TorchEpochIterator reads this rank's rows."""
+    why = "each rank reads its rows"
+    return (
+        Hook(TorchEpochIterator, "_get_iterator", _reading, why),
+        Hook(TorchEpochIterator, "__next__", _stepping, why),
+    )
 
 
-def install() -> None:
-    """Patches TorchEpochIterator (Keras 3.15): inside a session of several processes it reads this rank's rows."""
-    _originals["get_iterator"] = TorchEpochIterator._get_iterator
-    _originals["next"] = TorchEpochIterator.__next__
-
+def _reading(original: Any) -> Any:
+    @functools.wraps(original)
     def _get_iterator(self: Any) -> Any:
         from unidist.keras.explicit.engine import current_engine
 
-        source = _originals["get_iterator"](self)
+        source = original(self)
         engine = current_engine()
         if engine is None or engine.world.is_virtual:
             return source
@@ -296,10 +301,14 @@ def install() -> None:
         self._unidist_reader = EpochReader(source, engine.world, already_local, self.data_adapter)
         return self._unidist_reader
 
-    def __next__(self: Any) -> Any:  # noqa: N807
-        begin, end, batches = _originals["next"](self)
+    return _get_iterator
+
+
+def _stepping(original: Any) -> Any:
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807 (Python's name)
+        begin, end, batches = original(self)
         reader = getattr(self, "_unidist_reader", None)
         return begin, end, batches if reader is None or reader.rows is None else LocalBatches(batches, reader.rows)
 
-    TorchEpochIterator._get_iterator = _get_iterator
-    TorchEpochIterator.__next__ = __next__
+    return __next__

@@ -18,12 +18,15 @@ from unidist.keras.explicit import cached, engine, placing
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.places import Lies
 from unidist.keras.explicit.variables import place
+from unidist.keras.interception import Hook
 
 
-def install() -> None:
-    """Patches Trainer.compile (Keras 3.15), after which a model of keras_hub can generate."""
-    original = Trainer.compile
+def hooks() -> tuple[Hook, ...]:
+    """After Trainer.compile a model of keras_hub can generate."""
+    return (Hook(Trainer, "compile", _compiling, "generate runs on every rank"),)
 
+
+def _compiling(original: Any) -> Any:
     @functools.wraps(original)
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -31,7 +34,7 @@ def install() -> None:
             _adopt(self)
         return result
 
-    Trainer.compile = compile
+    return compile
 
 
 def _adopt(model: Any) -> None:

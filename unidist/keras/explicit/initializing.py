@@ -15,6 +15,7 @@ import torch
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import floatx, get_device, to_torch_dtype, torch_random
 from unidist.keras.explicit.context import frame
+from unidist.keras.interception import Hook, kept
 
 SMALL = 1 << 16
 # torch fills normal numbers in blocks of 16 from one stream: pieces of whole blocks continue it.
@@ -23,12 +24,13 @@ BLOCK = 16
 _originals: dict[str, Any] = {}
 
 
-def install() -> None:
-    """Patches uniform and truncated_normal of Keras's torch backend (Keras 3.15), for large variables in a scope."""
-    _originals["uniform"] = torch_random.uniform
-    _originals["truncated_normal"] = torch_random.truncated_normal
-    torch_random.uniform = uniform
-    torch_random.truncated_normal = truncated_normal
+def hooks() -> tuple[Hook, ...]:
+    """uniform and truncated_normal of Keras's torch backend, for large variables in a scope."""
+    why = "large variables are drawn in place"
+    return (
+        Hook(torch_random, "uniform", kept(_originals, "uniform", uniform), why),
+        Hook(torch_random, "truncated_normal", kept(_originals, "truncated_normal", truncated_normal), why),
+    )
 
 
 def _is_large_and_placed(shape: Sequence[int]) -> bool:

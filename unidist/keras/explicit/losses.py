@@ -20,25 +20,28 @@ from unidist.errors import CapabilityError
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
 from unidist.keras.explicit import mixing
 from unidist.keras.explicit.context import Frame, Rows, frame
+from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
 
 
-def install() -> None:
-    """Patches the module of losses, Layer.losses and Trainer (Keras 3.15), and torch's backward; outside of a training
-    frame they are as before."""
-    _originals["reduce_values"] = loss_module.reduce_values
-    _originals["apply_mask"] = loss_module.apply_mask
-    _originals["losses"] = Layer.losses
-    _originals["additional"] = Trainer._aggregate_additional_loss
-    _originals["call"] = loss_module.Loss.__call__
-    _originals["backward"] = torch.autograd.backward
-    torch.autograd.backward = _backward
-    loss_module.Loss.__call__ = _loss_call
-    loss_module.reduce_values = reduce_values
-    loss_module.apply_mask = apply_mask
-    Layer.losses = property(_added_losses, doc=Layer.losses.__doc__)
-    Trainer._aggregate_additional_loss = _aggregate_additional_loss
+def hooks() -> tuple[Hook, ...]:
+    """The module of losses, Layer.losses and Trainer, and torch's backward; outside of a training frame they are as
+    before."""
+    why = "losses are means over all rows"
+    return (
+        Hook(torch.autograd, "backward", kept(_originals, "backward", _backward), "gradients of own losses"),
+        Hook(loss_module.Loss, "__call__", kept(_originals, "call", _loss_call), "losses that mix rows"),
+        Hook(loss_module, "reduce_values", kept(_originals, "reduce_values", reduce_values), why),
+        Hook(loss_module, "apply_mask", kept(_originals, "apply_mask", apply_mask), why),
+        Hook(Layer, "losses", _adding, why),
+        Hook(Trainer, "_aggregate_additional_loss", kept(_originals, "additional", _aggregate_additional_loss), why),
+    )
+
+
+def _adding(original: property) -> property:
+    _originals["losses"] = original
+    return property(_added_losses, doc=original.__doc__)
 
 
 def _needs_denominators(here: Frame | None) -> bool:

@@ -18,14 +18,15 @@ from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.mixing import is_of_keras
 from unidist.keras.explicit.variables import DistributedVariable
+from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
 
 
-def install() -> None:
-    """Patches Trainer.get_metrics_result (Keras 3.15); outside of a frame it is as before."""
-    _originals["result"] = Trainer.get_metrics_result
-    Trainer.get_metrics_result = _get_metrics_result
+def hooks() -> tuple[Hook, ...]:
+    """Outside of a frame Trainer.get_metrics_result is as before."""
+    why = "metrics are of all rows"
+    return (Hook(Trainer, "get_metrics_result", kept(_originals, "result", _get_metrics_result), why),)
 
 
 def _get_metrics_result(self: Any) -> Any:

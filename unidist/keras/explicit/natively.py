@@ -8,25 +8,23 @@ Keras 3.15, which has none of these places.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from unidist.keras.compat import TorchEpochIterator, TorchTrainer, Trainer, backend, torch_trainer, tree
 from unidist.keras.explicit import context, programs
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 
 
-def install() -> None:
-    """Patches Variable, TorchTrainer and TorchEpochIterator (Keras 3.16)."""
-    if not hasattr(TorchTrainer, "_initialize_ddp"):
-        return
-    around(backend.Variable, "_initialize_distributed", _nothing)
-    around(TorchTrainer, "_initialize_ddp", _nothing)
-    around(TorchTrainer, "_use_torch_compile", _as_compiled)
-    around(TorchTrainer, "train_step", _by_backward)
-    around(TorchTrainer, "get_metrics_result", _of_any_backend)
-    around(TorchEpochIterator, "_get_iterator", _whole_batches)
-    around(torch_trainer, "_distribute_data", _converted)
+def hooks() -> Iterator[Hook]:
+    why = "unidist distributes, and not Keras beside it"
+    yield Hook(backend.Variable, "_initialize_distributed", _nothing, why, versions=("3.16",))
+    yield Hook(TorchTrainer, "_initialize_ddp", _nothing, why, versions=("3.16",))
+    yield Hook(TorchTrainer, "_use_torch_compile", _as_compiled, why, versions=("3.16",))
+    yield Hook(TorchTrainer, "train_step", _by_backward, why, versions=("3.16",))
+    yield Hook(TorchTrainer, "get_metrics_result", _of_any_backend, why, versions=("3.16",))
+    yield Hook(TorchEpochIterator, "_get_iterator", _whole_batches, why, versions=("3.16",))
+    yield Hook(torch_trainer, "_distribute_data", _converted, why, versions=("3.16",))
 
 
 def _nothing(original: Any) -> Callable[..., None]:

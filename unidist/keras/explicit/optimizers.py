@@ -13,6 +13,7 @@ from unidist.errors import CapabilityError
 from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer
 from unidist.keras.explicit import context, fused, placing
 from unidist.keras.explicit.context import Frame
+from unidist.keras.interception import Hook, kept
 
 # Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
 # enough to be fast. Nadam's update counts its own calls, so it is not among these.
@@ -29,21 +30,20 @@ _UPDATED_IN_TURNS = (
 _originals: dict[str, Any] = {}
 
 
-def install() -> None:
-    """Patches BaseOptimizer and LossScaleOptimizer (Keras 3.15): in a frame, optimizers see the parts that this rank
-    updates, norms are those of whole variables, and all ranks skip a step alike."""
-    _originals["apply"] = BaseOptimizer.apply
-    _originals["clip"] = BaseOptimizer._clip_gradients
-    _originals["gradients"] = BaseOptimizer._backend_apply_gradients
-    _originals["update"] = BaseOptimizer._backend_update_step
-    _originals["parallel"] = TorchParallelOptimizer._backend_update_step
-    _originals["finite"] = LossScaleOptimizer.check_finite
-    BaseOptimizer.apply = _apply
-    BaseOptimizer._backend_apply_gradients = _backend_apply_gradients
-    BaseOptimizer._clip_gradients = _clip_gradients
-    BaseOptimizer._backend_update_step = _backend_update_step
-    TorchParallelOptimizer._backend_update_step = _update_in_turns
-    LossScaleOptimizer.check_finite = _check_finite
+def hooks() -> tuple[Hook, ...]:
+    """In a frame, optimizers see the parts that this rank updates, norms are those of whole variables, and all ranks
+    skip a step alike."""
+    parts = "a rank updates its parts"
+    turns = kept(_originals, "parallel", _update_in_turns)
+    finite = kept(_originals, "finite", _check_finite)
+    return (
+        Hook(BaseOptimizer, "apply", kept(_originals, "apply", _apply), parts),
+        Hook(BaseOptimizer, "_backend_apply_gradients", kept(_originals, "gradients", _backend_apply_gradients), parts),
+        Hook(BaseOptimizer, "_clip_gradients", kept(_originals, "clip", _clip_gradients), "norms of whole variables"),
+        Hook(BaseOptimizer, "_backend_update_step", kept(_originals, "update", _backend_update_step), parts),
+        Hook(TorchParallelOptimizer, "_backend_update_step", turns, parts),
+        Hook(LossScaleOptimizer, "check_finite", finite, "all ranks skip a step alike"),
+    )
 
 
 def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

@@ -17,7 +17,7 @@ from unidist.keras.explicit.context import frame, left
 from unidist.keras.explicit.places import Lies, Place
 from unidist.keras.explicit.variables import DistributedVariable, PlacedLayout, place
 from unidist.keras.explicit.world import RankWorld, rank_world
-from unidist.keras.interception import around
+from unidist.keras.interception import Hook
 from unidist.keras.strategy import UnidistDistribution
 from unidist.strategies import Strategy, VariableLayouts
 
@@ -241,24 +241,23 @@ def _adding_slot(original: Any) -> Any:
 
 
 _REFERENCE = "_unidist_reference"
-_originals: dict[str, Any] = {}
 
 
-def install() -> None:
-    """Patches the torch backend's Variable (Keras 3.15) so that new variables are placed as soon as they have a
-    value: at most one whole value exists at a time. Optimizers note whose slots they make."""
-    around(BaseOptimizer, "add_variable_from_reference", _adding_slot)
-    variable_class = backend.Variable
-    _originals["init"] = variable_class.__init__
-    _originals["deferred"] = variable_class._deferred_initialize
+def hooks() -> tuple[Hook, ...]:
+    """New variables of the torch backend are placed as soon as they have a value: at most one whole value exists at a
+    time. Optimizers note whose slots they make."""
+    why = "a variable is placed as soon as it has a value"
+    return (
+        Hook(BaseOptimizer, "add_variable_from_reference", _adding_slot, "slots know their variables"),
+        Hook(backend.Variable, "__init__", _placing, why),
+        Hook(backend.Variable, "_deferred_initialize", _placing, why),
+    )
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        _originals["init"](self, *args, **kwargs)
+
+def _placing(original: Any) -> Any:
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         place_new(self)
 
-    def _deferred_initialize(self: Any) -> None:
-        _originals["deferred"](self)
-        place_new(self)
-
-    variable_class.__init__ = __init__
-    variable_class._deferred_initialize = _deferred_initialize
+    return initialize

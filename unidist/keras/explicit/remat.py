@@ -17,14 +17,14 @@ from unidist.keras.compat import StatelessScope, get_stateless_scope, global_sta
 from unidist.keras.explicit import context, mixing
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.world import keras_state, restore_keras_state
+from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
 
 
-def install() -> None:
-    """Patches the torch backend's remat (Keras 3.15); without a frame it is as before."""
-    _originals["remat"] = torch_core.remat
-    torch_core.remat = remat
+def hooks() -> tuple[Hook, ...]:
+    """The torch backend's remat; without a frame it is as before."""
+    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), "recomputation is the call over again"),)
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from unidist.keras import strategy as strategies
 from unidist.keras.agreement import Peers
 from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
 from unidist.keras.explicit import data, placing, walks
+from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
 
@@ -43,15 +44,13 @@ class _Discard(saving_lib.H5IOStore):  # type: ignore[misc]
         """Nothing is open."""
 
 
-def install() -> None:
-    """Patches saving_lib and the legacy HDF5 format (Keras 3.15): models that are not placed are saved as before."""
-    _originals["model"] = saving_lib.save_model
-    _originals["weights"] = saving_lib.save_weights_only
-    _originals["hdf5"] = legacy_h5_format.save_model_to_hdf5
-    saving_lib.save_model = _save_model
-    saving_lib.save_weights_only = _save_weights_only
-    legacy_h5_format.save_model_to_hdf5 = _save_model_to_hdf5
-    keras_saving.install_loading(_peers)
+def hooks() -> Iterator[Hook]:
+    """saving_lib and the legacy HDF5 format: models that are not placed are saved as before."""
+    why = "process 0 writes what all hold"
+    yield Hook(saving_lib, "save_model", kept(_originals, "model", _save_model), why)
+    yield Hook(saving_lib, "save_weights_only", kept(_originals, "weights", _save_weights_only), why)
+    yield Hook(legacy_h5_format, "save_model_to_hdf5", kept(_originals, "hdf5", _save_model_to_hdf5), why)
+    yield from keras_saving.hooks_of_loading(_peers)
 
 
 def _peers(model: Any) -> Peers | None:

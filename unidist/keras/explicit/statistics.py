@@ -12,21 +12,21 @@ from unidist.algebra import Layout, Sharding
 from unidist.keras.compat import BatchNormalization, SeedGenerator, backend, draw_seed, torch_random
 from unidist.keras.explicit.context import Frame, frame
 from unidist.keras.explicit.sequence import SequencePart, dropped_out
+from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
 # Seeds are combined modulo 2**32; the golden ratio spreads the ranks' streams over it.
 SEED_STRIDE = 0x9E3779B1
 
 
-def install() -> None:
-    """Patches BatchNormalization._moments, SeedGenerator.next and the torch backend's dropout (Keras 3.15); without a
-    frame they are as before."""
-    _originals["moments"] = BatchNormalization._moments
-    _originals["next"] = SeedGenerator.next
-    BatchNormalization._moments = _moments
-    SeedGenerator.next = _next
-    _originals["dropout"] = torch_random.dropout
-    torch_random.dropout = _dropout
+def hooks() -> tuple[Hook, ...]:
+    """Without a frame they are as before."""
+    random = "random numbers differ where rows do"
+    return (
+        Hook(BatchNormalization, "_moments", kept(_originals, "moments", _moments), "batch statistics of all rows"),
+        Hook(SeedGenerator, "next", kept(_originals, "next", _next), random),
+        Hook(torch_random, "dropout", kept(_originals, "dropout", _dropout), random),
+    )
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:

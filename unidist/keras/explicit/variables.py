@@ -82,6 +82,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     def _read(self, frame: Frame | None) -> torch.Tensor:
         place = self._place
         if frame is None:
+            place.world.check()
             return place.whole(None, differentiable=torch.is_grad_enabled() and not place.world.is_virtual)
         override = frame.overrides.get(id(self))
         if override is not None:
@@ -114,6 +115,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             with torch.no_grad():
                 shard.copy_(value)
         else:
+            self._place.world.check()
             self._check_shape(shape, self._shape)
             self._place.assign(value)
         return value  # type: ignore[no-any-return]

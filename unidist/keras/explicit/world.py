@@ -12,12 +12,15 @@ import torch
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.local import LocalViewBackend
-from unidist.errors import CapabilityError
+from unidist.errors import BackendMismatchError, CapabilityError
 from unidist.keras.compat import global_state
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 
 T = TypeVar("T")
+
+# Another object each time that the worlds of before are left.
+_left = object()
 
 
 class RankWorld:
@@ -31,6 +34,7 @@ class RankWorld:
         self.mesh = mesh
         self.backend = backend
         self.data_axes = data_axes
+        self._until = _left
         self.is_virtual = hasattr(backend, "run")
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
 
@@ -59,6 +63,7 @@ class RankWorld:
         inside = context.frame()
         if inside is not None:
             return work(inside)
+        self.check()
         if not self.is_virtual:
             with context.entered(self.frame_for(self.ranks[0])) as frame:
                 return work(frame)
@@ -73,6 +78,17 @@ class RankWorld:
 
         results = self.backend.run(on_rank)  # type: ignore[attr-defined]
         return results[self.ranks[0]]  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """
+        Raises:
+            BackendMismatchError: `unidist.shutdown` has left this world.
+        """
+        if self._until is not _left:
+            raise BackendMismatchError(
+                "this model is distributed over a world that unidist.shutdown() has left. Before it, save the model or "
+                "take unidist.gather_weights(model); after it, load them into a model made under a new strategy"
+            )
 
     # what a rank asks of its data group ---------------------------------------------------------------------------
 
@@ -101,6 +117,13 @@ def restore_keras_state(state: dict[str, Any]) -> None:
     own.clear()
     # Containers are copied: ranks that take turns must not push and pop on one stack.
     own.update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in state.items()})
+
+
+def leave_worlds() -> None:
+    """Models that are distributed over those of before raise where they would send or compute."""
+    global _left
+    _left = object()
+    _world_of.cache_clear()
 
 
 def rank_world(mesh: Mesh, data_axes: Axes) -> RankWorld:

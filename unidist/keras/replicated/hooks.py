@@ -1,14 +1,18 @@
-"""Installs the replicated engine into Keras on TensorFlow. Made for Keras 3.15 and 3.16."""
+"""The attributes of Keras on TensorFlow that unidist replaces where Horovod serves it.
+
+Made for Keras 3.15 and 3.16.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from unidist.keras import agreement
+from unidist.keras import agreement, files
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.agreement import Peers
@@ -20,10 +24,9 @@ from unidist.keras.compat import (
     SeedGenerator,
     TensorFlowTrainer,
     data_adapters,
-    legacy_h5_format,
-    saving_lib,
 )
 from unidist.keras.compat import backend as keras_backend
+from unidist.keras.interception import Hook, Table, kept
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
 from unidist.keras.writing import by_one
@@ -34,37 +37,42 @@ _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "
 SEED_STRIDE = 0x9E3779B1
 
 
-def install() -> None:
-    """Adds the hooks, once. Outside of a session of a distributed model all is as before."""
-    if _originals:
-        return
+def prepare() -> None:
+    """There is nothing to do before the hooks."""
+
+
+def table() -> Table:
+    """Outside of a session of a distributed model all is as before."""
+    return Table((*_of_training(), *_of_files()))
+
+
+def leave() -> None:
+    """Each process holds whole models, which are its own from here on."""
+
+
+def _of_training() -> Iterator[Hook]:
     for name in _ENTRANCES:
-        setattr(TensorFlowTrainer, name, _in_session(getattr(TensorFlowTrainer, name)))
-    _patch(TensorFlowTrainer, "__init__", _made)
+        yield Hook(TensorFlowTrainer, name, _in_session, "all processes enter alike")
+    yield Hook(TensorFlowTrainer, "__init__", _making, "a model remembers its distribution")
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
-        optimizer.apply = _of_all_ranks(optimizer.apply)
-    _patch(BatchNormalization, "_moments", _moments)
-    _patch(SeedGenerator, "next", _next)
-    _patch(data_adapters, "get_data_adapter", engine.adapting(data_adapters.get_data_adapter))
-    _patch(Layer, "losses", property(_added_losses, doc=Layer.losses.__doc__))
-    for module, name in (
-        (saving_lib, "save_model"),
-        (saving_lib, "save_weights_only"),
-        (legacy_h5_format, "save_model_to_hdf5"),
-    ):
-        setattr(module, name, _by_one_process(getattr(module, name)))
-    keras_saving.install_loading(_peers)
+        yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
+    moments = kept(_originals, "_moments", _moments)
+    yield Hook(BatchNormalization, "_moments", moments, "batch statistics of all rows")
+    yield Hook(SeedGenerator, "next", kept(_originals, "next", _next), "random numbers differ where rows do")
+    yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
+    yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")
+
+
+def _of_files() -> Iterator[Hook]:
+    for owner, name in files.WRITERS:
+        yield Hook(owner, name, _by_one_process, "process 0 writes what all hold")
+    yield from keras_saving.hooks_of_loading(_peers)
 
 
 def _peers(model: Any) -> Peers | None:
     held = model is not None and "_unidist_replicated" in vars(model)
     return engine.peers() if held or strategies.current() is not None else None
-
-
-def _patch(owner: Any, name: str, replacement: Any) -> None:
-    _originals[name] = getattr(owner, name)
-    setattr(owner, name, replacement)
 
 
 def _in_session(original: Any) -> Any:
@@ -84,12 +92,17 @@ def _in_session(original: Any) -> Any:
     return entrance
 
 
-def _made(self: Any, *args: Any, **kwargs: Any) -> None:
+def _making(original: Any) -> Any:
     """A model that is made inside of a scope is distributed, wherever it is trained."""
-    _originals["__init__"](self, *args, **kwargs)
-    distribution = strategies.current()
-    if distribution is not None:
-        object.__setattr__(self, "_unidist_distribution", distribution)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
+        original(self, *args, **kwargs)
+        distribution = strategies.current()
+        if distribution is not None:
+            object.__setattr__(self, "_unidist_distribution", distribution)
+
+    return __init__
 
 
 def _of_all_ranks(original: Any) -> Any:
@@ -142,14 +155,18 @@ def _next(self: Any, ordered: bool = True) -> Any:
     return seed + tf.cast([(here.traced.place * SEED_STRIDE) & 0x7FFFFFFF, 0], seed.dtype)
 
 
-def _added_losses(self: Any) -> list[Any]:
+def _adding_losses(original: property) -> property:
     """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each rank counts by
     its share of the rows. Whoever reads them outside of the call, a loss of the model's own too, reads the sums."""
-    found: list[Any] = _originals["losses"].fget(self)
-    here = engine.current()
-    if here is None or here.in_call or here.share is None:
-        return found
-    return [here.traced.mean_of_shares(value, here.share) for value in found]
+
+    def losses(self: Any) -> list[Any]:
+        found: list[Any] = original.__get__(self)
+        here = engine.current()
+        if here is None or here.in_call or here.share is None:
+            return found
+        return [here.traced.mean_of_shares(value, here.share) for value in found]
+
+    return property(losses, doc=original.__doc__)
 
 
 def _by_one_process(original: Any) -> Any:

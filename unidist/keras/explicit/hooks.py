@@ -1,9 +1,10 @@
-"""Installs the explicit engine into Keras on torch. Made for Keras 3.15 and 3.16; tests/keras checks every place."""
+"""The attributes of Keras on torch, and of torch, that unidist replaces. Made for Keras 3.15 and 3.16."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -33,11 +34,10 @@ from unidist.keras.explicit import (
     state_dicts,
     statistics,
 )
-from unidist.keras.explicit.world import rank_world
-from unidist.keras.interception import around
+from unidist.keras.explicit.world import leave_worlds, rank_world
+from unidist.keras.interception import Hook, Table, by
 from unidist.keras.writing import by_one, silence
 
-_installed = False
 _LOW_PRECISION = ("bfloat16", "float16")
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MAKERS = (
@@ -47,40 +47,48 @@ _MAKERS = (
 )
 
 
-def install() -> None:
-    """Adds the hooks, once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    _give_distribution()
-    # First: others build on what it leaves.
-    natively.install()
-    placing.install()
-    initializing.install()
-    losses.install()
-    metrics.install()
-    statistics.install()
-    remat.install()
-    data.install()
-    saving.install()
-    optimizers.install()
-    generation.install()
-    _patch_trainer()
-    _patch_layer()
-    _watch_loops()
-    _patch_policy()
+def prepare() -> None:
+    """There is nothing to do before the hooks."""
 
 
-def _patch_policy() -> None:
+def table() -> Table:
+    """Outside of a frame and of a session of a distributed model all is as before; tests/keras checks every place."""
+    return Table(
+        (
+            *_of_distribution(),
+            # First: others build on what it leaves.
+            *natively.hooks(),
+            *placing.hooks(),
+            *initializing.hooks(),
+            *losses.hooks(),
+            *metrics.hooks(),
+            *statistics.hooks(),
+            *remat.hooks(),
+            *data.hooks(),
+            *saving.hooks(),
+            *optimizers.hooks(),
+            *generation.hooks(),
+            *_of_trainers(),
+            *_of_layers(),
+            Hook(keras.Model, "__call__", _watching, "gradients of loops of one's own are averaged"),
+            Hook(DTypePolicy, "compute_dtype", _widening, "pairs are proven in float32"),
+        )
+    )
+
+
+def _widening(original: property) -> property:
     """Where a frame says so, layers of low precision compute in float32."""
-    original = DTypePolicy.compute_dtype.fget
 
     def compute_dtype(self: Any) -> Any:
-        found, frame = original(self), context.frame()
+        found, frame = original.__get__(self), context.frame()
         return "float32" if frame is not None and frame.wide and found in _LOW_PRECISION else found
 
-    DTypePolicy.compute_dtype = property(compute_dtype, doc=DTypePolicy.compute_dtype.__doc__)
+    return property(compute_dtype, doc=original.__doc__)
+
+
+def leave() -> None:
+    """Models that are distributed raise from here on, where they would train alone."""
+    leave_worlds()
 
 
 def align_seeds() -> None:
@@ -92,17 +100,18 @@ def align_seeds() -> None:
         data.share_random_state(rank_world(Mesh({"world": adapter.process_count()}), ()))
 
 
-def _give_distribution() -> None:
-    """keras.distribution has no torch part: this is it."""
-    keras_distribution_lib.distribution_lib = distribution_lib
-    keras_backend.distribution_lib = distribution_lib
+def _of_distribution() -> Iterator[Hook]:
+    why = "keras.distribution has no torch part: this is it"
+    yield Hook(keras_distribution_lib, "distribution_lib", by(distribution_lib), why)
+    yield Hook(keras_backend, "distribution_lib", by(distribution_lib), why)
 
 
-def _patch_trainer() -> None:
+def _of_trainers() -> Iterator[Hook]:
     for name in _ENTRANCES:
-        setattr(TorchTrainer, name, _in_session(getattr(TorchTrainer, name)))
+        yield Hook(TorchTrainer, name, _in_session, "all processes enter alike")
     for maker, attribute, kind in _MAKERS:
-        setattr(TorchTrainer, maker, _making_steps(getattr(TorchTrainer, maker), attribute, kind))
+        making = functools.partial(_making_steps, attribute=attribute, kind=kind)
+        yield Hook(TorchTrainer, maker, making, "steps run on every rank")
 
 
 def _in_session(original: Any) -> Any:
@@ -169,36 +178,41 @@ def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     return make
 
 
-def _watch_loops() -> None:
+def _watching(original: Any) -> Any:
     """A placed model that is called with gradients, outside of Keras's trainer, is prepared: its gradients are averaged
     from the first backward on."""
 
-    def watching(original: Any) -> Any:
-        @functools.wraps(original)
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            if context.frame() is None and torch.is_grad_enabled():
-                engine.prepare_for_loop(self, (args, kwargs))
-            return original(self, *args, **kwargs)
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if context.frame() is None and torch.is_grad_enabled():
+            engine.prepare_for_loop(self, (args, kwargs))
+        return original(self, *args, **kwargs)
 
-        return __call__
-
-    around(keras.Model, "__call__", watching)
+    return __call__
 
 
-def _patch_layer() -> None:
-    zero_grad = TorchLayer.zero_grad
+def _of_layers() -> Iterator[Hook]:
+    why = "torch's parameters are a rank's own"
+    yield Hook(TorchLayer, "_track_variables", by(_track_variables), why)
+    yield Hook(TorchLayer, "_post_track_variable", by(_post_track_variable), why)
+    yield Hook(TorchLayer, "zero_grad", _zeroing, why)
 
-    def _track_variables(self: Any) -> None:
-        self._torch_params = state_dicts.PlacedParameters(self.variables)
 
-    def _post_track_variable(self: Any, variable: Any) -> None:
-        if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
-            self.torch_params.add(variable)
+def _track_variables(self: Any) -> None:
+    self._torch_params = state_dicts.PlacedParameters(self.variables)
 
-    def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+
+def _post_track_variable(self: Any, variable: Any) -> None:
+    if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
+        self.torch_params.add(variable)
+
+
+def _zeroing(original: Any) -> Any:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
         frame = context.frame()
         if frame is None:
-            zero_grad(self, set_to_none)
+            original(self, set_to_none)
             return
         for variable in self.trainable_variables:
             if placing.is_placed(variable):
@@ -207,6 +221,4 @@ def _patch_layer() -> None:
             elif variable.value.grad is not None:
                 variable.value.grad = None
 
-    TorchLayer._track_variables = _track_variables
-    TorchLayer._post_track_variable = _post_track_variable
-    TorchLayer.zero_grad = _zero_grad
+    return zero_grad

@@ -1,0 +1,82 @@
+"""The attributes of Keras on TensorFlow, and of TensorFlow, that unidist replaces where DTensor serves it.
+
+Made for Keras 3.15 and 3.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import keras
+from tensorflow.python.ops import array_ops
+
+from unidist.backends import registry
+from unidist.keras import distribution_lib, making
+from unidist.keras import saving as keras_saving
+from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
+from unidist.keras.compat import tensorflow_core as keras_core
+from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import tensorflow_optimizer as keras_optimizer
+from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
+from unidist.keras.interception import Hook, Table, by
+
+
+def prepare() -> None:
+    """With the simulator, TensorFlow's virtual CPU devices are its ranks; they are counted each time it is chosen.
+
+    Raises:
+        BackendMismatchError: TensorFlow runs with other devices already.
+    """
+    if registry.has_current() and registry.current().name == "sim":
+        worlds.backend()
+
+
+def table() -> Table:
+    """They do nothing where no distribution is active or remembered."""
+    return Table(
+        (
+            *_of_distribution(),
+            *_of_trainers(),
+            *pinning.hooks(),
+            *recurrent.hooks(),
+            Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
+            *keras_saving.hooks_of_saving(saving.crew, saving.gathered),
+            *keras_saving.hooks_of_loading(saving.peers),
+        )
+    )
+
+
+def leave() -> None:
+    """Variables stay DTensor's, which TensorFlow refuses to read outside of a mesh."""
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    worlds.align_seeds()
+
+
+def _of_distribution() -> Iterator[Hook]:
+    """What keras.distribution asks of a Keras backend, answered by the backend in use."""
+    why = "keras.distribution's answers are the backend's in use"
+    for name in ("list_devices", "get_device_count", "initialize", "num_processes", "process_id"):
+        yield Hook(keras_distribution_lib, name, by(getattr(distribution_lib, name)), why, adds=True)
+    layout = "DTensor lays out results of layers: their values do not depend on it"
+    yield Hook(keras_distribution_lib, "distribute_tensor", by(lambda tensor, layout: tensor), layout, adds=True)
+
+
+def _of_trainers() -> Iterator[Hook]:
+    yield Hook(TensorFlowTrainer, "__init__", making.making_model, "a model remembers its distribution")
+    for name in trainer.ENTRANCES:
+        yield Hook(TensorFlowTrainer, name, trainer.entering, "all processes enter alike")
+    building = "models are built under their distribution"
+    yield Hook(TensorFlowTrainer, "_maybe_symbolic_build", trainer.building, building)
+    for kind in ("train", "test", "predict"):
+        making_step = trainer.making_step(f"{kind}_function", f"{kind}_step")
+        yield Hook(TensorFlowTrainer, f"make_{kind}_function", making_step, "steps run on the mesh")
+    yield Hook(TensorFlowTrainer, "get_metrics_result", trainer.telling_metrics, "metrics are read whole")
+    yield Hook(keras.Model, "__call__", trainer.calling, "models are called on the mesh")
+    yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")
+    slots = "slots know their variables"
+    yield Hook(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot, slots)
+    yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
+    yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")

@@ -1,0 +1,106 @@
+"""The attributes of Keras on JAX that unidist replaces. Made for Keras 3.15 and 3.16; tests/keras/jax checks each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from unidist.backends import registry
+from unidist.keras import making
+from unidist.keras import saving as keras_saving
+from unidist.keras.compat import (
+    BaseOptimizer,
+    JAXTrainer,
+    JaxVariable,
+    Layer,
+    Metric,
+    Operation,
+    conversions,
+    data_adapters,
+)
+from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import jax_trainer as keras_trainer
+from unidist.keras.interception import Hook, Table
+from unidist.keras.partitioned import (
+    data,
+    layouts,
+    pacing,
+    placing,
+    processes,
+    redistribution,
+    regions,
+    saving,
+    seeds,
+    trainer,
+)
+from unidist.keras.partitioned.devices import prepare_devices
+
+__all__ = ["align_seeds", "prepare", "prepare_devices", "table"]
+
+
+def prepare() -> None:
+    """With the simulator, JAX's virtual CPU devices are its ranks; they are counted each time it is chosen.
+
+    Raises:
+        BackendMismatchError: JAX runs with fewer devices already.
+    """
+    if registry.has_current() and registry.current().name == "sim":
+        prepare_devices(len(registry.current().list_devices()))
+
+
+def table() -> Table:
+    """They do nothing where no distribution is active or remembered."""
+    return Table(
+        (
+            *_of_variables(),
+            *_of_trainers(),
+            *keras_saving.hooks_of_saving(lambda model: processes.crew(), saving.gathered),
+            *keras_saving.hooks_of_loading(saving.peers),
+        )
+    )
+
+
+def leave() -> None:
+    """Arrays and their layouts stay JAX's: a model of one process can be trained by Keras alone."""
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    seeds.align()
+
+
+def _of_variables() -> Iterator[Hook]:
+    where = "values go to the devices of their layout"
+    yield Hook(JaxVariable, "_initialize_layout", placing.initializing_layout, where)
+    yield Hook(JaxVariable, "_direct_assign", placing.assigning, where)
+    yield Hook(JaxVariable, "__array__", placing.reading, "shards of other processes are read too")
+    yield Hook(keras_distribution_lib, "distribute_tensor", layouts.constraining, where)
+    yield Hook(keras_distribution_lib, "initialize", processes.joining, "joining is unidist's")
+    yield Hook(BaseOptimizer, "add_variable_from_reference", placing.adding_slot, "slots know their variables")
+    averaging = "_overwrite_model_variables_with_average_value"
+    yield Hook(BaseOptimizer, averaging, placing.overwriting, "averages are laid out as their slots")
+    yield Hook(BaseOptimizer, "stateless_apply", redistribution.updating, "gradients and updates by stage of ZeRO")
+    yield Hook(Layer, "stateless_call", redistribution.calling, "values are gathered for the call")
+    yield Hook(Operation, "__call__", regions.calling_layer, "layers under ZeRO: reduce-scatter of their gradients")
+    yield Hook(Metric, "add_variable", placing.adding_to_metric, "metrics are on all devices")
+    yield Hook(Metric, "stateless_update_state", trainer.measuring, "metrics are on all devices")
+
+
+def _of_trainers() -> Iterator[Hook]:
+    yield Hook(JAXTrainer, "__init__", making.making_model, "a model remembers its distribution")
+    for name in trainer.ENTRANCES:
+        yield Hook(JAXTrainer, name, trainer.entering, "all processes enter alike")
+    building = "models are built under their distribution"
+    yield Hook(JAXTrainer, "_symbolic_build", trainer.building, building)
+    # Keras 3.16 leaves the other out where all is built.
+    yield Hook(JAXTrainer, "_maybe_symbolic_build", trainer.building, building, versions=("3.16",))
+    yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
+    yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
+    yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")
+    yield Hook(conversions, "convert_to_numpy", pacing.converting, "waits end when a process is lost")
+    yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
+    yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
+    yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
+    hidden = functools.partial(making.active, None)
+    adapting = functools.partial(data.one_for_all, current=placing.current, hidden=hidden)
+    yield Hook(data_adapters, "get_data_adapter", adapting, "process 0's data is everybody's")

@@ -1,0 +1,45 @@
+"""What one backend is and sees, and what Keras is to it: `python -m unidist.keras.probe BACKEND` prints JSON.
+
+`unidist doctor` asks it, in a process of its own for each backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from typing import Any
+
+from unidist import session
+from unidist.backends import registry
+from unidist.errors import UnidistError
+
+
+def main(name: str) -> None:
+    """Prints {"devices": [...], "keras": {...}}, or {"error": what is wrong with the backend}."""
+    try:
+        adapter = registry.load(name)()
+        # A world gives a process of torch one device of those that it sees.
+        devices = getattr(adapter, "visible_devices", adapter.list_devices)()
+    except UnidistError as error:
+        print(json.dumps({"error": str(error)}))
+    else:
+        print(json.dumps({"devices": devices, "keras": _keras(name)}))
+
+
+def _keras(name: str) -> dict[str, Any]:
+    """{"replaced": number of its attributes that unidist replaces}, {"error": text}, or nothing where Keras is not."""
+    if importlib.util.find_spec("keras") is None:
+        return {}
+    try:
+        session.use(name)
+        importlib.import_module("keras")  # its end brings the hooks
+        from unidist.keras import hooks
+    except (UnidistError, ImportError) as error:
+        return {"error": str(error)}
+    return {"replaced": len(hooks.replaced())}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
