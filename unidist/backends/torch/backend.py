@@ -230,7 +230,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     # Constants of a compiled program: found while it is compiled.
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @tracing.constant
     def _traced_move(self, src: tracing.Parts, dst: tracing.Parts) -> int:
         def make() -> Both[torch.Tensor]:
             move = Move(self, plan(tracing.whole(src), tracing.whole(dst)), self._traced)
@@ -238,14 +238,14 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
         return tracing.number_of(self._numbers, (src, dst), make)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @tracing.constant
     def _traced_broadcast(self, sharding: tracing.Parts, axes: Axes, root: int) -> int:
         def make() -> Both[torch.Tensor]:
             return self.broadcasting(self._traced, tracing.whole(sharding), axes, root)
 
         return tracing.number_of(self._numbers, ("broadcast", sharding, axes, root), make)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @tracing.constant
     def _traced_permute(self, sharding: tracing.Parts, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> int:
         def make() -> Both[torch.Tensor]:
             return self.permuting(self._traced, tracing.whole(sharding), axes, pairs)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from unidist.algebra import Group, Mesh, Sharding
 from unidist.backends.torch.wires import Wire
 from unidist.errors import CapabilityError
+
+if TYPE_CHECKING:  # A second to import, for the few that ask for placements.
+    from torch.distributed.tensor.placement_types import Placement
 
 _NAMES = {"sum": "sum", "mean": "avg", "max": "max", "min": "min", "prod": "product"}
 
@@ -48,6 +50,8 @@ class NativeLayout:
         return tuple(self._placement(axis) for axis in mesh.axis_names)
 
     def _placement(self, axis: str) -> Placement:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
         layout = self.sharding.layout
         dim, op = layout.dim_of(axis), layout.op_of(axis)
         if dim is not None:

@@ -4,19 +4,22 @@ torch.compile does not look into a plan: each move is entered here under a numbe
 program holds a call of `traced` with that number. Below it, functional collectives go into the graph, where the
 compiler may move and overlap them. They are not in the ledger of a run: what a compiled program sends is what its plans
 predict. (Who traces by TorchBackend.into_program is told what a run sends.)
+
+The compiler takes a second to import. It is not imported here, but where it first looks for `traced`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.local import Both
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _moves: list[Both[torch.Tensor]] = []
 
 
@@ -29,9 +32,24 @@ def number_of(known: dict[Hashable, int], key: Hashable, make: Callable[[], Both
     return number
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def traced(x: torch.Tensor, number: int) -> torch.Tensor:
-    """The move of that number, differentiable."""
+def __getattr__(name: str) -> Any:
+    """`traced(x, number)`: the move of that number, differentiable; it enters a graph as it is."""
+    if name != "traced":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = torch.compiler.allow_in_graph(_traced)
+    return found
+
+
+def constant(function: _F) -> _F:
+    """Marks a function whose result is a constant of the graph, as torch.compiler.assume_constant_result (torch 2.13).
+
+    That one imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _traced(x: torch.Tensor, number: int) -> torch.Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _moves[number][0](x)
     out: torch.Tensor = _Traced.apply(number, x)  # type: ignore[no-untyped-call]
