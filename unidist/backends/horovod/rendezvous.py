@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from http import HTTPStatus
 from typing import Any
 
 import psutil
@@ -34,11 +35,34 @@ def slots(hosts: int, per_host: int) -> list[SlotInfo]:
     ]
 
 
+class Handler(RendezvousHandler):  # type: ignore[misc]
+    """Horovod's, which forgets a scope once all its processes have met there: another world may then meet.
+
+    Horovod 0.28.1 counts anew in all scopes where one is done. Addresses of a world that was left stay then, and who
+    joins the next one may find them.
+    """
+
+    def do_DELETE(self) -> None:  # noqa: N802 (http.server's name)
+        scope, _, key = self.path.removeprefix("/").partition("/")
+        server = self.server
+        if scope not in server.scope_size:
+            super().do_DELETE()
+            return
+        with server.finished_list_lock:
+            done = server.finished_list[scope]
+            done.append(key)
+            if len(done) == server.scope_size[scope]:
+                done.clear()
+                with server.cache_lock:
+                    server.cache.pop(scope, None)
+        self.send_status_code(HTTPStatus.OK)
+
+
 def serve(host: str, port: int, world: list[SlotInfo]) -> RendezvousHTTPServer:
     """A server that answers in a thread of its own until the process ends. Raises OSError where the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     kind = type("Server", (RendezvousHTTPServer,), {"address_family": family, "daemon_threads": True})
-    server = kind((host, port), RendezvousHandler, 0)
+    server = kind((host, port), Handler, 0)
     server.init(world)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
