@@ -57,4 +57,4 @@ def test_every_name_of_the_table_is_used_and_every_name_used_is_in_it() -> None:
     assert set(tables) == {"_PLACES", "_MOVED"}
     assert not tables["_PLACES"] & tables["_MOVED"]
     assert listed - used == set()
-    assert used - listed == {"INSIDE", "TORCH_OPTIMIZERS", "missing"}
+    assert used - listed == {"INSIDE", "READ", "TORCH_OPTIMIZERS", "missing", "nearest"}

@@ -39,7 +39,7 @@ class Hook:
 
     @property
     def where(self) -> str:
-        """The attribute in words, as "keras.src.losses.loss.Loss.__call__"."""
+        """The attribute in words: its module, class and name."""
         module = getattr(self.owner, "__module__", None)
         name = getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", repr(self.owner)))
         return ".".join(filter(None, (module, name, self.name)))
