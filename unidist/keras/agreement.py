@@ -19,6 +19,7 @@ from keras.callbacks import Callback, CallbackList
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError
 from unidist.keras.compat import tree
+from unidist.keras.processes import Processes
 
 # Values of a variable that are compared, at most: so many, evenly spread.
 SAMPLE = 4096
@@ -33,19 +34,24 @@ _BITS = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes that train a model together.
+    """The processes that train a model together, and what they hold alike of it.
 
     Attributes:
-        of_all: every process's number, a whole one of 31 bits, by place. A collective.
-        ranks: the ranks at these places.
-        own: this process's place.
-        replica: the values of a variable that all places hold alike, or SAMPLE of them; None where it is cut.
+        processes: those.
+        replica: the values of a variable that all hold alike, or SAMPLE of them; None where it is cut.
     """
 
-    of_all: Callable[[int], tuple[int, ...]]
-    ranks: tuple[int, ...]
-    own: int
+    processes: Processes
     replica: Callable[[Any], Array | None]
+
+    def of_all(self, number: int) -> tuple[int, ...]:
+        """Every process's number, by place. A collective."""
+        return self.processes.of_all(number, "agreement")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """A rank of each process, by place."""
+        return self.processes.firsts
 
 
 def begin(given: inspect.BoundArguments, name: str, find_peers: Callable[[], Peers | None]) -> None:
@@ -229,9 +235,10 @@ def _tell_settings(settings: list[tuple[str, str]], when: str, peers: Peers) -> 
         numbers = peers.of_all(_digest(name.encode(), text.encode()))
         if not _agree(numbers):
             raise DesyncError(
-                f"{when}: {name or 'one more setting'} is {text[:200] or 'missing'} on rank {peers.ranks[peers.own]}, "
-                f"and ranks {list(_apart(numbers, peers))} differ from rank {peers.ranks[0]} in it. Every process must "
-                "build and compile the same model and be given the same arguments",
+                f"{when}: {name or 'one more setting'} is {text[:200] or 'missing'} on rank "
+                f"{peers.ranks[peers.processes.place]}, and ranks {list(_apart(numbers, peers))} differ from rank "
+                f"{peers.ranks[0]} in it. Every process must build and compile the same model and be given the same "
+                "arguments",
                 ranks=_apart(numbers, peers),
                 collective="agreement",
                 variable=name,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from unidist.keras.compat import tree
+from unidist.keras.processes import Processes
 from unidist.keras.views import Views
 
 
@@ -28,20 +29,14 @@ class Around:
 
 
 class Same(Around):
-    """Data that every process reads whole: all must see the same.
+    """Data that every process reads whole: all must see the same."""
 
-    Args:
-        of_all: every process's number, by process. A collective.
-        ranks: a rank of each process.
-    """
-
-    def __init__(self, adapter: Any, of_all: Callable[[int], tuple[int, ...]], ranks: tuple[int, ...]) -> None:
+    def __init__(self, adapter: Any, processes: Processes) -> None:
         super().__init__(adapter)
-        self._of_all = of_all
-        self._ranks = ranks
+        self._processes = processes
 
     def __iter__(self) -> Iterator[Any]:
-        views = Views(self.adapter, self._of_all, self._ranks)
+        views = Views(self.adapter, self._processes)
         for batch in self.dataset:
             # What is no array (sparse, ragged, None) is left out.
             views.check([leaf for leaf in tree.flatten(batch) if hasattr(leaf, "__array__")])

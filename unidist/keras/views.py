@@ -7,13 +7,13 @@ generator of the user's own, shows there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from unidist.errors import DesyncError
 from unidist.keras.compat import tree
+from unidist.keras.processes import Processes
 
 # Batches of an epoch that are compared: so many at its start, then one of so many.
 FIRST, EVERY = 2, 256
@@ -48,14 +48,12 @@ class Views:
 
     Args:
         source: what they read, for the error.
-        of_all: every process's number, by place. A collective.
-        ranks: the ranks at these places.
+        processes: those that read it.
     """
 
-    def __init__(self, source: Any, of_all: Callable[[int], tuple[int, ...]], ranks: tuple[int, ...]) -> None:
+    def __init__(self, source: Any, processes: Processes) -> None:
         self._source = type(_given(source)).__name__
-        self._of_all = of_all
-        self._ranks = ranks
+        self._processes = processes
         self._count = 0
 
     def check(self, batch: Any) -> None:
@@ -63,13 +61,13 @@ class Views:
         number, self._count = self._count, self._count + 1
         if number >= FIRST and number % EVERY:
             return
-        found = self._of_all(digest(batch))
+        found = self._processes.of_all(digest(batch), "views of the data")
         apart = [place for place, other in enumerate(found) if other != found[0]]
         if apart:
             raise DesyncError(
                 f"batch {number} of {self._source} is not the same on all processes: those at {apart} of {len(found)} "
                 "see another one than the first. Each reads the whole data and takes its rows. Give shuffles and "
                 "generators a seed, or give each process its own part with auto_shard_dataset=False",
-                ranks=tuple(self._ranks[place] for place in apart),
+                ranks=tuple(self._processes.firsts[place] for place in apart),
                 collective="views of the data",
             )

@@ -6,49 +6,13 @@ import contextlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from keras.callbacks import BackupAndRestore, CSVLogger, TensorBoard
 
-from unidist.errors import UnidistError
 from unidist.keras.compat import tree
-
-
-class SavingFailedError(UnidistError, OSError):
-    """Process 0, which writes for all, could not save."""
-
-
-class LoadingFailedError(UnidistError, OSError):
-    """Another process could not load what all of them were to load."""
-
-
-@dataclass(frozen=True)
-class Crew:
-    """Several processes, of which one writes.
-
-    Attributes:
-        is_first: whether this is the one.
-        share: the first process's text, on every process. A collective of the world.
-    """
-
-    is_first: bool
-    share: Callable[[str], str]
-
-    @contextlib.contextmanager
-    def told_to_all(self) -> Iterator[None]:
-        """Waits for process 0, and lets the others fail if it does."""
-        failure = ""
-        try:
-            yield
-        except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            told = self.share(failure)
-        if told:
-            raise SavingFailedError(f"process 0 could not save for all: {told}")
+from unidist.keras.processes import Processes
 
 
 def silence(given: inspect.BoundArguments) -> None:
@@ -58,26 +22,26 @@ def silence(given: inspect.BoundArguments) -> None:
 
 
 @contextlib.contextmanager
-def by_one(given: inspect.BoundArguments, crew: Crew | None) -> Iterator[None]:
+def by_one(given: inspect.BoundArguments, processes: Processes | None) -> Iterator[None]:
     """While this is entered the other processes show nothing, and their callbacks write nowhere and take part where all
     must.
 
     Callbacks that save through the model (ModelCheckpoint) need nothing: the savers have one writer.
 
     Args:
-        given: the arguments of an entrance of Keras's trainer; changed here. crew: None where this process is the only
-            one.
+        given: the arguments of an entrance of Keras's trainer; changed here.
+        processes: None where this process is the only one.
     """
-    if crew is None:
+    if processes is None:
         yield
         return
-    if not crew.is_first:
+    if not processes.is_first:
         silence(given)
     with contextlib.ExitStack() as stack:
         for callback in tree.flatten(given.arguments.get("callbacks")):
             if isinstance(callback, BackupAndRestore):
-                _share_backup(callback, crew, stack)
-            elif crew.is_first:
+                _share_backup(callback, processes, stack)
+            elif processes.is_first:
                 continue
             elif isinstance(callback, CSVLogger):
                 _set(callback, "filename", os.devnull, stack)
@@ -87,20 +51,20 @@ def by_one(given: inspect.BoundArguments, crew: Crew | None) -> Iterator[None]:
         yield
 
 
-def _share_backup(callback: Any, crew: Crew, stack: contextlib.ExitStack) -> None:
+def _share_backup(callback: Any, processes: Processes, stack: contextlib.ExitStack) -> None:
     """Process 0 keeps the backup; all learn when it is gone, since the next training looks for one at its start."""
     ending = callback.on_train_end
 
     def on_train_end(logs: Any = None) -> None:
-        with crew.told_to_all():
-            if crew.is_first:
+        with processes.saving():
+            if processes.is_first:
                 ending(logs)
 
     def save() -> None:
         callback.model.save_weights(callback._weights_path, overwrite=True)
 
     _set(callback, "on_train_end", on_train_end, stack)
-    if not crew.is_first:
+    if not processes.is_first:
         _set(callback, "_save_model", save, stack)
 
 

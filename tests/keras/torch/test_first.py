@@ -13,7 +13,7 @@ import torch
 
 import unidist
 from unidist.keras import seeds
-from unidist.keras.first import bytes_of_first
+from unidist.keras.processes import Processes
 
 COUNT = 3
 DATA = bytes(range(200))
@@ -48,9 +48,13 @@ def told(change, data=DATA):
         calls = iter(range(2))
         own = data if index == 0 else b"something else"
         try:
-            found[index] = bytes_of_first(
-                own, lambda x: broadcast.on(index, next(calls), x), is_first=index == 0, ranks=(index,)
+            processes = Processes(
+                index,
+                tuple((rank,) for rank in range(COUNT)),
+                of_first=lambda x, purpose: broadcast.on(index, next(calls), x),
+                of_all=lambda number, purpose: (number,) * COUNT,
             )
+            found[index] = processes.bytes_of_first(own, "a test")
         except (unidist.DesyncError, threading.BrokenBarrierError) as error:
             found[index] = error
 

@@ -40,8 +40,8 @@ def table() -> Table:
             *pinning.hooks(),
             *recurrent.hooks(),
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
-            *keras_saving.hooks_of_saving(saving.crew, saving.gathered),
-            *keras_saving.hooks_of_loading(saving.peers),
+            *keras_saving.hooks_of_saving(saving.holding, saving.gathered),
+            *keras_saving.hooks_of_loading(saving.loading),
         )
     )
 

@@ -44,16 +44,10 @@ def reading(distribution: UnidistDistribution) -> Iterator[None]:
 
 
 def _of_all(number: int) -> tuple[int, ...]:
-    with events.for_purpose("batch sizes"):
-        return worlds.of_all(number)
+    return worlds.of_all(number, "batch sizes")
 
 
 meeting = Meeting(_of_all, worlds.ranks_of)
-
-
-def _views_of_all(number: int) -> tuple[int, ...]:
-    with events.for_purpose("views of the data"):
-        return worlds.of_all(number)
 
 
 class _Own(Around):
@@ -83,10 +77,10 @@ def adapting(original: Any) -> Any:
             return original(*args, **kwargs)
         with meeting.told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
-        if apart:
+        several = worlds.processes()
+        if apart or several is None:
             return _Own(adapter)
-        first = tuple(worlds.ranks_of(process)[0] for process in range(worlds.backend().process_count()))
-        return Same(adapter, _views_of_all, first)
+        return Same(adapter, several)
 
     return get_data_adapter
 

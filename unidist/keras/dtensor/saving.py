@@ -8,20 +8,19 @@ from typing import Any
 
 from unidist.keras import making
 from unidist.keras import strategy as strategies
-from unidist.keras.agreement import Peers
 from unidist.keras.dtensor import placing, values, worlds
-from unidist.keras.writing import Crew
+from unidist.keras.processes import Processes
 
 
-def crew(model: Any) -> Crew | None:
-    """The processes of the world, if there are several and the model lies on them."""
-    return worlds.crew() if placing.is_placed(model) else None
+def holding(model: Any) -> Processes | None:
+    """The processes of the world, if there are several and the model is on them."""
+    return worlds.processes() if placing.is_placed(model) else None
 
 
-def peers(model: Any) -> Peers | None:
-    """The processes of the world, if there are several and the model lies on them, or would once it is made."""
+def loading(model: Any) -> Processes | None:
+    """The processes of the world, if there are several and the model is on them, or would be once it is made."""
     found = strategies.current() if model is None else placing.distribution_of(model)
-    return None if found is None else worlds.peers()
+    return None if found is None else worlds.processes()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def entering(original: Any) -> Any:
             worlds.align_seeds()
         bound = signature.bind(self, *args, **kwargs)
         here = parts.reading(distribution)
-        with by_one(bound, worlds.crew()), making.active(None), worlds.telling(original.__name__), here:
+        with by_one(bound, worlds.processes()), making.active(None), worlds.telling(original.__name__), here:
             placing.remember(self, distribution)
             agreement.begin(bound, original.__name__, worlds.peers)
             return original(*bound.args, **bound.kwargs)

@@ -18,10 +18,8 @@ from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.backends.tensorflow.devices import task_of
 from unidist.errors import CapabilityError
-from unidist.keras import seeds
 from unidist.keras.agreement import Peers
-from unidist.keras.first import bytes_of_first
-from unidist.keras.writing import Crew
+from unidist.keras.processes import Processes
 
 
 @lru_cache(maxsize=4)
@@ -116,40 +114,33 @@ def arrays_of_all(own: Array) -> list[Array]:
     return [found[ranks_of(process)[0]] for process in range(here.process_count())]
 
 
-def of_all(number: int) -> tuple[int, ...]:
+def of_all(number: int, purpose: str) -> tuple[int, ...]:
     """Every process's number, by process. A collective of the world."""
-    return tuple(int(found) for found in arrays_of_all(np.array(number, np.int32)))
-
-
-def _bytes_of_first(data: bytes) -> bytes:
-    return bytes_of_first(data, from_first, is_first=is_first(), ranks=backend().local_ranks())
+    with events.for_purpose(purpose):
+        return tuple(int(found) for found in arrays_of_all(np.array(number, np.int32)))
 
 
 def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
-    if not several():
-        return
-    with events.for_purpose("random state"):
-        seeds.restore(_bytes_of_first(seeds.state()))
+    if (found := processes()) is not None:
+        found.align_seeds()
 
 
-def crew() -> Crew | None:
-    """The processes of the world, if there are several."""
+def processes() -> Processes | None:
+    """Those of the world, if there are several."""
     if not several():
         return None
-    return Crew(is_first(), lambda text: _bytes_of_first(text.encode()).decode())
+    here = backend()
+
+    def of_first(array: Array, purpose: str) -> Array:
+        with events.for_purpose(purpose):
+            return from_first(array)
+
+    return Processes(here.process_index(), tuple(map(ranks_of, range(here.process_count()))), of_first, of_all)
 
 
 def peers() -> Peers | None:
     """The processes of the world, if there are several. DTensor sends values where a variable is placed: what they have
     alike afterwards is not compared."""
-    if not several():
-        return None
-    here = backend()
-    ranks = tuple(ranks_of(process)[0] for process in range(here.process_count()))
-
-    def told(number: int) -> tuple[int, ...]:
-        with events.for_purpose("agreement"):
-            return of_all(number)
-
-    return Peers(of_all=told, ranks=ranks, own=here.process_index(), replica=lambda variable: None)
+    found = processes()
+    return None if found is None else Peers(found, lambda variable: None)

@@ -13,15 +13,13 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
-from unidist.keras import seeds
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import TorchEpochIterator, tree
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
-from unidist.keras.first import bytes_of_first
 from unidist.keras.interception import Hook
+from unidist.keras.processes import Processes
 from unidist.keras.views import Views
-from unidist.keras.writing import Crew
 
 
 class LocalBatches(list[Any]):
@@ -139,14 +137,12 @@ class EpochReader:
         self.rows: Rows | None = None
         self._already_local = already_local
         self._sizes: list[int] | None = None
-        self._views = Views(given if given is not None else source, self._of_ranks, world.mesh.devices)
+        several = processes(world)
+        self._views = None if several is None else Views(given if given is not None else source, several)
         if not already_local:
             share_random_state(world)
             source = self._narrowed(source)
         self._source = source
-
-    def _of_ranks(self, number: int) -> tuple[int, ...]:
-        return tuple(_of_places(self.world, self.world.mesh.axis_names, number, "views of the data"))
 
     def _narrowed(self, source: Any) -> Any:
         if not isinstance(source, torch.utils.data.DataLoader) or source.batch_sampler is None:
@@ -160,7 +156,8 @@ class EpochReader:
 
     def took(self, indices: list[int]) -> tuple[int, int]:
         """(start, length) of this rank's rows of a batch of the data's rows."""
-        self._views.check(np.asarray(indices))
+        if self._views is not None:
+            self._views.check(np.asarray(indices))
         if self._sizes is not None:
             self._sizes.append(len(indices))
         return bounds(self.world, self.rank, len(indices))
@@ -190,7 +187,7 @@ class EpochReader:
             yield from self._own_batches(source)
             return
         for batch in source:
-            if self._sizes is None:
+            if self._sizes is None and self._views is not None:
                 self._views.check(batch)
             total = self._sizes.pop(0) if self._sizes is not None else row_count(batch)
             self.rows = rows_of(self.world, self.rank, total)
@@ -217,29 +214,34 @@ class _OwnRows(torch.utils.data.Sampler[list[int]]):
 
 
 def share_random_state(world: RankWorld) -> None:
-    """The first rank's random state on every process: seeds and shuffles agree."""
-    if world.is_virtual or world.mesh.size == 1:
-        return
-    seeds.restore(broadcast_bytes(world, seeds.state()))
+    """The first process's random state on every process: seeds and shuffles agree."""
+    if (several := processes(world)) is not None:
+        several.align_seeds()
 
 
-def crew(world: RankWorld) -> Crew | None:
-    """The processes that train a model together, if there are several. One that a mesh leaves alone writes by itself:
-    the others need not come."""
+def processes(world: RankWorld) -> Processes | None:
+    """Those that train a model together, in their order and not the mesh's, if there are several. One that a mesh
+    leaves alone writes by itself: the others need not come."""
     if world.is_virtual or world.mesh.size == 1:
         return None
+    ranks = tuple(sorted(world.mesh.devices))
+    line = rank_world(Mesh({"process": len(ranks)}, ranks), ())
 
-    def share(text: str) -> str:
-        return broadcast_bytes(_by_process(world), text.encode(), "files").decode()
+    def of_first(array: Array, purpose: str) -> Array:
+        whole = Sharding(line.mesh, Layout(), array.shape)
+        with events.for_purpose(purpose):
+            found: Array = line.backend.broadcast(torch.tensor(array), whole, line.mesh.axis_names, 0).numpy()
+        return found
 
-    return Crew(world.writes, share)
+    def of_all(number: int, purpose: str) -> tuple[int, ...]:
+        return tuple(_of_places(line, line.mesh.axis_names, number, purpose))
+
+    return Processes(ranks.index(world.ranks[0]), tuple((rank,) for rank in ranks), of_first, of_all)
 
 
 def peers(world: RankWorld) -> Peers | None:
     """The processes of a world, if there are several."""
-    if world.is_virtual or world.mesh.size == 1:
-        return None
-    rank, axes = world.ranks[0], world.mesh.axis_names
+    rank = world.ranks[0]
 
     def replica(variable: Any) -> Array | None:
         place = getattr(variable, "_place", None)
@@ -251,30 +253,8 @@ def peers(world: RankWorld) -> Peers | None:
         found: Array = (sample.float() if sample.dtype == torch.bfloat16 else sample).numpy()
         return found
 
-    return Peers(
-        of_all=lambda number: tuple(_of_places(world, axes, number, "agreement")),
-        ranks=world.mesh.devices,
-        own=world.mesh.devices.index(rank),
-        replica=replica,
-    )
-
-
-def _by_process(world: RankWorld) -> RankWorld:
-    """All processes in order, so that the first of them is process 0 in whatever order a mesh has them."""
-    return rank_world(Mesh({"process": world.backend.process_count()}), ())
-
-
-def broadcast_bytes(world: RankWorld, data: bytes, purpose: str = "random state") -> bytes:
-    """The first rank's bytes on every process."""
-
-    def broadcast(own: Array) -> Array:
-        whole = Sharding(world.mesh, Layout(), own.shape)
-        found: Array = world.backend.broadcast(torch.tensor(own), whole, world.mesh.axis_names, 0).numpy()
-        return found
-
-    is_first = world.mesh.group(world.mesh.axis_names, world.ranks[0]).index == 0
-    with events.for_purpose(purpose):
-        return bytes_of_first(data, broadcast, is_first=is_first, ranks=world.ranks)
+    several = processes(world)
+    return None if several is None else Peers(several, replica)
 
 
 def hooks() -> tuple[Hook, ...]:

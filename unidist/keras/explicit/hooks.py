@@ -128,9 +128,9 @@ def _in_session(original: Any) -> Any:
             if self.built and self.variables:
                 found.prepare()
             if not found.world.writes:
-                # Also where a mesh of one rank makes it its own writer (data.crew): there is one terminal.
+                # Also where a mesh of one rank makes it its own writer (data.processes): there is one terminal.
                 silence(bound)
-            with by_one(bound, data.crew(found.world)):
+            with by_one(bound, data.processes(found.world)):
                 agreement.begin(bound, original.__name__, functools.partial(data.peers, found.world))
                 return original(*bound.args, **bound.kwargs)
 

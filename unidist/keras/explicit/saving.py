@@ -10,10 +10,10 @@ from typing import Any
 
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
-from unidist.keras.agreement import Peers
 from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
 from unidist.keras.explicit import data, placing, walks
 from unidist.keras.interception import Hook, kept
+from unidist.keras.processes import Processes
 
 _originals: dict[str, Any] = {}
 
@@ -50,17 +50,17 @@ def hooks() -> Iterator[Hook]:
     yield Hook(saving_lib, "save_model", kept(_originals, "model", _save_model), why)
     yield Hook(saving_lib, "save_weights_only", kept(_originals, "weights", _save_weights_only), why)
     yield Hook(legacy_h5_format, "save_model_to_hdf5", kept(_originals, "hdf5", _save_model_to_hdf5), why)
-    yield from keras_saving.hooks_of_loading(_peers)
+    yield from keras_saving.hooks_of_loading(_processes)
 
 
-def _peers(model: Any) -> Peers | None:
+def _processes(model: Any) -> Processes | None:
     from unidist.keras.explicit.engine import world_of_model
 
     world = None if model is None else world_of_model(model)
     if world is None:
         distribution = strategies.current()
         world = None if distribution is None else placing.world_of(distribution)
-    return None if world is None else data.peers(world)
+    return None if world is None else data.processes(world)
 
 
 def _settle(model: Any) -> None:
@@ -108,14 +108,14 @@ def _save(model: Any, write: Callable[[], None], read_along: Callable[[], None])
 
     _settle(model)
     world = world_of_model(model)
-    several = None if world is None else data.crew(world)
+    several = None if world is None else data.processes(world)
     if world is not None and world.is_virtual:
         # What ranks that do not write would fail at in real processes fails here too.
         read_along()
     if several is None:
         write()
         return
-    with several.told_to_all():
+    with several.saving():
         if not several.is_first:
             read_along()
             return

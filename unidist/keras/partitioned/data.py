@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from unidist.keras.lockstep import Meeting, Part
 from unidist.keras.partitioned import layouts, processes
+from unidist.keras.processes import Processes
 from unidist.keras.views import Views
 
 Segments = tuple[tuple[int, int], ...]
@@ -210,9 +211,12 @@ class LockstepAdapter(_Around):
 class SameAdapter(_Around):
     """A Keras data adapter for data that every process reads whole."""
 
+    def __init__(self, adapter: Any, several: Processes) -> None:
+        super().__init__(adapter)
+        self._processes = several
+
     def get_jax_iterator(self) -> Any:
-        ranks = tuple(processes.ranks_of(process)[0] for process in range(jax.process_count()))
-        views = Views(self._adapter, partial(processes.of_all, purpose="views of the data"), ranks)
+        views = Views(self._adapter, self._processes)
         for batch in self._adapter.get_jax_iterator():
             views.check(batch)
             yield batch
@@ -238,6 +242,7 @@ def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden
             adapter = original(*args, **kwargs)
         if apart:
             return LockstepAdapter(adapter)
-        return SameAdapter(adapter) if processes.several() else adapter
+        several = processes.processes()
+        return adapter if several is None else SameAdapter(adapter, several)
 
     return get_data_adapter

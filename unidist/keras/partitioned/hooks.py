@@ -30,7 +30,6 @@ from unidist.keras.partitioned import (
     redistribution,
     regions,
     saving,
-    seeds,
     trainer,
 )
 from unidist.keras.partitioned.devices import prepare_devices
@@ -54,8 +53,8 @@ def table() -> Table:
         (
             *_of_variables(),
             *_of_trainers(),
-            *keras_saving.hooks_of_saving(lambda model: processes.crew(), saving.gathered),
-            *keras_saving.hooks_of_loading(saving.peers),
+            *keras_saving.hooks_of_saving(lambda model: processes.processes(), saving.gathered),
+            *keras_saving.hooks_of_loading(saving.loading),
         )
     )
 
@@ -66,7 +65,8 @@ def leave() -> None:
 
 def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
-    seeds.align()
+    if (several := processes.processes()) is not None:
+        several.align_seeds()
 
 
 def _of_variables() -> Iterator[Hook]:

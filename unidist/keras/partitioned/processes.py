@@ -20,8 +20,7 @@ from unidist.backends.jax.joining import current as world_joined
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
 from unidist.keras.agreement import Peers
-from unidist.keras.first import bytes_of_first
-from unidist.keras.writing import Crew
+from unidist.keras.processes import Processes
 
 _VALUE = "reading a value"
 _compared: set[Any] = set()
@@ -56,8 +55,7 @@ def from_first(data: bytes, purpose: str, **how: str) -> bytes:
     if not several():
         return data
     _meet(purpose, how)
-    ranks = ranks_of(int(jax.process_index()))
-    return bytes_of_first(data, _of_first, is_first=is_first(), ranks=ranks)
+    return _all(lambda array, purpose: _of_first(array)).bytes_of_first(data, purpose)
 
 
 def array_from_first(value: Array, purpose: str) -> Array:
@@ -107,13 +105,19 @@ def _read(program: Callable[[jax.Array], jax.Array], array: jax.Array, what: str
         return np.asarray(found.addressable_data(0))
 
 
-def crew() -> Crew | None:
-    """The processes of the world, if there are several."""
+def processes() -> Processes | None:
+    """Those of the world, if there are several."""
 
-    def share(text: str) -> str:
-        return from_first(text.encode(), "what process 0 tells of its files").decode()
+    def of_first(array: Array, purpose: str) -> Array:
+        _meet(purpose)
+        return _of_first(array)
 
-    return Crew(is_first(), share) if several() else None
+    return _all(of_first) if several() else None
+
+
+def _all(of_first: Callable[[Array, str], Array]) -> Processes:
+    ranks = tuple(map(ranks_of, range(jax.process_count())))
+    return Processes(int(jax.process_index()), ranks, of_first, of_all)
 
 
 def of_all(number: int, purpose: str) -> tuple[int, ...]:
@@ -136,8 +140,6 @@ def ranks_of(process: int) -> tuple[int, ...]:
 
 def peers() -> Peers | None:
     """The processes of the world, if there are several."""
-    if not several():
-        return None
 
     def replica(variable: Any) -> Array | None:
         value = variable._value
@@ -146,10 +148,8 @@ def peers() -> Peers | None:
         found: Array = np.asarray(value.addressable_data(0))
         return found
 
-    ranks = tuple(ranks_of(process)[0] for process in range(jax.process_count()))
-    return Peers(
-        of_all=lambda number: of_all(number, "agreement"), ranks=ranks, own=int(jax.process_index()), replica=replica
-    )
+    found = processes()
+    return None if found is None else Peers(found, replica)
 
 
 def whole(array: Any) -> Array:

@@ -12,7 +12,7 @@ import jax
 from unidist import events
 from unidist.keras import agreement, making
 from unidist.keras.compat import jax_trainer
-from unidist.keras.partitioned import alike, data, ledger, pacing, placing, processes, seeds
+from unidist.keras.partitioned import alike, data, ledger, pacing, placing, processes
 from unidist.keras.strategy import adopt
 from unidist.keras.writing import by_one
 
@@ -39,10 +39,11 @@ def entering(original: Any) -> Any:
             return original(self, *args, **kwargs)
         with processes.lost(original.__name__), pacing.kept():
             placing.place_model(self, distribution)
-            if aligned:
-                seeds.align()
+            several = processes.processes()
+            if aligned and several is not None:
+                several.align_seeds()
             bound = signature.bind(self, *args, **kwargs)
-            with by_one(bound, processes.crew()), making.active(distribution):
+            with by_one(bound, several), making.active(distribution):
                 agreement.begin(bound, original.__name__, processes.peers)
                 return original(*bound.args, **bound.kwargs)
 

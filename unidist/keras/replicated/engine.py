@@ -14,15 +14,14 @@ from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import seeds, stateful
+from unidist.keras import stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.datasets import Same
-from unidist.keras.first import bytes_of_first
+from unidist.keras.processes import Processes
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution
-from unidist.keras.writing import Crew
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_replicated_engine", default=None)
 
@@ -162,9 +161,8 @@ def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
 
 def align_seeds() -> None:
     """Rank 0's random states of Python, NumPy and TensorFlow on every process, so that seeds and shuffles agree."""
-    if session.backend().process_count() > 1:
-        with events.for_purpose("random state"):
-            seeds.restore(_bytes_of_first(seeds.state()))
+    if (several := processes()) is not None:
+        several.align_seeds()
 
 
 def adapting(original: Any) -> Any:
@@ -173,62 +171,45 @@ def adapting(original: Any) -> Any:
     @functools.wraps(original)
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
         adapter = original(*args, **kwargs)
-        count = session.backend().process_count() if current() is not None else 1
-        return adapter if count == 1 else Same(adapter, _views_of_all, tuple(range(count)))
+        several = processes() if current() is not None else None
+        return adapter if several is None else Same(adapter, several)
 
     return get_data_adapter
 
 
-def _views_of_all(number: int) -> tuple[int, ...]:
-    backend: Any = session.backend()
-    each = Sharding(Mesh({"world": backend.process_count()}), Layout("world"), (backend.process_count(),))
-    with events.for_purpose("views of the data"):
-        found = backend.redistribute(tf.constant([number], tf.int32), each, each.with_layout(Layout()))
-    return tuple(int(one) for one in found)
-
-
-def crew() -> Crew | None:
-    """The processes of the world, if there are several."""
-
-    def share(text: str) -> str:
-        with events.for_purpose("files"):
-            return _bytes_of_first(text.encode()).decode()
-
-    here = session.backend()
-    return Crew(here.process_index() == 0, share) if here.process_count() > 1 else None
-
-
-def peers() -> Peers | None:
-    """The processes of the world, if there are several. Each holds the whole model."""
+def processes() -> Processes | None:
+    """Those of the world, if there are several."""
     here: Any = session.backend()
     count = here.process_count()
     if count == 1:
         return None
-    cut = Sharding(Mesh({"world": count}), Layout("world"), (count,))
+    world = Mesh({"world": count})
+    cut = Sharding(world, Layout("world"), (count,))
 
-    def of_all(number: int) -> tuple[int, ...]:
-        with events.for_purpose("agreement"):
+    def of_first(array: Array, purpose: str) -> Array:
+        whole = Sharding(world, Layout(), array.shape)
+        with events.for_purpose(purpose):
+            found: Array = here.broadcast(tf.constant(array), whole, ("world",), 0).numpy()
+        return found
+
+    def of_all(number: int, purpose: str) -> tuple[int, ...]:
+        with events.for_purpose(purpose):
             found = here.redistribute(tf.constant([number], tf.int32), cut, cut.with_layout(Layout()))
         return tuple(int(one) for one in found.numpy())
+
+    return Processes(here.process_index(), tuple((rank,) for rank in range(count)), of_first, of_all)
+
+
+def peers() -> Peers | None:
+    """The processes of the world, if there are several. Each holds the whole model."""
 
     def replica(variable: Any) -> Array:
         flat = tf.reshape(variable.value, (-1,))
         found: Array = flat[:: stride(int(flat.shape[0]))].numpy()
         return found
 
-    return Peers(of_all=of_all, ranks=tuple(range(count)), own=here.process_index(), replica=replica)
-
-
-def _bytes_of_first(data: bytes) -> bytes:
-    here = session.backend()
-    return bytes_of_first(data, _of_first, is_first=here.process_index() == 0, ranks=here.local_ranks())
-
-
-def _of_first(own: Array) -> Array:
-    backend: Any = session.backend()
-    world = Sharding(Mesh({"world": backend.process_count()}), Layout(), own.shape)
-    found: Array = backend.broadcast(tf.constant(own), world, ("world",), 0).numpy()
-    return found
+    several = processes()
+    return None if several is None else Peers(several, replica)
 
 
 def _from_first(traced: Traced, value: Any) -> Any:

@@ -15,7 +15,6 @@ import tensorflow as tf
 from unidist.keras import agreement, files
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
-from unidist.keras.agreement import Peers
 from unidist.keras.compat import (
     BaseOptimizer,
     BatchNormalization,
@@ -27,6 +26,7 @@ from unidist.keras.compat import (
 )
 from unidist.keras.compat import backend as keras_backend
 from unidist.keras.interception import Hook, Table, kept
+from unidist.keras.processes import Processes
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
 from unidist.keras.writing import by_one
@@ -67,12 +67,12 @@ def _of_training() -> Iterator[Hook]:
 def _of_files() -> Iterator[Hook]:
     for owner, name in files.WRITERS:
         yield Hook(owner, name, _by_one_process, "process 0 writes what all hold")
-    yield from keras_saving.hooks_of_loading(_peers)
+    yield from keras_saving.hooks_of_loading(_processes)
 
 
-def _peers(model: Any) -> Peers | None:
+def _processes(model: Any) -> Processes | None:
     held = model is not None and "_unidist_replicated" in vars(model)
-    return engine.peers() if held or strategies.current() is not None else None
+    return engine.processes() if held or strategies.current() is not None else None
 
 
 def _in_session(original: Any) -> Any:
@@ -85,7 +85,7 @@ def _in_session(original: Any) -> Any:
         if found is None or engine.current() is not None:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
-        with by_one(bound, engine.crew()), found.session():
+        with by_one(bound, engine.processes()), found.session():
             agreement.begin(bound, original.__name__, engine.peers)
             return original(*bound.args, **bound.kwargs)
 
@@ -178,10 +178,10 @@ def _by_one_process(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        several = engine.crew() if "_unidist_replicated" in vars(model) else None
+        several = engine.processes() if "_unidist_replicated" in vars(model) else None
         if several is None:
             return original(model, *args, **kwargs)
-        with several.told_to_all():
+        with several.saving():
             return original(model, *args, **kwargs) if several.is_first else None
 
     return save
