@@ -34,6 +34,7 @@ from unidist.keras.explicit.calls import Call, around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
+from unidist.keras.layers import has_more_than_its_kernel
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
@@ -224,7 +225,7 @@ class Engine:
 
     def _part_pairs(self) -> None:
         """Parts pairs of which a layer computes in another way by now, as with a low-rank kernel: it gathers."""
-        for pair in [p for p in self.pairs or () if any(rules.is_special(rule.layer) for rule in p.rules)]:
+        for pair in [p for p in self.pairs or () if any(has_more_than_its_kernel(rule.layer) for rule in p.rules)]:
             self.pairs = [other for other in self.pairs or () if other is not pair]
             for rule in pair.rules:
                 rule.paired = False

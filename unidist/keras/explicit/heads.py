@@ -20,7 +20,8 @@ import torch
 
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.rules import Rule, fan_out, is_special
+from unidist.keras.explicit.rules import Rule, fan_out
+from unidist.keras.layers import has_more_than_its_kernel
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _install_share(projection: Any, rule: Rule | None, row: Rule, keys: int) -> 
         frame = context.frame()
         if frame is None or y.is_meta or not row.is_paired(frame):
             return y
-        if rule is None or rule.meets is None or is_special(projection):
+        if rule is None or rule.meets is None or has_more_than_its_kernel(projection):
             y = fan_out(frame, y, row.axes)
         return y.narrow(-2, *own_keys(row, frame, keys))
 

@@ -7,7 +7,6 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from unidist.keras.explicit import context, parts, sequence
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.variables import DistributedVariable
+from unidist.keras.layers import computes_as, has_more_than_its_kernel
 
 # What a tensor was fanned out to.
 _FANNED = "_unidist_fanned"
@@ -89,37 +89,16 @@ def make_rule(layer: Any) -> Rule | None:
     own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
     if not own:
         return None
-    finder = _finder(layer)
-    rule = finder(layer) if finder is not None and not is_special(layer) else None
+    finder = _FINDERS.get(computes_as(layer))
+    rule = finder(layer) if finder is not None and not has_more_than_its_kernel(layer) else None
     rule = rule or Rule(layer, "gather")
     rule.call = layer.call
     rule.parts = own[0]._place.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
 
 
-def _finder(layer: Any) -> Callable[[Any], Rule | None] | None:
-    """That of the layer's class, or of the class it inherits all its computing from."""
-    for base in type(layer).__mro__:
-        if base in _FINDERS:
-            same = all(_defined(type(layer), name) is _defined(base, name) for name in _COMPUTING)
-            return _FINDERS[base] if same else None
-    return None
-
-
-def _defined(cls: type, name: str) -> Any:
-    return inspect.getattr_static(cls, name, None)
-
-
-_COMPUTING = ("call", "__call__", "kernel", "embeddings", "compute_mask")
-
-
 def _is_sharded(variable: Any) -> bool:
     return isinstance(variable, DistributedVariable) and variable._place.is_sharded
-
-
-def is_special(layer: Any) -> bool:
-    """Whether it computes with more than its kernel now, and so gathers: low-rank or quantized."""
-    return bool(getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None))
 
 
 def install_rule(rule: Rule) -> None:
@@ -132,7 +111,7 @@ def install_rule(rule: Rule) -> None:
         if frame is None or str(get_device()) == "meta":
             return rule.call(*args, **kwargs)
         with events.for_purpose(rule.name if frame.trial is None else events.purpose()):
-            if rule.kind != "gather" and is_special(rule.layer):
+            if rule.kind != "gather" and has_more_than_its_kernel(rule.layer):
                 return _gather(rule, frame, *args, **kwargs)
             return apply(rule, frame, *args, **kwargs)
 
@@ -197,7 +176,7 @@ def _find_embedding(layer: Any) -> Rule | None:
     return Rule(layer, "vocabulary" if dim == 0 else "column", axes, out_dim=-1)
 
 
-_FINDERS: dict[type, Callable[[Any], Rule | None]] = {
+_FINDERS: dict[type | None, Callable[[Any], Rule | None]] = {
     keras.layers.Dense: _find_dense,
     keras.layers.EinsumDense: _find_einsum,
     keras.layers.Embedding: _find_embedding,

@@ -9,9 +9,10 @@ from typing import Any
 import keras
 
 from unidist.keras.compat import BaseConv
+from unidist.keras.layers import computes_as, has_more_than_its_kernel
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
-_TABLE_CALLS = (keras.layers.Embedding.call, keras.layers.ReversibleEmbedding.call)
+_TABLES = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
 
 
 @dataclass(eq=False)
@@ -41,23 +42,22 @@ class Candidate:
 
 def candidate(layer: Any) -> Candidate | None:
     """The candidate that a layer is; None for one of another class, or with quantized or low-rank kernels."""
-    if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
+    if has_more_than_its_kernel(layer):
         return None
     found = _find(layer)
-    # What a layer does is known by its class's call: a subclass with its own may do anything.
     return found if found is not None and found.kernel is not None else None
 
 
 def _find(layer: Any) -> Candidate | None:
-    call = type(layer).call
-    if isinstance(layer, keras.layers.Dense) and call is keras.layers.Dense.call:
+    kind = computes_as(layer)
+    if kind is keras.layers.Dense:
         return Candidate(layer, "product", layer._kernel, layer.bias, None, {1: -1}, {0: -1}, {1: 0})
-    if isinstance(layer, keras.layers.EinsumDense) and call is keras.layers.EinsumDense.call:
+    if kind is keras.layers.EinsumDense:
         return _einsum(layer)
-    if isinstance(layer, keras.layers.Embedding) and call in _TABLE_CALLS:
+    if kind in _TABLES:
         reverse = getattr(layer, "reverse_embeddings", None)
         return Candidate(layer, "table", getattr(layer, "_embeddings", None), None, reverse)
-    if isinstance(layer, BaseConv) and call is BaseConv.call:
+    if kind is BaseConv:
         last = layer._kernel.ndim - 1
         return Candidate(layer, "convolution", layer._kernel, layer.bias, None, {last: -1}, {}, {last: 0})
     return None

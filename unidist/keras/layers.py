@@ -1,0 +1,51 @@
+"""Layers, read once for planning and for training: which of Keras's a layer computes as."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+
+from unidist.keras.compat import BaseConv
+
+# What a layer of each class computes by. A subclass that has another of these may do anything.
+_DENSE = ("call", "__call__", "kernel")
+_TABLE = ("call", "__call__", "embeddings", "compute_mask")
+COMPUTING: dict[type, tuple[str, ...]] = {
+    keras.layers.Dense: _DENSE,
+    keras.layers.EinsumDense: _DENSE,
+    keras.layers.Embedding: _TABLE,
+    keras.layers.ReversibleEmbedding: _TABLE,
+    BaseConv: _DENSE,
+}
+
+
+def computes_as(layer: Any) -> type | None:
+    """The class of Keras's by whose call and kernel a layer computes: its own or one that it inherits from; None where
+    it is no other, or computes in a way of its own.
+
+    Example:
+        >>> import keras
+        >>> class Named(keras.layers.Dense):
+        ...     def get_config(self):
+        ...         return {**super().get_config(), "note": ""}
+        >>> class Doubled(keras.layers.Dense):
+        ...     def call(self, x):
+        ...         return 2 * super().call(x)
+        >>> computes_as(Named(1)).__name__, computes_as(Doubled(1))
+        ('Dense', None)
+    """
+    for base in type(layer).__mro__:
+        if (names := COMPUTING.get(base)) is not None:
+            return base if all(_defined(type(layer), name) is _defined(base, name) for name in names) else None
+    return None
+
+
+def _defined(owner: type, name: str) -> Any:
+    return inspect.getattr_static(owner, name, None)
+
+
+def has_more_than_its_kernel(layer: Any) -> bool:
+    """Whether it computes with more than its kernel now: with low-rank or quantized ones."""
+    return bool(getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None))
