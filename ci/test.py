@@ -124,6 +124,7 @@ def summary(told: dict[str, Any], folder: Path) -> str:
     content = {
         "minutes": round(told["seconds"] / 60, 1),
         "cores": cores,
+        "milliseconds of a loop of Python": {kind: round(ms, 1) for kind, ms in told["loop"].items()},
         "shares of all cores' time": {name: round(share, 3) for name, share in shares.items()},
         "files": files,
     }

@@ -1,8 +1,9 @@
 """A pytest plugin: how long each file of tests takes, and which begin first.
 
 Files come in the order of ci/durations.json, the longest first, so that no worker is left with a long one at the end;
-those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder. The
-file named by the variable TIMES, if there is one, gets it by file, and for how long workers waited for worlds to start.
+those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder, and
+how fast the machine was meanwhile. The file named by the variable TIMES, if there is one, gets it by file, and for how
+long workers waited for worlds to start.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -36,12 +38,39 @@ class Spent:
         return Spent(self.wall + other.wall, self.cpu + other.cpu)
 
 
+class Speed:
+    """How long a loop of Python takes a core, tried again and again: others share the machine, and it is not always as
+    fast."""
+
+    STEPS, SECONDS = 200_000, 15.0
+
+    def __init__(self) -> None:
+        self.tries: list[float] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self.SECONDS if self.tries else 0.0):
+            began, found = time.thread_time(), 0
+            for step in range(self.STEPS):
+                found += step * step % 7
+            self.tries.append(time.thread_time() - began)
+
+    def end(self) -> dict[str, float]:
+        """Milliseconds of the loop: the best try, and the mean of all."""
+        self._ended.set()
+        self._thread.join()
+        return {"best": 1000 * min(self.tries), "mean": 1000 * sum(self.tries) / len(self.tries)}
+
+
 class Timing:
     """What this process spent on each file, and what the workers that it started say of theirs."""
 
     def __init__(self) -> None:
         self.files: dict[str, Spent] = {}
         self.starting = 0.0
+        self.speed: Speed | None = None
         self._file: str | None = None
         self._since = Spent()
         self._began = time.monotonic()
@@ -93,12 +122,18 @@ class Timing:
         if not self.files:
             return
         took = time.monotonic() - self._began
+        speed = self.speed.end() if self.speed is not None else {}
         if target := os.environ.get("TIMES"):
             files = {name: asdict(spent) for name, spent in self.files.items()}
-            Path(target).write_text(json.dumps({"seconds": took, "starting": self.starting, "files": files}))
+            Path(target).write_text(
+                json.dumps({"seconds": took, "starting": self.starting, "files": files, "loop": speed})
+            )
         terminalreporter.section("minutes by folder (a worker's clock; all cores)")
         for name, spent in sorted(by_folder(self.files).items(), key=lambda row: -row[1].wall):
             terminalreporter.write_line(f"{spent.wall / 60:6.2f} {spent.cpu / 60:6.2f}  {name}")
+        cores = sum(spent.cpu for spent in self.files.values()) / 60
+        loop = ", ".join(f"{kind} {milliseconds:.0f} ms" for kind, milliseconds in speed.items())
+        terminalreporter.write_line(f"{took / 60:6.2f} {cores:6.2f}  all; a loop of Python took a core: {loop or '-'}")
         longest = sorted(self.files.items(), key=lambda row: -row[1].wall)[:10]
         terminalreporter.section("the longest files")
         for name, spent in longest:
@@ -107,6 +142,9 @@ class Timing:
 
 def pytest_configure(config: pytest.Config) -> None:
     timing = Timing()
+    # Not in a process that runs tests: they may count its threads.
+    if getattr(config.option, "numprocesses", None):
+        timing.speed = Speed()
     config.pluginmanager.register(timing, "timing")
     start = ProcessWorld.start
 
