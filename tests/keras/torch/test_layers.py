@@ -1,72 +1,155 @@
-"""Layers that inherit from Keras's: planning and training read them alike."""
+"""What a layer does with its cut kernel: known by its class, and on a shard only what treats each element alone."""
 
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 from keras import layers, ops
 
 import unidist
-from tests.keras.torch.models import assert_equal, features, pairs_of, train
-from unidist.keras.layers import computes_as
+from tests.keras.torch.models import assert_equal, features, model_parallel, pairs_of, train
+
+COLUMNS = {".*a/kernel": (None, "model")}
+ROWS = {".*a/kernel": ("model", None)}
 
 
-class Named(layers.Dense):
-    def get_config(self):
-        return {**super().get_config(), "note": ""}
+def total_of_squares(x):
+    """An activation without a name that Keras knows: it looks at all elements."""
+    return x / (1 + ops.sum(ops.square(x), axis=-1, keepdims=True))
 
 
-class Masking(layers.Dense):
-    """Keras asks for a mask of what the layer takes, which is whole."""
-
-    def compute_mask(self, inputs, previous_mask=None):
-        return previous_mask
-
-
-class Doubled(layers.Dense):
-    def call(self, x):
-        return 2.0 * super().call(x)
+LASTS = {
+    "dense": lambda given: layers.Dense(8, given, name="a"),
+    "einsum": lambda given: layers.EinsumDense("bi,io->bo", (8,), given, "o", name="a"),
+}
 
 
-class Called(layers.Dense):
-    def __call__(self, x, *args, **kwargs):
-        return super().__call__(ops.flip(x, axis=-1), *args, **kwargs)
-
-
-class Weighted(layers.Dense):
-    @property
-    def kernel(self):
-        return super().kernel * ops.cast(ops.arange(self.units), "float32")
-
-
-class Masked(layers.Embedding):
-    def compute_mask(self, inputs, mask=None):
-        return ops.not_equal(inputs, 1)
-
-
-KINDS = {Named: layers.Dense, Masking: layers.Dense, Doubled: None, Called: None, Weighted: None}
-
-
-@pytest.mark.parametrize(("kind", "base"), [*KINDS.items(), (Masked, None), (layers.Conv2D, layers.Conv2D.__mro__[1])])
-def test_the_class_that_a_layer_computes_as(kind, base):
-    arguments = {Masked: (4, 2), layers.Conv2D: (2, 3)}.get(kind, (2,))
-    assert computes_as(kind(*arguments)) is base
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_planned_is_what_trains(kind):
-    """A pair where the plan says so, and none where it does not."""
-    x, y = features()
-    mesh = unidist.Mesh({"model": 4})
+@pytest.mark.parametrize(
+    ("last", "activation", "kind"),
+    [
+        ("dense", "softmax", "column"),
+        ("dense", "softmax", "row"),
+        ("dense", total_of_squares, "column"),
+        ("einsum", "softmax", "column"),
+    ],
+)
+def test_an_activation_of_all_units_gets_them_all(last, activation, kind):
+    """At the model's end, where no row layer could take its shards."""
+    x, y = features(out=8)
 
     def build():
-        given = keras.Input(x.shape[1:])
-        hidden = kind(16, "gelu", name="up")(given)
-        return keras.Model(given, layers.Dense(3, name="down")(hidden))
+        return keras.Sequential([layers.Input((12,)), LASTS[last](activation)])
 
-    column = unidist.Layout(None, "model")
-    planned = {path for path, layout in unidist.plan(build(), mesh).layout_map.items() if layout == column}
-    assert planned == ({"up/kernel"} if KINDS[kind] is not None else set())
-    found = train(build, x, y, unidist.ModelParallel(mesh))
+    found = train(build, x, y, model_parallel(COLUMNS if kind == "column" else ROWS))
     assert_equal(found, train(build, x, y))
-    assert {f"{rule.layer.name}/kernel" for pair in pairs_of(found.model) for rule in pair.columns} == planned
+    assert [rule.kind for rule in found.model._unidist_engine.rules] == [kind]
+
+
+class OwnCall(layers.Dense):
+    def call(self, x):
+        return ops.softmax(super().call(x))
+
+
+class OwnInvocation(layers.Dense):
+    def __call__(self, x, **options):
+        return super().__call__(x / 2, **options)
+
+
+class OwnKernel(layers.Dense):
+    """Kernels whose columns sum up to nothing."""
+
+    @property
+    def kernel(self):
+        return self._kernel - ops.mean(self._kernel, axis=1, keepdims=True)
+
+
+class OwnEinsum(layers.EinsumDense):
+    def call(self, x):
+        return ops.flip(super().call(x), axis=-1)
+
+
+class OwnEmbeddings(layers.Embedding):
+    def call(self, x):
+        return ops.softmax(super().call(x))
+
+
+class Renamed(layers.Dense):
+    """All its computing is Dense's."""
+
+
+OWN = {
+    "call": lambda: OwnCall(16, name="a"),
+    "invocation": lambda: OwnInvocation(16, name="a"),
+    "kernel": lambda: OwnKernel(16, name="a", use_bias=False),
+    "einsum": lambda: OwnEinsum("bi,io->bo", (16,), name="a"),
+}
+
+
+@pytest.mark.parametrize("rules", [COLUMNS, ROWS], ids=["columns", "rows"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_subclass_that_computes_otherwise_gathers_its_weights(name, rules):
+    x, y = features()
+
+    def build():
+        return keras.Sequential([layers.Input((12,)), OWN[name](), layers.Dense(3, name="c")])
+
+    found = train(build, x, y, model_parallel(rules))
+    assert_equal(found, train(build, x, y))
+    assert [rule.kind for rule in found.model._unidist_engine.rules] == ["gather"]
+
+
+@pytest.mark.parametrize("rule", [("model", None), (None, "model")])
+def test_a_table_that_computes_otherwise_gathers_its_weights(rule):
+    def build():
+        table = OwnEmbeddings(8, 4, name="a")
+        return keras.Sequential([layers.Input((5,), dtype="int32"), table, layers.Flatten(), layers.Dense(3, name="c")])
+
+    x = np.arange(50).reshape(10, 5) % 8
+    _, y = features()
+    found = train(build, x, y, model_parallel({".*a/embeddings": rule}))
+    assert_equal(found, train(build, x, y))
+    assert [rule.kind for rule in found.model._unidist_engine.rules] == ["gather"]
+
+
+def test_a_subclass_that_computes_alike_keeps_its_rule():
+    x, y = features()
+
+    def build():
+        return keras.Sequential(
+            [layers.Input((12,)), Renamed(16, "relu", name="a"), Renamed(8, name="b"), layers.Dense(3, name="c")]
+        )
+
+    found = train(build, x, y, model_parallel())
+    assert_equal(found, train(build, x, y))
+    assert len(pairs_of(found.model)) == 1
+
+
+class NamesWithin(layers.Layer):
+    """Two weights of one shape; the name of the first begins that of the second."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 12), name="w")
+        self.w_b = self.add_weight(shape=(shape[-1], 12), name="w_b")
+
+    def call(self, x):
+        return x @ self.w + x @ self.w_b
+
+
+def test_a_slot_lies_as_its_own_variable():
+    """Also of an optimizer that was built before, where another's name begins the variable's."""
+    x, y = features(out=12)
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([layers.Input((12,)), NamesWithin(name="n")])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    grid = unidist.Mesh({"model": 4})
+    unidist.parallelize(model, unidist.ModelParallel(grid, unidist.LayoutMap(grid, {".*n/w": (None, "model")})))
+    model.fit(x, y, batch_size=4, verbose=0)
+    lies = {row.path.rsplit("/", 1)[1]: row.local_shape for row in unidist.describe(model).rows if row.local_shape[1:]}
+    assert {name: shape for name, shape in lies.items() if "w" in name} == {
+        "w": (12, 3),
+        "w_b": (12, 12),
+        **{name: (12, 12) if "w_b" in name else (12, 3) for name in lies if "momentum" in name},
+    }
+    assert len([name for name in lies if "momentum" in name]) == 2
