@@ -60,7 +60,7 @@ def used(backends: Sequence[tuple[str, int | None]]) -> dict[str, Any]:
         "used": found,
         "replaced": replaced,
         "left": changed(before),
-        "on": hooks.replaced(),
+        "on": [hook.where for hook in hooks.replaced()],
         "after": trained(),
         "waits": [type(finder).__module__ for finder in sys.meta_path if "unidist" in type(finder).__module__],
     }

@@ -56,7 +56,7 @@ def test_only_the_driver_in_use_is_on_and_keras_is_left_as_it_was(case: Any) -> 
         assert used["losses"] == pytest.approx(alone, rel=1e-5)
     assert len(found["replaced"]) >= 20
     assert found["left"] == []
-    assert found["on"] == ()
+    assert found["on"] == []
     assert found["waits"] == []
     assert found["after"] == alone
 
