@@ -77,10 +77,10 @@ def adapting(original: Any) -> Any:
             return original(*args, **kwargs)
         with meeting.told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
-        several = worlds.processes()
-        if apart or several is None:
+        if apart:
             return _Own(adapter)
-        return Same(adapter, several)
+        several = worlds.processes()
+        return adapter if several is None else Same(adapter, several)
 
     return get_data_adapter
 

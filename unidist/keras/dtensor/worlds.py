@@ -37,10 +37,6 @@ def several() -> bool:
     return backend().process_count() > 1
 
 
-def is_first() -> bool:
-    return backend().process_index() == 0
-
-
 def telling(what: str) -> AbstractContextManager[None]:
     """Raises ProcessLostError where another process of the world has ended in what is done here."""
     if not registry.has_current():
@@ -128,15 +124,17 @@ def align_seeds() -> None:
 
 def processes() -> Processes | None:
     """Those of the world, if there are several."""
-    if not several():
-        return None
     here = backend()
+    return _all(here, here.process_index(), here.process_count()) if several() else None
 
+
+@lru_cache(maxsize=4)
+def _all(here: TensorflowBackend, place: int, count: int) -> Processes:
     def of_first(array: Array, purpose: str) -> Array:
         with events.for_purpose(purpose):
             return from_first(array)
 
-    return Processes(here.process_index(), tuple(map(ranks_of, range(here.process_count()))), of_first, of_all)
+    return Processes(place, tuple(map(ranks_of, range(count))), of_first, of_all)
 
 
 def peers() -> Peers | None:

@@ -219,6 +219,7 @@ def share_random_state(world: RankWorld) -> None:
         several.align_seeds()
 
 
+@functools.lru_cache(maxsize=64)
 def processes(world: RankWorld) -> Processes | None:
     """Those that train a model together, in their order and not the mesh's, if there are several. One that a mesh
     leaves alone writes by itself: the others need not come."""

@@ -116,8 +116,13 @@ def processes() -> Processes | None:
 
 
 def _all(of_first: Callable[[Array, str], Array]) -> Processes:
-    ranks = tuple(map(ranks_of, range(jax.process_count())))
-    return Processes(int(jax.process_index()), ranks, of_first, of_all)
+    return Processes(int(jax.process_index()), _ranks(tuple(jax.devices())), of_first, of_all)
+
+
+@functools.lru_cache(maxsize=4)
+def _ranks(devices: tuple[jax.Device, ...]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each process's devices."""
+    return tuple(map(ranks_of, range(jax.process_count())))
 
 
 def of_all(number: int, purpose: str) -> tuple[int, ...]:

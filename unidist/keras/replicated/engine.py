@@ -181,8 +181,11 @@ def processes() -> Processes | None:
     """Those of the world, if there are several."""
     here: Any = session.backend()
     count = here.process_count()
-    if count == 1:
-        return None
+    return _all(here, here.process_index(), count) if count > 1 else None
+
+
+@functools.lru_cache(maxsize=4)
+def _all(here: Any, place: int, count: int) -> Processes:
     world = Mesh({"world": count})
     cut = Sharding(world, Layout("world"), (count,))
 
@@ -197,7 +200,7 @@ def processes() -> Processes | None:
             found = here.redistribute(tf.constant([number], tf.int32), cut, cut.with_layout(Layout()))
         return tuple(int(one) for one in found.numpy())
 
-    return Processes(here.process_index(), tuple((rank,) for rank in range(count)), of_first, of_all)
+    return Processes(place, tuple((rank,) for rank in range(count)), of_first, of_all)
 
 
 def peers() -> Peers | None:
