@@ -41,7 +41,7 @@ def start() -> None:
 @pytest.mark.parametrize(("host", "how"), [("127.0.0.1", {"hostname": "127.0.0.1"}), ("node0", {})])
 def test_gloo_is_told_where_to_listen(host: str, how: dict[str, str]) -> None:
     """By itself it listens where the hostname leads."""
-    library: Any = vars(joining.xla_bridge)["_jax"]
+    library: Any = vars(joining.xla_bridge)["_jax"]  # type: ignore[attr-defined]
     before = library.make_gloo_tcp_collectives
     with joining._listening_at(host):
         assert getattr(library.make_gloo_tcp_collectives, "keywords", {}) == how
@@ -232,11 +232,11 @@ def join_by_hand(port: int, counts: tuple[int, int], timeout: float) -> Any:
 
 
 def leave_and_join_again(port: int, timeout: float) -> Any:
-    read = vars(reading.ArrayImpl)["_value"]
+    read = vars(reading.ArrayImpl)["_value"]  # type: ignore[attr-defined]
     first = join_by_hand(port, (2, 2), timeout)
-    assert vars(reading.ArrayImpl)["_value"] is not read
+    assert vars(reading.ArrayImpl)["_value"] is not read  # type: ignore[attr-defined]
     unidist.shutdown()
-    assert vars(reading.ArrayImpl)["_value"] is read
+    assert vars(reading.ArrayImpl)["_value"] is read  # type: ignore[attr-defined]
     alone = unidist.process_count()
     unidist.initialize(f"127.0.0.1:{port}", 2, int(os.environ["UNIDIST_TEST_INDEX"]), timeout=timeout)
     return first, alone, (unidist.process_count(), unidist.list_devices())
@@ -328,7 +328,7 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
     polled: list[Any] = []
     monkeypatch.setattr(waiting, "poll", lambda x, world, what: polled.append(x))
     x, places = jax.numpy.ones(()), ("_value", "block_until_ready")
-    before = [vars(reading.ArrayImpl)[place] for place in places]
+    before = [vars(reading.ArrayImpl)[place] for place in places]  # type: ignore[attr-defined]
     reading.watch(joining.World(2, 0, 1.0))
     try:
         reads = [float, bool, str, jax.device_get, jax.block_until_ready, lambda x: x.block_until_ready()]
@@ -341,7 +341,7 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
             float(gone)
     finally:
         reading.unwatch()
-    assert [vars(reading.ArrayImpl)[place] for place in places] == before
+    assert [vars(reading.ArrayImpl)[place] for place in places] == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

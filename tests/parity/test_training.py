@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 # JAX and DTensor compile every training anew, for seconds: there each strategy meets the cases that can break it.
 # Not functional on TensorFlow: test_tensorflow.py tells why.
-_COMPILED = {
+_COMPILED: dict[str, dict[Spec, tuple[str, ...]]] = {
     "sim-tensorflow": {GRID: ("mlp_ragged_adam",)},
     "tensorflow-4": {
         DATA_4: ("mlp_ragged_adam", "mlp_sample_weight", "conv_norm"),

@@ -131,7 +131,7 @@ def run(steps: int = 2) -> dict[str, Any]:
     optimizers = tuple(keras.optimizers.Adam(rate, epsilon=1e-3) for rate in (0.01, 0.02))
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     if keras.backend.backend() == "torch":
-        model.compile(*optimizers, loss)
+        model.compile(*optimizers, loss)  # type: ignore[call-arg]
         told = model.fit((real, noise), batch_size=BATCH, epochs=steps, shuffle=False, verbose=0).history
     else:
         told = Pair(model, optimizers, loss).fit(real, noise, steps)

@@ -37,7 +37,7 @@ def told(backend: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[dict
         seen.append(env)
         return SimpleNamespace(pid=0, poll=lambda: 0)
 
-    monkeypatch.setattr(jobs.subprocess, "Popen", start)
+    monkeypatch.setattr(jobs.subprocess, "Popen", start)  # type: ignore[attr-defined]
     job = JOBS[backend](Request(backend=backend, command=COMMAND, **how))
     job.start({"HOME": "/root"}, Console(io.StringIO(), io.StringIO()))
     return seen

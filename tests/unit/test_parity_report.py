@@ -124,7 +124,7 @@ def test_all_runs_begin_with_the_first_ones_weights(tmp_path: Path, monkeypatch:
     ]
     assert [spec.mesh for spec in seen] == [{}, {}, {"data": 2}, {"data": 2}]
     first = Path(seen[0].folder)
-    assert [spec.initial for spec in seen] == [None, *[str(first / command.INITIAL)] * 3]
+    assert [spec.initial for spec in seen] == [None, *[str(first / command.INITIAL)] * 3]  # type: ignore[attr-defined]
     assert len({spec.folder for spec in seen}) == 4
 
 
@@ -138,7 +138,7 @@ def test_a_run_is_a_process_without_the_shells_backend_and_with_a_limit(
         seen.update(how, command=command_)
         return SimpleNamespace(returncode=3)
 
-    monkeypatch.setattr(command.subprocess, "run", start)
+    monkeypatch.setattr(command.subprocess, "run", start)  # type: ignore[attr-defined]
     for name, value in {"UNIDIST_BACKEND": "jax", "KERAS_BACKEND": "jax", "RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     spec = Spec(

@@ -59,7 +59,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in LAUNCHERS.split():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    monkeypatch.setattr(session.arrival, "when_keras_arrives", lambda: None)
+    monkeypatch.setattr(session.arrival, "when_keras_arrives", lambda: None)  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     with registry.isolated():
         yield
@@ -190,7 +190,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where Keras's own configuration is; both backends are installed."""
     unidist.register("serving", f"{__name__}:Serving")
     unidist.register("preferring", f"{__name__}:Preferring")
-    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: object())  # type: ignore[attr-defined]
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     return tmp_path / "keras.json"
 
@@ -252,7 +252,7 @@ def test_keras_is_told_its_backend_before_an_adapter_imports_it(served: Path, mo
 
 
 def test_a_world_is_joined_once(worldly: None) -> None:
-    adapter = unidist.use("worldly")
+    adapter: Any = unidist.use("worldly")
     unidist.initialize("host:1", 4, 2, timeout=7)
     assert adapter.joined == [Cluster(address="host:1", process_count=4, process_index=2, timeout=7)]
     with pytest.raises(
@@ -267,7 +267,7 @@ def test_a_world_is_joined_once(worldly: None) -> None:
 def test_under_a_launcher_the_world_is_joined_by_itself(worldly: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    adapter = unidist.use("worldly")
+    adapter: Any = unidist.use("worldly")
     assert adapter.joined == [Cluster()]
     with pytest.raises(BackendMismatchError, match=r"asks for process 1 of 4, but the launcher .* as process 2 of 4"):
         unidist.initialize("host:1", 4, 1)
@@ -460,7 +460,9 @@ def test_every_adapter_that_comes_with_the_package_is_held_to_the_laws() -> None
                 held |= {
                     item.value.value
                     for item in node.body
-                    if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "backend"
+                    if isinstance(item, ast.Assign)
+                    and isinstance(item.value, ast.Constant)
+                    and ast.unparse(item.targets[0]) == "backend"
                 }
     own = {name for name, entry in registry.entries().items() if entry.target.startswith("unidist.")}
     assert own <= held, f"no ConformanceSuite for {own - held}"

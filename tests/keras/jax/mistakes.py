@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from unidist.keras.partitioned import data, fanning, layouts, placing, redistribution, rowwise, seeds
+from unidist.keras.partitioned import data, fanning, layouts, placing, redistribution, rowwise
+from unidist.keras.processes import Processes
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "padding counts as rows": (data.Padded, "cut", lambda self: self.array),
@@ -18,7 +19,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "of_batch",
         lambda shape, distribution: layouts.replicated(distribution),
     ),
-    "seeds differ by process": (seeds, "align", lambda: None),
+    "seeds differ by process": (Processes, "align_seeds", lambda self: None),
     "states stay whole": (
         layouts,
         "placement",

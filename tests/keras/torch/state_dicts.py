@@ -62,11 +62,11 @@ def moves(folder: str, source: str, target: str) -> None:
     """Written by torch.distributed.checkpoint from one layout, read into another; and straight from model to model."""
     first = model_of(source, 1)
     step(first)
-    dcp.save(first.state_dict(), checkpoint_id=str(Path(folder) / f"{source}-{target}"))
+    dcp.save(first.state_dict(), checkpoint_id=str(Path(folder) / f"{source}-{target}"))  # type: ignore[attr-defined]
     second = model_of(target, 2)
     step(second)
     state = second.state_dict()
-    dcp.load(state, checkpoint_id=str(Path(folder) / f"{source}-{target}"))
+    dcp.load(state, checkpoint_id=str(Path(folder) / f"{source}-{target}"))  # type: ignore[attr-defined]
     second.load_state_dict(state)
     third = model_of(target, 3)
     third.load_state_dict(first.state_dict())

@@ -36,7 +36,7 @@ def poisoned(request, monkeypatch):
         found = original(*args, **options)
         return found.fill_(float("nan")) if found.is_floating_point() and not found.is_meta else found
 
-    monkeypatch.setattr(parcels.torch, "empty", empty)
+    monkeypatch.setattr(parcels.torch, "empty", empty)  # type: ignore[attr-defined]
     if request.param == "loose":
         monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
 

@@ -206,7 +206,7 @@ def test_the_table_says_the_truth() -> None:
                 assert found.dtype == wanted.dtype
                 if "empty" not in getattr(func, "__name__", ""):
                     torch.testing.assert_close(
-                        sequence.whole(found),
+                        sequence.whole(found),  # type: ignore[attr-defined]
                         wanted,
                         equal_nan=True,
                         msg=lambda text, f=func, k=k: f"{f}, call {k}: {text}",
