@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from unidist.keras.calls import Call, Stage, around
 from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 
-Call = Callable[..., Any]
 
-
-def around_call(layer: Any, inside: Callable[[Frame, Call, Any, Any], Any]) -> Call:
-    """Lets inside(frame, original, args, kwargs) stand for the call of a layer; outside of frames it is as before.
+def around_call(layer: Any, stage: Stage, inside: Callable[[Frame, Call, Any, Any], Any]) -> Callable[[], None]:
+    """Lets inside(frame, rest, args, kwargs) stand at a stage of the layer's call; outside of frames it is as before.
 
     Returns:
-        The call that the layer has now. Its `__wrapped__` is the one it had.
+        What takes it off again.
     """
-    original = layer.call
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        return original(*args, **kwargs) if frame is None else inside(frame, original, args, kwargs)
+    def link(rest: Call) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Looked up at each call: a program runs what stands inside of it in the frames of later steps.
+            frame = context.frame()
+            return rest(*args, **kwargs) if frame is None else inside(frame, rest, args, kwargs)
 
-    object.__setattr__(layer, "call", call)
-    return call
+        return call
+
+    return around(layer, stage, link)

@@ -16,6 +16,7 @@ from unidist.backends import ending
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import stateful
 from unidist.keras import strategy as strategies
+from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
 from unidist.keras.explicit import (
     context,
@@ -30,7 +31,7 @@ from unidist.keras.explicit import (
     rules,
     sequence,
 )
-from unidist.keras.explicit.calls import Call, around_call
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
@@ -373,10 +374,10 @@ def _distinct_seeds(layer: Any, row: rules.Rule) -> None:
     """Random numbers on activations that are sharded differ along the axes that cut them, while the row's pair is in
     use."""
 
-    def inside(frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         if frame.rows is None or not row.is_paired(frame):
-            return original(*args, **kwargs)
+            return rest(*args, **kwargs)
         with frame.seeds_at(frame.world.seed_place(frame.rank, row.axes)):
-            return original(*args, **kwargs)
+            return rest(*args, **kwargs)
 
-    around_call(layer, inside)
+    around_call(layer, Stage.SEEDS, inside)

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from unidist.keras.calls import Call, Stage
 from unidist.keras.explicit import context
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.rules import Rule, fan_out
 from unidist.keras.layers import has_more_than_its_kernel
@@ -173,19 +175,16 @@ def _count_key_values(layer: Any, heads: Heads, row: Rule, rules: list[Rule], ch
 
 def _install_share(projection: Any, rule: Rule | None, row: Rule, keys: int) -> None:
     """The projection's output is cut to the heads that this rank's queries use, while the pair is in use."""
-    original = projection.call
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        y = original(*args, **kwargs)
-        frame = context.frame()
-        if frame is None or y.is_meta or not row.is_paired(frame):
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        y = rest(*args, **kwargs)
+        if y.is_meta or not row.is_paired(frame):
             return y
         if rule is None or rule.meets is None or has_more_than_its_kernel(projection):
             y = fan_out(frame, y, row.axes)
         return y.narrow(-2, *own_keys(row, frame, keys))
 
-    object.__setattr__(projection, "call", call)
+    around_call(projection, Stage.HEADS, inside)
 
 
 def own_keys(row: Rule, frame: Frame, keys: int) -> tuple[int, int]:
@@ -198,13 +197,9 @@ def own_keys(row: Rule, frame: Frame, keys: int) -> tuple[int, int]:
 
 
 def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) -> None:
-    original = layer.call
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None or not row.is_paired(frame):
-            return original(*args, **kwargs)
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        if not row.is_paired(frame):
+            return rest(*args, **kwargs)
         # Made for each call: what is set on the layer in between counts. The layer itself, which virtual ranks share,
         # stays as it is.
         view = _view(layer)
@@ -216,7 +211,7 @@ def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) 
         with frame.reading(_fanned_weights(layer, heads, row, frame)):
             return type(layer).call(view, *args, **kwargs)
 
-    object.__setattr__(layer, "call", call)
+    around_call(layer, Stage.HEADS, inside)
 
 
 def _fanned_weights(layer: Any, heads: Heads, row: Rule, frame: Frame) -> dict[int, torch.Tensor]:

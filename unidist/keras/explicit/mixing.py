@@ -17,6 +17,7 @@ import keras
 import torch
 
 from unidist.errors import CapabilityError
+from unidist.keras.calls import Call, Stage, without
 from unidist.keras.compat import (
     INSIDE,
     Functional,
@@ -26,7 +27,7 @@ from unidist.keras.compat import (
     get_keras_mask,
     set_keras_mask,
 )
-from unidist.keras.explicit.calls import Call, around_call
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
 from unidist.keras.explicit.rowparts import RowPart, own_rows
@@ -124,22 +125,22 @@ class Mixer:
             return "given the rows of all shards: it looks at several"
         return "called with each shard's own rows: it treats each alone" if self.mixes else "not called yet"
 
-    def call(self, frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
+    def call(self, frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         """The subject's call."""
         rows = frame.rows
         if rows is None or not _can_begin(frame):
-            return original(*args, **kwargs)
+            return rest(*args, **kwargs)
         key = frame.rank, torch.is_grad_enabled(), kwargs.get("training")
         # What backward computes again is computed as it was: the step that has found it out goes on in the old way.
         if self.mixes.get(key) is False and self._found_in[key] != frame.number:
-            return on_locals(frame, original, args, kwargs)
+            return on_locals(frame, rest, args, kwargs)
         region = Region(self.name)
         within = frame.region is not None
         if not within:
             own = self._constants()
             args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
         with _inside(frame, region):
-            out = original(*args, **kwargs)
+            out = rest(*args, **kwargs)
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
         self._found_in.setdefault(key, frame.number)
         if within:
@@ -196,7 +197,7 @@ def _give_region(layer: Any, name: str) -> Mixer:
     if known is not None:
         return known
     mixer = Mixer(layer, name)
-    around_call(layer, mixer.call)
+    around_call(layer, Stage.REGION, mixer.call)
     object.__setattr__(layer, "_unidist_mixer", mixer)
     return mixer
 
@@ -205,14 +206,13 @@ def _leave_regions(layer: Any) -> None:
     """Lets a known layer compute with this shard's rows, wherever it is called."""
     if vars(layer).get("_unidist_mixer") is not None:
         return
-    original = layer.call
-    around_call(layer, on_locals)._unidist_original = original  # type: ignore[attr-defined]
+    around_call(layer, Stage.ROWS, on_locals)
     object.__setattr__(layer, "_unidist_mixer", False)
 
 
-def without_region(call: Any) -> Any:
+def without_region(call: Any) -> Call | None:
     """A known layer's call as it is outside of regions; None for any other."""
-    return getattr(call, "_unidist_original", None)
+    return without(call, Stage.ROWS)
 
 
 def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:

@@ -22,9 +22,10 @@ import torch
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import UnidistError
+from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import StatelessScope, tree
 from unidist.keras.explicit import context
-from unidist.keras.explicit.calls import Call, around_call
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.rules import Rule
 
@@ -111,11 +112,11 @@ def hold(model: Any, pairs: list[Pair]) -> None:
 
 
 def _tell_calls(layer: Any) -> None:
-    def inside(frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         with frame.calling(layer):
-            return original(*args, **kwargs)
+            return rest(*args, **kwargs)
 
-    around_call(layer, inside)
+    around_call(layer, Stage.HOLDING, inside)
 
 
 def _can_be_paired(rule: Rule) -> bool:

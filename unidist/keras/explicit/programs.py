@@ -8,7 +8,6 @@ included. Losses, metrics and the optimizer stay outside.
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,8 +17,10 @@ import torch
 
 from unidist import events
 from unidist.errors import CapabilityError
+from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, set_keras_mask, tree
 from unidist.keras.explicit import context, mixing
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.variables import DistributedVariable
 
@@ -50,24 +51,22 @@ def install_programs(model: Any, backend: Any) -> None:
         )
     if _ATTRIBUTE in vars(model):
         return
-    original, programs = model.call, {}
+    programs: dict[Any, Program] = {}
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None or not _is_in_a_step(frame) or str(get_device()) == "meta" or not model.jit_compile:
-            return original(*args, **kwargs)
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        if not _is_in_a_step(frame) or str(get_device()) == "meta" or not model.jit_compile:
+            return rest(*args, **kwargs)
         shape, tensors = Shape((args, kwargs)), _with_masks((args, kwargs))
         seen = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
         trained = tuple(v.trainable for v in model.variables)
         key = (frame.rank, torch.is_grad_enabled(), shape.key, seen, trained)
         if key not in programs:
-            mixing.check_program(model, original, args, kwargs)
-            programs[key] = Program(model, original, shape)
+            mixing.check_program(model, rest, args, kwargs)
+            programs[key] = Program(model, rest, shape)
         return programs[key](frame, tensors)
 
     object.__setattr__(model, _ATTRIBUTE, programs)
-    object.__setattr__(model, "call", call)
+    around_call(model, Stage.PROGRAM, inside)
 
 
 def _is_in_a_step(frame: Frame) -> bool:

@@ -6,9 +6,8 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,8 +15,10 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import get_device, ops, set_keras_mask
-from unidist.keras.explicit import context, parts, sequence
+from unidist.keras.explicit import parts, sequence
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.variables import DistributedVariable
@@ -66,7 +67,6 @@ class Rule:
     meets: Rule | None = None
     paired: bool = False
     within: Any = None
-    call: Callable[..., Any] = field(default=lambda: None)
 
     def is_paired(self, frame: Frame) -> bool:
         """Whether it is paired for this rank: as proven, or as being tried."""
@@ -92,7 +92,6 @@ def make_rule(layer: Any) -> Rule | None:
     finder = _FINDERS.get(computes_as(layer))
     rule = finder(layer) if finder is not None and not has_more_than_its_kernel(layer) else None
     rule = rule or Rule(layer, "gather")
-    rule.call = layer.call
     rule.parts = own[0]._place.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
 
@@ -105,17 +104,15 @@ def install_rule(rule: Rule) -> None:
     """Lets the layer be called by its rule wherever a rank is at work."""
     apply = {"column": _column, "row": _row, "vocabulary": _vocabulary, "gather": _gather}[rule.kind]
 
-    @functools.wraps(rule.call)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        frame = context.frame()
-        if frame is None or str(get_device()) == "meta":
-            return rule.call(*args, **kwargs)
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        if str(get_device()) == "meta":
+            return rest(*args, **kwargs)
         with events.for_purpose(rule.name if frame.trial is None else events.purpose()):
             if rule.kind != "gather" and has_more_than_its_kernel(rule.layer):
-                return _gather(rule, frame, *args, **kwargs)
-            return apply(rule, frame, *args, **kwargs)
+                return _gather(rule, frame, rest, *args, **kwargs)
+            return apply(rule, frame, rest, *args, **kwargs)
 
-    object.__setattr__(rule.layer, "call", call)
+    around_call(rule.layer, Stage.RULE, inside)
     if rule.kind == "row":
         # Keras would refuse a shard of the features; the product itself checks their number.
         rule.layer.input_spec = None
@@ -222,11 +219,11 @@ def _shard(frame: Frame, variable: Any, dim: int, axes: Axes) -> torch.Tensor:
     )
 
 
-def _column(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _column(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Kernel cut by its outputs: I -> F (nothing forward, all_reduce backward); the output is sharded."""
     layer = rule.layer
     if isinstance(layer, keras.layers.Embedding):
-        return _embedding_column(rule, frame, inputs, *args, **kwargs)
+        return _embedding_column(rule, frame, rest, inputs, *args, **kwargs)
     x = fan_out(frame, inputs, rule.axes)
     dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
     y = _product(layer, x, _shard(frame, layer._kernel, dim, rule.axes))
@@ -245,7 +242,7 @@ def _column(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) ->
     return y if local or paired else layer.activation(y)
 
 
-def _row(rule: Rule, frame: Frame, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Kernel cut by its inputs: the product is partial, P -> I (all_reduce forward, nothing backward), or P -> S."""
     layer = rule.layer
     if frame.probe is not None:
@@ -283,7 +280,7 @@ def activation_name(activation: Any) -> str:
     return getattr(activation, "__name__", type(activation).__name__)
 
 
-def _vocabulary(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) -> Any:
+def _vocabulary(rule: Rule, frame: Frame, rest: Call, inputs: Any, reverse: bool = False) -> Any:
     """Table cut by its rows: each rank looks up what it holds, zeros elsewhere; P -> I or S."""
     layer = rule.layer
     if reverse:
@@ -321,10 +318,10 @@ def _logits(rule: Rule, frame: Frame, inputs: torch.Tensor) -> Any:
     return move(frame, y, whole, cut_dim(y.ndim, -1, rule.axes), Layout())
 
 
-def _embedding_column(rule: Rule, frame: Frame, inputs: Any, reverse: bool = False) -> Any:
+def _embedding_column(rule: Rule, frame: Frame, rest: Call, inputs: Any, reverse: bool = False) -> Any:
     """Table cut by its features: a local lookup, then the features are joined."""
     if reverse:
-        return _gather(rule, frame, inputs, reverse=True)
+        return _gather(rule, frame, rest, inputs, reverse=True)
     layer = rule.layer
     rows = torch.nn.functional.embedding(inputs.long(), _shard(frame, layer._embeddings, 1, rule.axes))
     whole = _whole_shape(rows, -1, layer._embeddings.shape[1])
@@ -345,10 +342,10 @@ def _whole(frame: Frame, variable: Any) -> torch.Tensor:
     return variable._maybe_autocast(variable._place.whole(frame, differentiable=True))  # type: ignore[no-any-return]
 
 
-def _gather(rule: Rule, frame: Frame, *args: Any, **kwargs: Any) -> Any:
+def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own sharded weights are gathered once for the call; gradients go back as shards."""
     layer = rule.layer
     own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
     values = {id(v): v._place.whole(frame, differentiable=True) for v in own}
     with frame.reading(values):
-        return rule.call(*args, **kwargs)
+        return rest(*args, **kwargs)

@@ -15,7 +15,6 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,8 +23,10 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import CapabilityError
+from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import get_keras_mask, set_keras_mask, tree
 from unidist.keras.explicit import rowwise
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.parts import Part, has_gradient, whole
@@ -112,13 +113,11 @@ def check(model: Any) -> None:
 
 def give_whole(model: Any) -> None:
     """Lets a model give whole tensors: losses, metrics and predictions know nothing of parts."""
-    original = model.call
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return tree.map_structure(whole, original(*args, **kwargs))
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        return tree.map_structure(whole, rest(*args, **kwargs))
 
-    object.__setattr__(model, "call", call)
+    around_call(model, Stage.WHOLE, inside)
 
 
 def can_be_cut(frame: Frame, shape: tuple[int, ...], axes: Axes) -> bool:

@@ -18,7 +18,8 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes
-from unidist.keras.explicit.calls import Call, around_call
+from unidist.keras.calls import Call, Stage
+from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
 from unidist.keras.explicit.places import Place
@@ -304,18 +305,11 @@ def _merged(layers: Iterable[list[Place]], rank: int) -> list[tuple[Axes, list[C
 
 def use_in_calls(layer: Any, places: list[Place]) -> Callable[[], None]:
     """Keeps the layer's fetched variables in place while it is called. Returns what undoes it."""
-    before = layer.call
 
-    def inside(frame: Frame, original: Call, args: Any, kwargs: Any) -> Any:
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for unit in {id(u): u for p in places if (u := p.units.get(frame.rank)) is not None}.values():
                 stack.enter_context(unit.in_use())
-            return original(*args, **kwargs)
+            return rest(*args, **kwargs)
 
-    call = around_call(layer, inside)
-
-    def undo() -> None:
-        if vars(layer).get("call") is call:
-            object.__setattr__(layer, "call", before)
-
-    return undo
+    return around_call(layer, Stage.FETCHED, inside)

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 from keras import distribution as keras_distribution
 
+from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 
@@ -100,10 +101,13 @@ class Runner:
             warnings.simplefilter("ignore")
             stack.callback(keras_distribution.set_distribution, before)
             keras_distribution.set_distribution(None)
-            for index, found in enumerate(self.candidates):
-                stack.enter_context(_call_of(found.layer, functools.partial(self._random_output, index)))
-            for layer in self.composites:
-                stack.enter_context(_call_of(layer, functools.partial(self._through, layer, layer.call)))
+            inside: list[tuple[Any, Call, Any]] = [
+                (found.layer, self._random_output, k) for k, found in enumerate(self.candidates)
+            ]
+            inside += [(layer, self._through, layer) for layer in self.composites]
+            for layer, function, subject in inside:
+                link = functools.partial(functools.partial, function, subject)
+                stack.callback(around(layer, Stage.PLANNED, link))
             yield self
 
     def run(
@@ -123,13 +127,13 @@ class Runner:
         self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
 
-    def _through(self, layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _through(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.
         if self._capturing and not any(map(jax_utils.is_in_jax_tracing_scope, tree.flatten((args, kwargs)))):
             self.captured.setdefault(id(layer), (args, kwargs))
-        return original(*args, **kwargs)
+        return rest(*args, **kwargs)
 
-    def _random_output(self, index: int, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _random_output(self, index: int, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = self.candidates[index]
         reverse = bool(kwargs.get("reverse", args[0] if args and found.kind == "table" else False))
         shape = self._output_shape(found, inputs, reverse)
@@ -181,20 +185,6 @@ def _changed(value: Any, dim: int, change: Change) -> Any:
     part = value[tuple(where)]
     value[tuple(where)] = part + np.random.default_rng(change.part + 7).uniform(0.5, 2.0, part.shape)
     return value
-
-
-@contextlib.contextmanager
-def _call_of(layer: Any, call: Any) -> Iterator[None]:
-    """Another `call` for one layer; what it had is put back."""
-    own = vars(layer).get("call")
-    object.__setattr__(layer, "call", functools.wraps(layer.call)(call))
-    try:
-        yield
-    finally:
-        if own is None:
-            object.__delattr__(layer, "call")
-        else:
-            object.__setattr__(layer, "call", own)
 
 
 def _numpy(tensor: Any) -> Any:

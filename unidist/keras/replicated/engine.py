@@ -17,6 +17,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.agreement import Peers, stride
+from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.datasets import Same
 from unidist.keras.processes import Processes
@@ -95,25 +96,22 @@ class Engine:
 
     def _cut_call(self) -> None:
         """Makes the model compute this rank's rows of a batch and give the outputs of all."""
-        original = self.model.call
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(rest: Call, *args: Any, **kwargs: Any) -> Any:
             if current() is not self or self.in_call or in_symbolic_scope():
-                return original(*args, **kwargs)
+                return rest(*args, **kwargs)
             total = _row_count((args, kwargs))
             start, length = self.traced.rows(total)
             own_args, own_kwargs = tree.map_structure(lambda x: _cut(x, start, length), (args, kwargs))
             self.in_call = True
             try:
-                outputs = original(*own_args, **own_kwargs)
+                outputs = rest(*own_args, **own_kwargs)
             finally:
                 self.in_call = False
             self.share = tf.cast(length, tf.float32) / tf.cast(tf.maximum(total, 1), tf.float32)
             return tree.map_structure(lambda x: self._whole(x, total), outputs)
 
-        # Keras looks at the signature of `call` when a model is made: here it stays as it is.
-        object.__setattr__(self.model, "call", call)
+        around(self.model, Stage.ROWS, lambda rest: functools.partial(call, rest))
 
     def _whole(self, x: Any, total: Any) -> Any:
         if not tf.is_tensor(x) or x.shape.rank in (None, 0):
