@@ -21,6 +21,18 @@ class DistributedArray:
 
     Attributes:
         data: the backend's own array or arrays; what they mean is told by `sharding`.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> x = unidist.distribute(np.arange(6.0).reshape(2, 3), unidist.Mesh({"data": 2}), ("data",))
+        >>> x.shape, x.layout
+        ((2, 3), Layout('data'))
+        >>> x.shards()[1]
+        array([[3., 4., 5.]])
+        >>> x.redistribute((None, "data")).shards()[0]
+        array([[0., 1.],
+               [3., 4.]])
     """
 
     __slots__ = ("_backend", "data", "sharding")
@@ -133,6 +145,13 @@ def distribute(value: Any, mesh: Any, layout: Any = None) -> DistributedArray:
         LayoutError: the layout does not fit the mesh, the shape or the dtype.
         MeshError: the mesh does not fit the world.
         CapabilityError: the backend does not move this dtype or has no such reduction.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> x = unidist.distribute(np.arange(5), unidist.Mesh({"data": 2}), ("data",))
+        >>> {rank: shard.tolist() for rank, shard in x.shards().items()}
+        {0: [0, 1, 2], 1: [3, 4]}
     """
     backend = registry.current()
     sharding = Sharding(as_mesh(mesh), as_layout(layout), _shape(value))
@@ -154,6 +173,14 @@ def from_local(
     Raises:
         LayoutError: too few or many shards, or one that has not the shape that the layout gives its rank.
         CapabilityError: the backend does not move this dtype or has no such reduction.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> mesh = unidist.Mesh({"data": 2})
+        >>> x = unidist.from_local([np.zeros(2), np.ones(1)], mesh, ("data",), shape=(3,))
+        >>> x.numpy()
+        array([0., 0., 1.])
     """
     backend = registry.current()
     grid, lay = as_mesh(mesh), as_layout(layout)
@@ -191,6 +218,14 @@ def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> Distribut
 
     Raises:
         LayoutError: x is not partial over an axis.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> mesh, partial = unidist.Mesh({"data": 2}), unidist.Layout(partial="data")
+        >>> x = unidist.from_local([np.array([1.0]), np.array([10.0])], mesh, partial)
+        >>> unidist.all_reduce(x, "data").shards()
+        {0: array([11.]), 1: array([11.])}
     """
     if axis is None:
         axis = _known(x, "all_reduce").layout.partial_axes
@@ -209,6 +244,14 @@ def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> Distribut
 
     Raises:
         LayoutError: x is not partial over an axis, or has no such dim.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> mesh, partial = unidist.Mesh({"data": 2}), unidist.Layout(partial="data")
+        >>> x = unidist.from_local([np.array([1.0, 2.0]), np.array([10.0, 20.0])], mesh, partial)
+        >>> unidist.reduce_scatter(x, "data", dim=0).shards()
+        {0: array([11.]), 1: array([22.])}
     """
     return _moved(x, axis, "reduce_scatter", "P", "S", dim)
 
@@ -224,6 +267,13 @@ def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
 
     Raises:
         LayoutError: x is not sharded over an axis.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> x = unidist.distribute(np.arange(4), unidist.Mesh({"data": 2}), ("data",))
+        >>> unidist.all_gather(x, "data").shards()[1].tolist()
+        [0, 1, 2, 3]
     """
     return _moved(x, axis, "all_gather", "S", "I")
 
@@ -240,6 +290,13 @@ def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedAr
 
     Raises:
         LayoutError: x is not sharded over an axis.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> x = unidist.distribute(np.arange(4).reshape(2, 2), unidist.Mesh({"data": 2}), ("data",))
+        >>> x.shards()[0].tolist(), unidist.all_to_all(x, "data", dim=1).shards()[0].tolist()
+        ([[0, 1]], [[0], [2]])
     """
     return _moved(x, axis, "all_to_all", "S", "S", dim)
 
@@ -257,6 +314,13 @@ def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> Distri
 
     Raises:
         LayoutError: x is sharded or partial over an axis, or there is no such place.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> x = unidist.from_local([np.zeros(1), np.ones(1)], unidist.Mesh({"data": 2}), None)
+        >>> unidist.broadcast(x, "data", root=1).shards()
+        {0: array([1.]), 1: array([1.])}
     """
     axes = _known(x, "broadcast").mesh.check_axes(axis)
     for name in axes:
@@ -281,6 +345,13 @@ def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, in
 
     Raises:
         LayoutError: a place out of range or named twice, or shards of different sizes.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> x = unidist.distribute(np.array([1.0, 2.0]), unidist.Mesh({"data": 2}), ("data",))
+        >>> unidist.permute(x, "data", [(0, 1)]).shards()
+        {0: array([0.]), 1: array([1.])}
     """
     axes = _known(x, "permute").mesh.check_axes(axis)
     size, moves = x.mesh.axis_size(axes), _moves(pairs, axes)
@@ -324,6 +395,11 @@ def barrier(axis: str | Axes | None = None, mesh: Any = None) -> None:
 
     Raises:
         LayoutError: an axis without a mesh, and no strategy is in use.
+
+    Example:
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> unidist.barrier()
     """
     backend = registry.current()
     grid = None if mesh is None else as_mesh(mesh)

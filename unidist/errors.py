@@ -4,27 +4,70 @@ from __future__ import annotations
 
 
 class UnidistError(Exception):
-    """Base of every error that unidist raises on purpose."""
+    """Base of every error that unidist raises on purpose.
+
+    Example:
+        >>> import unidist
+        >>> issubclass(unidist.MeshError, unidist.UnidistError)
+        True
+    """
 
 
 class BackendNotAvailableError(UnidistError, ImportError):
-    """A backend was asked for that is unknown, not installed, or has no devices or launcher here."""
+    """A backend was asked for that is unknown, not installed, or has no devices or launcher here.
+
+    Example:
+        >>> import unidist
+        >>> unidist.use("mpi")
+        Traceback (most recent call last):
+        unidist.errors.BackendNotAvailableError: unknown backend 'mpi': ...
+    """
 
 
 class BackendMismatchError(UnidistError, RuntimeError):
-    """The backend asked for and the Keras backend (or a world already joined) contradict each other."""
+    """The backend asked for and the Keras backend (or a world already joined) contradict each other.
+
+    Example:
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> unidist.initialize()
+        >>> unidist.initialize()
+        Traceback (most recent call last):
+        unidist.errors.BackendMismatchError: initialize was called a second time: ...
+    """
 
 
 class MeshError(UnidistError, ValueError):
-    """A mesh that cannot be: sizes, names or devices do not fit each other or the world."""
+    """A mesh that cannot be: sizes, names or devices do not fit each other or the world.
+
+    Example:
+        >>> import unidist
+        >>> unidist.Mesh({"data": 0})
+        Traceback (most recent call last):
+        unidist.errors.MeshError: ...
+    """
 
 
 class LayoutError(UnidistError, ValueError):
-    """A layout that cannot be: an unknown axis, an axis used twice, a rule that matches nothing."""
+    """A layout that cannot be: an unknown axis, an axis used twice, a rule that matches nothing.
+
+    Example:
+        >>> import unidist
+        >>> unidist.Layout("data", "data")
+        Traceback (most recent call last):
+        unidist.errors.LayoutError: axis 'data' is used twice in ('data', 'data'), ...
+    """
 
 
 class CapabilityError(UnidistError, NotImplementedError):
-    """The backend declares that it cannot do what was asked."""
+    """The backend declares that it cannot do what was asked.
+
+    Example:
+        >>> import unidist
+        >>> unidist.use("sim", speed="fast")
+        Traceback (most recent call last):
+        unidist.errors.CapabilityError: use('sim') has no option speed; ...
+    """
 
 
 class DesyncError(UnidistError, RuntimeError):
@@ -34,6 +77,12 @@ class DesyncError(UnidistError, RuntimeError):
         ranks: the ranks concerned, in order.
         collective: the collective at which they parted, or ``None``.
         variable: the variable it was for, or ``None``.
+
+    Example:
+        >>> import unidist
+        >>> error = unidist.DesyncError("rank 1 did not come", ranks=(1,), collective="all_reduce")
+        >>> error.ranks, error.collective
+        ((1,), 'all_reduce')
     """
 
     def __init__(
@@ -51,4 +100,10 @@ class DesyncError(UnidistError, RuntimeError):
 
 
 class ProcessLostError(UnidistError, RuntimeError):
-    """Another process of the world ended or stopped answering while this one waited for it."""
+    """Another process of the world ended or stopped answering while this one waited for it.
+
+    Example:
+        >>> import unidist
+        >>> issubclass(unidist.ProcessLostError, RuntimeError)
+        True
+    """

@@ -17,7 +17,17 @@ from unidist.events import Event
 
 @dataclass
 class Ledger:
-    """The collectives of one rank of this process (virtual ranks: of rank 0), in order."""
+    """The collectives of one rank of this process (virtual ranks: of rank 0), in order.
+
+    Example:
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> x = unidist.distribute(np.zeros(8, "float32"), unidist.Mesh({"data": 4}), ("data",))
+        >>> with unidist.ledger() as traffic:
+        ...     _ = unidist.all_gather(x, "data")
+        >>> traffic.count("all_gather"), traffic.bytes()
+        (1, 24)
+    """
 
     events: list[Event] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -68,9 +78,15 @@ def ledger() -> Iterator[Ledger]:
     """Records the collectives of this process while the context is open.
 
     Example:
-        with unidist.ledger() as traffic:
-            model.fit(x, y)
-        print(traffic.show())
+        >>> import numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> x = unidist.distribute(np.zeros(8, "float32"), unidist.Mesh({"data": 4}), ("data",))
+        >>> with unidist.ledger() as traffic:
+        ...     _ = unidist.all_gather(x, "data")
+        >>> print(traffic.show())
+        collective  axes  for  count  bytes per rank
+        all_gather  data           1              24
+        total                      1              24
     """
     book = Ledger()
     with events.listen(book.add):

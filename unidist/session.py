@@ -31,6 +31,13 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
     Raises:
         BackendNotAvailableError: unknown or not installed; the text says how to install it.
         BackendMismatchError: Keras already runs on a backend that this one cannot serve.
+
+    Example:
+        >>> import unidist
+        >>> unidist.use("sim", devices=4).name
+        'sim'
+        >>> unidist.list_devices()
+        ['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']
     """
     return _use(name, devices, None, options)
 
@@ -58,7 +65,14 @@ def _use(
 
 
 def backend() -> DistributionBackend:
-    """The backend in use; if none was chosen yet, `use()` chooses it."""
+    """The backend in use; if none was chosen yet, `use()` chooses it.
+
+    Example:
+        >>> import unidist
+        >>> adapter = unidist.use("sim", devices=2)
+        >>> unidist.backend() is adapter
+        True
+    """
     return registry.current() if registry.has_current() else use()
 
 
@@ -82,6 +96,16 @@ def initialize(
     Raises:
         BackendMismatchError: called a second time, or against what the launcher said.
         BackendNotAvailableError: the world could not be joined; the text says what was tried.
+
+    Example:
+        Under `unidist run -n 2 train.py` or torchrun; without a launcher this is a world of one process:
+
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> unidist.initialize(timeout=60)
+        >>> unidist.process_index(), unidist.process_count()
+        (0, 1)
+        >>> unidist.shutdown()
     """
     how: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     comes_first = not registry.has_current()
@@ -96,6 +120,12 @@ def shutdown() -> None:
 
     Models that are distributed cannot be trained, read or saved after it: call `unidist.gather_weights(model)` or
     `model.save` before.
+
+    Example:
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> unidist.initialize()
+        >>> unidist.shutdown()
     """
     if registry.has_current():
         registry.shutdown()
@@ -103,15 +133,38 @@ def shutdown() -> None:
 
 
 def process_index() -> int:
+    """This process's number in the world, from 0; 0 where there is one.
+
+    Example:
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> unidist.process_index()
+        0
+    """
     return backend().process_index()
 
 
 def process_count() -> int:
+    """The number of processes of the world. With virtual devices it is 1, however many devices there are.
+
+    Example:
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> unidist.process_count()
+        1
+    """
     return backend().process_count()
 
 
 def list_devices(kind: str | None = None) -> list[str]:
-    """All devices of the world, as "cpu:0"; the k-th is rank k."""
+    """All devices of the world, as "cpu:0"; the k-th is rank k.
+
+    Example:
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> unidist.list_devices()
+        ['cpu:0', 'cpu:1']
+    """
     return backend().list_devices(kind)
 
 

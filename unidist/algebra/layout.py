@@ -34,6 +34,13 @@ class Layout:
 
     Sources: the S/P/R placements of GSPMD (arXiv:2105.04663) and DTensor, with replication split into I and F as
     in Megatron-LM's conjugate operators f and g (arXiv:1909.08053).
+
+    Example:
+        >>> from unidist import Layout
+        >>> Layout("data", None, "model")
+        Layout('data', None, 'model')
+        >>> Layout(partial="model").dual()
+        Layout(fanout='model')
     """
 
     dims: tuple[Axes, ...]

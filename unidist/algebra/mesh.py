@@ -48,6 +48,14 @@ class Mesh:
     Raises:
         MeshError: a size below 1, no or repeated names, devices that do not fill the mesh or come twice; more than
             MOST_DEVICES places.
+
+    Example:
+        >>> from unidist import Mesh
+        >>> mesh = Mesh({"data": 2, "model": 2})
+        >>> mesh.size, mesh.coordinate(3)
+        (4, {'data': 1, 'model': 1})
+        >>> mesh.groups("model")
+        ((0, 1), (2, 3))
     """
 
     axes: tuple[tuple[str, int], ...]

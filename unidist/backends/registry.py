@@ -95,6 +95,12 @@ def register(name: str, target: str, *, hint: str = "", requires: tuple[str, ...
         target: "package.module:Class" of a DistributionBackend, constructed as Class(devices=..., **options).
         hint: how to install what is missing.
         requires: top-level modules that must be importable.
+
+    Example:
+        >>> import unidist
+        >>> unidist.register("mine", "mine.backend:MineBackend", requires=("mine",), hint="pip install mine")
+        >>> unidist.backends()["mine"].hint
+        "backend 'mine' needs mine: pip install mine"
     """
     if ":" not in target:
         raise BackendNotAvailableError(f"backend {name!r}: target {target!r} must be 'package.module:Class'")
@@ -145,7 +151,14 @@ def load(name: str) -> type[DistributionBackend]:
 
 
 def backends() -> dict[str, BackendInfo]:
-    """name -> what it is, for every backend known here; imports only what is installed."""
+    """name -> what it is, for every backend known here; imports only what is installed.
+
+    Example:
+        >>> import unidist
+        >>> sim = unidist.backends()["sim"]
+        >>> sim.installed, sim.view
+        (True, 'local')
+    """
     infos = {}
     for name, entry in entries().items():
         try:

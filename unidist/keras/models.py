@@ -36,6 +36,13 @@ def parallelize(model: Any, strategy: Any) -> Any:
 
     Raises:
         LayoutError: the model is not built, or a rule of the strategy does not fit it.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)])
+        >>> unidist.parallelize(model, unidist.ModelParallel()) is model
+        True
     """
     if not model.built:
         raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
@@ -47,6 +54,14 @@ def gather_weights(model: Any) -> dict[str, Array]:
     """The full value of every weight as NumPy, by path, on every process. A collective.
 
     Weights whose paths repeat get "#2", "#3"... behind theirs.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, name="head")], name="net")
+        >>> _ = unidist.parallelize(model, unidist.ModelParallel())
+        >>> {path: value.shape for path, value in unidist.gather_weights(model).items()}
+        {'net/head/kernel': (8, 4), 'net/head/bias': (4,)}
     """
     out: dict[str, Array] = {}
     for path, value in _engine().gather_weights(model):
@@ -118,6 +133,14 @@ def describe(model: Any) -> Description:
 
     Args:
         model: a built model. Its optimizer's slots are listed once they exist.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)], name="net")
+        >>> _ = unidist.parallelize(model, unidist.ModelParallel())
+        >>> unidist.describe(model).rows[0].local_shape
+        (8, 8)
     """
     engine = _engine()
     return Description(tuple(engine.rows(model)), engine.why(model) if hasattr(engine, "why") else {})

@@ -105,6 +105,16 @@ class DataParallel(UnidistDistribution):
 
     Raises:
         MeshError: the mesh does not fit the devices.
+
+    Example:
+        >>> import keras, numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> with unidist.DataParallel(zero=1).scope():
+        ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer="adam", loss="mse")
+        >>> _ = model.fit(np.ones((16, 8)), np.ones((16, 1)), batch_size=8, verbose=0)
+        >>> unidist.describe(model).bytes_of("weights")
+        36
     """
 
     def __init__(
@@ -144,6 +154,16 @@ class ModelParallel(UnidistDistribution):
     Raises:
         MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
         CapabilityError: the backend in use cannot do it.
+
+    Example:
+        >>> import keras, numpy as np, unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(1)])
+        >>> _ = unidist.parallelize(model, unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2})))
+        >>> model.compile(optimizer="adam", loss="mse")
+        >>> _ = model.fit(np.ones((16, 8)), np.ones((16, 1)), batch_size=8, verbose=0)
+        >>> [row.local_shape for row in unidist.describe(model).sharded][:3]
+        [(8, 8), (8,), (8, 1)]
     """
 
     def __init__(

@@ -42,6 +42,14 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         MeshError: the devices do not fit. LayoutError: the model is not built.
         BackendNotAvailableError, BackendMismatchError: the backend is not there, or not for this Keras backend.
         CapabilityError: sequence_parallel, with Keras on another backend than torch.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> inner = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)])
+        >>> model = unidist.TensorParallelKeras(inner)
+        >>> model.get_parallelism_info()["world_size"]
+        2
     """
 
     def __init__(

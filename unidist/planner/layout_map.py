@@ -26,6 +26,14 @@ class LayoutMap(MutableMapping[str, Layout]):
 
     Raises:
         LayoutError: a rule names an unknown axis or is no regular expression; a path matches two rules.
+
+    Example:
+        >>> import unidist
+        >>> rules = unidist.LayoutMap(unidist.Mesh({"model": 2}), {r".*dense/kernel": (None, "model")})
+        >>> rules.layout_for("encoder/dense/kernel", (8, 4))
+        Layout(None, 'model')
+        >>> rules.layout_for("encoder/dense/bias", (4,))
+        Layout()
     """
 
     def __init__(

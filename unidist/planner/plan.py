@@ -61,6 +61,14 @@ class Plan:
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
         zero: the stage of ZeRO.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
+        >>> found = unidist.plan(model, unidist.Mesh({"model": 2}))
+        >>> [str(row.layout) for row in found.rows]
+        ["Layout(None, 'model')", "Layout('model')", "Layout('model')", 'Layout()']
     """
 
     name: str

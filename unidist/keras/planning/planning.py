@@ -45,6 +45,14 @@ def plan(
 
     Raises:
         LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
+        >>> found = unidist.plan(model, unidist.Mesh({"model": 2}))
+        >>> found.bytes_per_device
+        576
     """
     grid = as_mesh(mesh)
     data, axes = choose_axes(grid, data_axis, model_axis)
