@@ -47,6 +47,7 @@ _PLACES = {
     "loss_module": "keras.src.losses.loss:",
     "Metric": "keras.src.metrics.metric:Metric",
     "Mean": "keras.src.metrics.reduction_metrics:Mean",
+    "Sum": "keras.src.metrics.reduction_metrics:Sum",
     "Operation": "keras.src.ops.operation:Operation",
     "Functional": "keras.src.models.functional:Functional",
     "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",

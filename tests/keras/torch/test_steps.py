@@ -114,6 +114,43 @@ def test_metrics_that_a_step_is_told_by_itself(strategy):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+class OwnNumbers(OwnTrackers):
+    """Gives numbers of its own making as logs, looks at its loss, and counts it in a Sum."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.total, self.rows = keras.metrics.Sum(name="total"), keras.metrics.Sum(name="rows")
+
+    def _told(self, y, y_pred, loss):
+        number = loss.item()
+        self.total.update_state(loss)
+        self.rows.update_state(ops.ones((ops.shape(y)[0],)))
+        return {
+            "loss": loss,
+            "detached": loss.detach(),
+            "halved": loss.detach() / 2,
+            "number": number,
+            "square": number**2,
+            "level": ops.mean(y_pred),
+            "rate": ops.convert_to_tensor(self.optimizer.learning_rate),
+            "total": self.total.result(),
+            "rows": self.rows.result(),
+        }
+
+    @property
+    def metrics(self):
+        return [self.total, self.rows]
+
+
+def test_numbers_that_a_step_gives_are_of_all_rows(strategy):
+    """In batches that do not divide: the loss as the step sees it, what is computed from it, means over the rows."""
+    x, y = features()
+    found, wanted = (train(own(OwnNumbers), x, y, given, compiled={}) for given in (strategy, None))
+    assert_equal(found, wanted)
+    told = [one.model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True) for one in (found, wanted)]
+    assert told[0] == pytest.approx(told[1], abs=1e-5)
+
+
 class Adversaries(keras.Model):
     """Two models, two optimizers, two backward passes in a step."""
 

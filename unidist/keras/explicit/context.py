@@ -59,6 +59,7 @@ class Frame:
         backward_done: gradients are there: read outside of a layer, a variable is the shard that has the gradient.
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
+        tells_losses: the step is the model's own: losses are those of all rows, not this rank's contributions.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         calls: ids of the layers that hold a pair and are being called.
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
@@ -83,6 +84,7 @@ class Frame:
     backward_done: bool = False
     exact_loss: bool = False
     gathered_loss: bool = False
+    tells_losses: bool = False
     trial: frozenset[int] | None = None
     calls: tuple[int, ...] = ()
     wide: bool = False

@@ -17,7 +17,14 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
+from unidist.keras.compat import (
+    TorchModuleWrapper,
+    TorchTrainer,
+    Trainer,
+    set_keras_mask,
+    tree,
+    unpack_x_y_sample_weight,
+)
 from unidist.keras.explicit import (
     context,
     data,
@@ -184,6 +191,7 @@ class Engine:
         else:
             rows, local = data.rows_already_local(self.world, batch), batch
         total = data.row_count(batch) if rows is None else rows.total
+        own_step = bool(self.world.data_axes) and _is_own_step(self.model, kind)
 
         def on_rank(frame: Frame) -> Any:
             mine = rows if rows is not None else data.rows_of(self.world, frame.rank, total)
@@ -191,11 +199,12 @@ class Engine:
             frame.rows = mine
             traffic = self._traffic()
             frame.shared = traffic.shared(frame)
+            frame.tells_losses = own_step
             try:
                 with traffic.step(frame, kind):
                     self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
                     out = function([own])
-                    return self._joined(out, mine) if kind == "predict" else out
+                    return self._joined(out, mine) if kind == "predict" else metrics.logs_of_all(frame, out)
             finally:
                 # What it holds leads back to the frame, and would live until Python looks for cycles.
                 frame.shared = None
@@ -282,7 +291,8 @@ class Engine:
         }
         frame.gathered_loss = frame.exact_loss = True
         try:
-            return losses.marked(compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes))
+            part = compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes)
+            return losses.told(frame, [part])[0]
         finally:
             frame.gathered_loss = False
 
@@ -361,6 +371,11 @@ def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
             "save it and load it under the other strategy"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _is_own_step(model: Any, kind: str) -> bool:
+    name = f"{kind}_step"
+    return name in vars(model) or getattr(type(model), name) is not getattr(TorchTrainer, name)
 
 
 def _few_rows(x: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from unidist import events
-from unidist.algebra import Layout
+from unidist.algebra import Layout, Sharding
 from unidist.backends import registry
 from unidist.errors import CapabilityError
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
@@ -78,18 +78,30 @@ def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None 
         return _originals["reduce_values"](values, sample_weight, reduction)
     known, rows = _known(here)
     known.exact_loss = True
-    return marked(_contribution(known, rows, values, sample_weight, reduction))
+    return told(known, [_contribution(known, rows, values, sample_weight, reduction)])[0]
+
+
+def told(here: Frame, contributions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a step gets of losses: this rank's contributions. A step of the model's own, which may look at them, gets
+    the losses themselves: P -> I over the data axes by one all_reduce of scalars, whose adjoint sends nothing."""
+    if here.tells_losses and contributions:
+        row = torch.stack([part.to(torch.float32) for part in contributions])
+        partial = Sharding(here.world.mesh, Layout(partial=here.world.data_axes), tuple(row.shape))
+        with events.for_purpose("losses"):
+            whole = here.world.backend.redistribute(row, partial, partial.with_layout(Layout()))
+        contributions = [x.to(part.dtype) for x, part in zip(whole.unbind(), contributions, strict=True)]
+    return [marked(part) for part in contributions]
 
 
 def marked(loss: torch.Tensor) -> torch.Tensor:
-    """Notes that a number is what this rank contributes to a loss."""
+    """Notes that a number is a loss: of its gradient this rank has its contribution."""
     setattr(loss, _MARK, True)
     if loss.grad_fn is not None:
         _notes(loss.grad_fn)[_MARK] = True
     return loss
 
 
-# An attribute of a tensor, or of the node that made it: it is what a rank contributes to a loss.
+# An attribute of a tensor, or of the node that made it: it is a loss, or what a rank contributes to one.
 _MARK = "_unidist_contribution"
 # Losses are summed, weighted and scaled: a few nodes lie between them and what is told to a metric.
 _NODES_BETWEEN = 64
@@ -219,8 +231,8 @@ def _added_losses(self: Any) -> list[Any]:
     if here is None or here.rows is None or not here.world.data_axes or not found:
         return found
     rows = here.rows
-    own = [marked(_share_of(rows, torch.as_tensor(value))) for value in found]
-    return _over_all_shards(here, own) if here.gathered_loss else own
+    own = [_share_of(rows, torch.as_tensor(value)) for value in found]
+    return _over_all_shards(here, own) if here.gathered_loss else told(here, own)
 
 
 def _share_of(rows: Rows, value: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.keras.compat import Mean, Trainer, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.mixing import is_of_keras
@@ -21,6 +21,8 @@ from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
+# An attribute of a tensor: it is a metric's result.
+_RESULT = "_unidist_result"
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -38,6 +40,28 @@ def _get_metrics_result(self: Any) -> Any:
     if engine is None or engine.world.is_virtual or in_symbolic_scope():
         return _originals["result"](self)
     return engine.world.run(lambda at_work: _merged(self, at_work))
+
+
+def logs_of_all(here: Frame, logs: Any) -> Any:
+    """The logs of a step as one device has them. Numbers that are no metric's results, as of a train_step of the
+    model's own, are of this rank's rows: contributions to a loss are summed, others are means by the shares of the
+    rows. One all_reduce of scalars over the data axes, where there are any."""
+    if here.rows is None or not here.world.data_axes or not isinstance(logs, dict):
+        return logs
+    own = {name: value for name, value in logs.items() if _is_of_own_rows(value)}
+    if not own:
+        return logs
+    share = here.rows.share
+    with torch.no_grad():
+        parts = [_of_share(here, value, share) for value in own.values()]
+        with events.for_purpose("logs"):
+            total = here.world.sum_over_data(torch.stack([part.to(torch.float64) for part in parts]))
+    return {**logs, **{name: x.to(own[name].dtype) for name, x in zip(own, total.unbind(), strict=True)}}
+
+
+def _is_of_own_rows(value: Any) -> bool:
+    is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+    return is_number and not value.is_meta and not getattr(value, _RESULT, False)
 
 
 def _merged(model: Any, here: Frame) -> Any:
@@ -80,6 +104,8 @@ def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
                     object.__setattr__(leaf, "update_state", _of_all_rows(leaf.update_state))
                 elif type(leaf).update_state is Mean.update_state and not any(leaf is t for t in trackers):
                     object.__setattr__(leaf, "update_state", _by_share(leaf, leaf.update_state))
+                elif type(leaf).update_state is Sum.update_state:
+                    object.__setattr__(leaf, "update_state", _once(leaf.update_state))
     for tracker in trackers:
         if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", _contributing(tracker, tracker.update_state))
@@ -96,9 +122,16 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
         if here is None:
             return original()
         with here.reading(summed(here, metric.variables)):
-            return original()
+            found = original()
+        tree.map_structure(_note_result, found)
+        return found
 
     return result
+
+
+def _note_result(value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        setattr(value, _RESULT, True)
 
 
 def _counts_its_own_way(metric: Any) -> bool:
@@ -133,8 +166,8 @@ def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
 
 
 def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A Mean that a train_step tells one number a step: a rank's number counts by its share of the rows. A loss is a
-    contribution already, of which the sum is the loss of all rows."""
+    """A Mean that a train_step tells one number a step: a rank's number counts by its share of the rows. A contribution
+    to a loss is a share already."""
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         here = frame()
@@ -143,18 +176,36 @@ def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(values, sample_weight=sample_weight)
         share = here.rows.share
         with torch.no_grad():
-            if not losses.is_contribution(values):
-                values = values * share if share else torch.zeros_like(values)
-            metric.total.assign_add(values.detach())
+            metric.total.assign_add(_of_share(here, values, share).detach())
             metric.count.assign_add(torch.as_tensor(share, dtype=torch.float32))
         return None
 
     return update_state
 
 
+def _once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A Sum adds up what the ranks tell it of their rows; a loss of all rows counts once."""
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        here = frame()
+        is_told = here is not None and here.tells_losses and isinstance(values, torch.Tensor)
+        if here is None or here.rows is None or not is_told or not losses.is_contribution(values):
+            return original(values, sample_weight=sample_weight)
+        return original(_of_share(here, values, here.rows.share), sample_weight=sample_weight)
+
+    return update_state
+
+
+def _of_share(here: Frame, value: torch.Tensor, share: float) -> torch.Tensor:
+    """What a number of this rank's is of that of all rows."""
+    if not here.tells_losses and losses.is_contribution(value):
+        return value
+    return value * share if share else torch.zeros_like(value)
+
+
 def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """A loss contribution L_r counts as L_r * total rows, over local rows: summed up, the global mean. Without
-    weights every batch counts once."""
+    weights every batch counts once. A loss of all rows counts on each rank as the rank does."""
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         here = frame()
@@ -163,7 +214,7 @@ def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., A
         shards = here.world.mesh.axis_size(here.world.data_axes)
         weight, count = (1.0, 1 / shards) if sample_weight is None else (here.rows.total, here.rows.local)
         with torch.no_grad():
-            tracker.total.assign_add(values.detach() * weight)
+            tracker.total.assign_add(values.detach() * (count if here.tells_losses else weight))
             tracker.count.assign_add(torch.as_tensor(float(count), dtype=torch.float32))
         return None
 
