@@ -201,6 +201,11 @@ def test_a_timeout_is_told_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> 
 # how processes end
 
 
+def own(name: str) -> str:
+    """A name for a run of these tests: others at the same time would end each other's."""
+    return f"{name} of {os.getpid()}"
+
+
 def sleeper(how: str, *runs: str) -> subprocess.Popen[bytes]:
     """A shell of these runs, the outermost first, that waits."""
     environ = dict(os.environ)
@@ -227,14 +232,16 @@ def ended(child: subprocess.Popen[bytes], run_id: str, grace: float) -> int | No
 
 
 def test_who_listens_ends_by_itself_and_who_does_not_is_killed() -> None:
-    assert ended(sleeper("'sleep 0.2; exit 5'", "polite"), "polite", 9.0) == 5
-    assert ended(sleeper("''", "stubborn"), "stubborn", 0.2) == -signal.SIGKILL
+    polite, stubborn = own("polite"), own("stubborn")
+    assert ended(sleeper("'sleep 0.2; exit 5'", polite), polite, 9.0) == 5
+    assert ended(sleeper("''", stubborn), stubborn, 0.2) == -signal.SIGKILL
 
 
 def test_a_run_inside_another_belongs_to_both() -> None:
-    child = sleeper("''", "outer run", "inner run")
-    found = [child.pid in ending.marked(name) for name in ("outer run", "inner run", "run", "outer")]
-    assert ended(child, "outer run", 0.0) == -signal.SIGKILL
+    outer, inner = own("outer run"), own("inner run")
+    child = sleeper("''", outer, inner)
+    found = [child.pid in ending.marked(name) for name in (outer, inner, own("run"), own("outer"))]
+    assert ended(child, outer, 0.0) == -signal.SIGKILL
     assert found == [True, True, False, False]
 
 

@@ -113,12 +113,17 @@ def two_outputs_data() -> dict[str, Any]:
     return {"x": x, "y": {"label": _labels(rng, ROWS), "value": rng.normal(size=(ROWS, 1)).astype("float32")}}
 
 
+def _direction(x: Any) -> Any:
+    """No number where a row is zeros."""
+    return x / keras.ops.norm(x, axis=-1, keepdims=True)
+
+
 class Subclassed(keras.Model):
     """Has no variables before its first batch, a loss added in the call, and a residual."""
 
     def __init__(self) -> None:
         super().__init__(name="subclassed")
-        self.column = keras.layers.Dense(12, "relu", name="column")
+        self.column = keras.layers.Dense(12, _direction, name="column")
         self.norm = keras.layers.LayerNormalization(name="norm")
         self.head = keras.layers.Dense(CLASSES, name="head")
 

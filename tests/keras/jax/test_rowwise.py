@@ -88,6 +88,7 @@ MIXING: dict[str, Callable[[Any], Any]] = {
     "the number of a row": lambda x: x + jnp.arange(x.shape[0])[:, None],
     "the order turned": lambda x: x[::-1],
     "a shift": lambda x: jnp.roll(x, 1, axis=0),
+    "all rows but the first": lambda x: x[1:],
     "the row before": lambda x: x + jnp.pad(x, ((1, 0), (0, 0)))[:-1],
     "sums along the rows": lambda x: jnp.cumsum(x, axis=0),
     "sorted rows": lambda x: jnp.sort(x, axis=0),
