@@ -80,7 +80,7 @@ def test_tensorflow_on_the_second_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_third_party_s_processes_are_told_by_the_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun's where its entry names none."""
-    monkeypatch.setattr(environment, "LAUNCHERS", dict(environment.LAUNCHERS))
+    monkeypatch.setattr(environment, "_LAUNCHERS", dict(environment.launchers()))
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     wired = environment.Launcher(name="wired", count="W_SIZE", index="W_RANK", address=("W_AT",), local_index="W_LOCAL")
     by_us = "unidist.launch:LocalProcesses"

@@ -359,7 +359,7 @@ def their_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution installed beside others: a module, its metadata and two entry points."""
     (tmp_path / "their_backend.py").write_text(THEIRS)
     (tmp_path / "their_entry.py").write_text(THEIR_ENTRY)
-    monkeypatch.setattr(environment, "LAUNCHERS", dict(environment.LAUNCHERS))
+    monkeypatch.setattr(environment, "_LAUNCHERS", dict(environment.launchers()))
     info = tmp_path / "their_package-3.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 3.2\n")

@@ -133,13 +133,17 @@ JAX = Launcher(
     address=("JAX_COORDINATOR_ADDRESS",),
     others=("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"),
 )
-# By name, the innermost first: where several have left their variables, the first one counts.
-LAUNCHERS = {launcher.name: launcher for launcher in (HOROVOD, TORCHRUN, JAX)}
+_LAUNCHERS = {launcher.name: launcher for launcher in (HOROVOD, TORCHRUN, JAX)}
+
+
+def launchers() -> Mapping[str, Launcher]:
+    """All that are known, by name. Where several have left their variables, the first one counts: the innermost."""
+    return _LAUNCHERS
 
 
 def learn(launcher: Launcher) -> None:
     """Makes its variables known. Those above may run inside of it."""
-    LAUNCHERS[launcher.name] = launcher
+    _LAUNCHERS[launcher.name] = launcher
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -151,7 +155,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
         BackendNotAvailableError: a variable that must be a number is none.
     """
     env = os.environ if environ is None else environ
-    return next(filter(None, (launcher.read(env) for launcher in LAUNCHERS.values())), None) or _slurm(env)
+    return next(filter(None, (launcher.read(env) for launcher in _LAUNCHERS.values())), None) or _slurm(env)
 
 
 def timeout(environ: Mapping[str, str] | None = None) -> float:
@@ -172,7 +176,7 @@ def timeout(environ: Mapping[str, str] | None = None) -> float:
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy without what a launcher said to this process: for processes that get a launcher of their own."""
-    said = frozenset().union(*(launcher.names for launcher in LAUNCHERS.values()))
+    said = frozenset().union(*(launcher.names for launcher in _LAUNCHERS.values()))
     return {name: value for name, value in environ.items() if name not in said}
 
 

@@ -37,6 +37,13 @@ class Handle(Protocol):
         """Returns when the result is in the buffer that was given."""
 
 
+class Done:
+    """A handle of what was done before the call returned."""
+
+    def wait(self) -> None:
+        """The result is there."""
+
+
 class BufferCollectives(Protocol[B]):
     """What the engine that trains Keras models starts on flat buffers while it goes on computing.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from unidist.backends import registry
-from unidist.backends.environment import LAUNCHERS, detect
+from unidist.backends.environment import detect, launchers
 from unidist.doctor.check import Check
 from unidist.errors import BackendNotAvailableError
 
@@ -28,7 +28,7 @@ def check(environ: Mapping[str, str]) -> list[Check]:
 
 
 def _halves(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for launcher in LAUNCHERS.values():
+    for launcher in launchers().values():
         on_one_host = tuple(filter(None, (launcher.local_index, launcher.local_count)))
         # A job script sets an address of two variables for torchrun and for Slurm.
         address = launcher.address if len(launcher.address) > 1 else ()
@@ -48,8 +48,9 @@ def _halves(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _beyond(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    own = [pair for one in LAUNCHERS.values() for pair in ((one.index, one.count), (one.local_index, one.local_count))]
-    for place, count in (*own, ("SLURM_PROCID", "SLURM_NTASKS")):
+    places = [(one.index, one.count) for one in launchers().values()]
+    places += [(one.local_index, one.local_count) for one in launchers().values()]
+    for place, count in (*places, ("SLURM_PROCID", "SLURM_NTASKS")):
         if not (environ.get(place) and environ.get(count)):
             continue
         both = f"{place}={environ[place]}, {count}={environ[count]}"
@@ -65,7 +66,7 @@ def _two_worlds(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Worlds of several launchers (outside Slurm, which starts them) that are not the same."""
     told = [
         (one.name, environ[one.count], environ[one.index])
-        for one in LAUNCHERS.values()
+        for one in launchers().values()
         if one.count in environ and one.index in environ
     ]
     if len({world[1:] for world in told}) > 1:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, TypeAlias
 
-from unidist.backends.environment import LAUNCHERS, Launch, without_launcher
+from unidist.backends.environment import Launch, launchers, without_launcher
 from unidist.launch.request import LOOPBACK
 from unidist.launch.request import free_port as free_port
 from unidist.testing import forkserver
@@ -77,7 +77,7 @@ def launcher_environment(launcher: str | None, count: int, index: int, port: int
         process_index=index,
         local_index=index,
     )
-    return LAUNCHERS[launcher].variables(launch, local_count=count)
+    return launchers()[launcher].variables(launch, local_count=count)
 
 
 def target_name(target: Target) -> str:
