@@ -181,6 +181,7 @@ class SocketsBackend(LocalViewBackend[torch.Tensor]):
 
     name: ClassVar[str] = "sockets"
     capabilities: ClassVar[Capabilities] = Capabilities(view="local")
+    comm: SocketCollectives
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
         self.ops = TorchOps()
