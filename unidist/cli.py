@@ -110,7 +110,7 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default=os.environ.get("UNIDIST_BACKEND", "torch"),
-        help="torch, jax, tensorflow or horovod (default: UNIDIST_BACKEND, else torch)",
+        help="torch, jax, tensorflow, horovod or a registered one (default: UNIDIST_BACKEND, else torch)",
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many processes (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0 (default: 0)")

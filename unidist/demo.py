@@ -15,6 +15,7 @@ import numpy as np
 
 from unidist import session
 from unidist.algebra import Mesh
+from unidist.backends import registry
 from unidist.backends.protocol import Array, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.rows import Row
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     options = _options(arguments)
     digits = _digits()
     sizes = _mesh_sizes(options.mesh, options.devices)
-    adapter = session.use(options.backend, devices=math.prod(sizes.values()) if _is_virtual(options.backend) else None)
+    adapter = session.use(
+        options.backend, devices=math.prod(sizes.values()) if not registry.entry(options.backend).one_device else None
+    )
     say = _print if adapter.process_index() == 0 else _be_silent
     mesh = Mesh(sizes)
     say(f"{mesh.size} devices ({_places(adapter)}) as {mesh}, backend {adapter.name!r}, {_keras_version()}")
@@ -94,7 +97,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="unidist demo", description=__doc__)
-    parser.add_argument("--backend", default="sim", help="sim (default), jax; torch under `unidist run`")
+    parser.add_argument("--backend", default="sim", help="sim (default), jax, tensorflow; others under `unidist run`")
     parser.add_argument("--devices", type=int, help="how many devices (default: as many as the mesh has, or 4)")
     parser.add_argument("--mesh", help="axes and sizes, as data=2,model=2 (the default for 4 devices)")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the data (default: 6)")
@@ -123,10 +126,6 @@ def _mesh_sizes(text: str | None, devices: int | None) -> dict[str, int]:
     if devices is not None and math.prod(sizes.values()) != devices:
         raise MeshError(f"--mesh {text} has {math.prod(sizes.values())} places, but --devices is {devices}")
     return sizes
-
-
-def _is_virtual(backend: str) -> bool:
-    return backend in ("sim", "jax")
 
 
 def _places(adapter: Any) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unidist import arrival
 from unidist.backends import registry
+from unidist.backends.jax.virtual import prepare_devices
 from unidist.backends.protocol import Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError
-from unidist.keras import arrival
 
 
 def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
@@ -48,18 +49,14 @@ def _use(
     if name is None:
         name, why = registry.default_name()
         print(f"unidist: using {name!r} ({why})", file=sys.stderr)
-    # TensorFlow imports Keras, on whatever backend the environment or keras.json names.
-    _choose_keras(name, registry.find(name).keras_backends)
-    adapter_class = registry.load(name)
-    served = tuple(getattr(adapter_class, "keras_backends", ()))
-    chosen = options.get("framework")
-    _choose_keras(
-        name, (chosen,) if chosen in served else served, prefers_first=getattr(adapter_class, "prefers_first", False)
-    )
+    # Before the adapter is imported: TensorFlow imports Keras, on whatever the environment or keras.json names.
+    entry = registry.find(name)
+    served, chosen = entry.keras_backends, options.get(entry.keras_option)
+    _choose_keras(name, (chosen,) if chosen in served else served, prefers_first=entry.prefers_first)
     adapter = registry.use(name, devices=devices, cluster=cluster, **options)
-    if name == "sim" and os.environ.get("KERAS_BACKEND") == "jax":
+    if entry.virtual and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
-        arrival.prepare_devices(len(adapter.list_devices()))
+        prepare_devices(len(adapter.list_devices()))
     arrival.when_keras_arrives()
     return adapter
 

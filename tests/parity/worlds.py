@@ -9,7 +9,7 @@ from typing import Any
 from tests import preloaded
 from tests.parity.train import Result, Spec, start
 from tests.visible import QUICK_JAX, WITH_TENSORFLOW
-from unidist.testing.processes import Launcher, ProcessWorld
+from unidist.testing.processes import ProcessWorld
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ class Setting:
     backend: str | None = None
     processes: int = 1
     devices: int | None = None
-    launcher: Launcher | None = None
+    launcher: str | None = None
     specs: tuple[Spec, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 

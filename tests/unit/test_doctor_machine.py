@@ -135,9 +135,8 @@ def test_limits_of_a_container_are_read(tmp_path: Path) -> None:
 
 def test_backends_by_what_their_processes_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = registry.Entry(target="a.b:C", hint="pip install it", requires=("no_such_module",))
-    known = {"near": replace(entry, requires=()), "jax": replace(entry, requires=()), "far": entry}
-    monkeypatch.setattr(registry, "_entries", known)
-    monkeypatch.setattr(registry, "entries", lambda: known)
+    near = replace(entry, requires=())
+    monkeypatch.setattr(registry, "_entries", {"near": near, "jax": replace(near, accelerators=True), "far": entry})
     told = {
         "near": {"error": "libx.so: cannot open"},
         "jax": {"devices": ["cpu:0", "cpu:1"], "keras": {"error": "Keras 2.0 does not have Layer.call"}},

@@ -183,7 +183,7 @@ def test_environments_without_a_contradiction(environ: dict[str, str]) -> None:
                 **{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
                 **{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4"},
             },
-            "torchrun says process 0 of 2; Horovod says process 0 of 4",
+            "horovod says process 0 of 4; torchrun says process 0 of 2",
             "unset what an earlier job has left",
         ),
     ],

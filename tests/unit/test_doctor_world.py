@@ -180,7 +180,7 @@ def test_where_all_take_part_in_a_link_those_that_went_on_are_named() -> None:
     checks, _ = world.judge(Reports(request=request, told=told, code=3))
     (check,) = (check for check in checks if check.name == "link 0-2")
     assert "process 1 (a, pid 101) said nothing of it: it last began 'link 1-2'" in check.found
-    assert "with Horovod all ranks take part in every link" in check.advice
+    assert "with horovod all ranks take part in every link" in check.advice
 
 
 def test_what_a_process_says_after_it_was_late_comes_of_the_others() -> None:

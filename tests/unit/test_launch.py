@@ -9,18 +9,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from unidist.backends import registry
+import unidist
+from unidist.backends import environment, registry
 from unidist.backends.door import TOKEN
 from unidist.backends.environment import timeout, without_launcher
+from unidist.errors import CapabilityError
 from unidist.launch import LaunchError, Request, ending, jobs, program, run
 from unidist.launch.console import Console
-from unidist.launch.jobs import JOBS, Failure, Job
+from unidist.launch.jobs import Failure, Job
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, split_address
 from unidist.launch.run import GIVEN_UP
 
@@ -38,7 +41,7 @@ def told(backend: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[dict
         return SimpleNamespace(pid=0, poll=lambda: 0)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", start)  # type: ignore[attr-defined]
-    job = JOBS[backend](Request(backend=backend, command=COMMAND, **how))
+    job = registry.job(backend)(Request(backend=backend, command=COMMAND, **how))
     job.start({"HOME": "/root"}, Console(io.StringIO(), io.StringIO()))
     return seen
 
@@ -75,6 +78,35 @@ def test_tensorflow_on_the_second_node(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node0", "1234")
 
 
+def test_a_third_party_s_processes_are_told_by_the_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun's where its entry names none."""
+    monkeypatch.setattr(environment, "_LAUNCHERS", dict(environment.launchers()))
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    wired = environment.Launcher(name="wired", count="W_SIZE", index="W_RANK", address=("W_AT",), local_index="W_LOCAL")
+    by_us = "unidist.launch:LocalProcesses"
+    unidist.register("wired", "a.b:C", job=by_us, launcher=wired)
+    unidist.register("plain", "a.b:C", job=by_us)
+    unidist.register("apart", "a.b:C")
+    last = told("wired", monkeypatch, **SECOND_NODE)[-1]
+    assert {name: last[name] for name in wired.names} == {
+        "W_SIZE": "6",
+        "W_RANK": "5",
+        "W_AT": "node0:1234",
+        "W_LOCAL": "2",
+    }
+    assert not set(last) & environment.TORCHRUN.names
+    assert int(last["OMP_NUM_THREADS"]) >= 1
+    last = told("plain", monkeypatch, **SECOND_NODE)[-1]
+    said = ("5", "6", "2", "3", "node0", "1234")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert tuple(last[name] for name in names) == said
+    with pytest.raises(LaunchError, match="plain has one device a process"):
+        told("plain", monkeypatch, devices_per_process=2)
+    for name, how in (("apart", "with its own launcher"), ("sim", "start the script with python")):
+        with pytest.raises(CapabilityError, match=f"does not start '{name}': .*{how}"):
+            run(Request(backend=name, command=COMMAND))
+
+
 def test_the_last_port_is_65535() -> None:
     assert split_address("[fe80::1]:65535") == ("fe80::1", 65535)
     for text in ("a:65536", "a:0", "a:-1", ":80", "a"):
@@ -104,12 +136,17 @@ class Planted(Job):
         return self.found
 
 
+def plant(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """A backend's job is the planted one; what it requires is installed."""
+    planted = replace(registry.entry(backend), job=f"{__name__}:Planted", requires=())
+    monkeypatch.setitem(registry._entries, backend, planted)
+
+
 def come_to(
     found: list[Failure] | None, monkeypatch: pytest.MonkeyPatch, backend: str = "jax", reason: str | None = None
 ) -> tuple[int, str]:
     """The exit code of a run of two processes, and what it says."""
-    monkeypatch.setitem(JOBS, backend, Planted)
-    monkeypatch.setattr(registry, "find", lambda name: None)
+    plant(monkeypatch, backend)
     monkeypatch.setattr(Planted, "found", found)
     request, err = Request(backend=backend, command=COMMAND, processes=2), io.StringIO()
     return run(request, out=io.StringIO(), err=err, give_up=lambda: reason), err.getvalue()
@@ -159,7 +196,7 @@ def test_keras_runs_on_what_the_shell_says_where_the_backend_serves_it(
 
 
 def test_each_run_of_one_node_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(JOBS, "jax", Planted)
+    plant(monkeypatch, "jax")
     monkeypatch.setattr(Planted, "found", [])
     monkeypatch.setenv(TOKEN, "of all nodes")
     seen = []
@@ -175,7 +212,7 @@ def test_each_run_of_one_node_has_a_token_of_its_own(monkeypatch: pytest.MonkeyP
 def test_one_node_s_connections_are_at_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in INTERFACES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(JOBS, "jax", Planted)
+    plant(monkeypatch, "jax")
     monkeypatch.setattr(Planted, "found", [])
     for nodes, told in ((1, [LOOPBACK_INTERFACE] * 2), (2, [None, None])):
         request = Request(backend="jax", command=COMMAND, nodes=nodes, address="node0:1")
@@ -187,7 +224,7 @@ def test_one_node_s_connections_are_at_the_loopback(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_timeout_is_told_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(JOBS, "jax", Planted)
+    plant(monkeypatch, "jax")
     monkeypatch.setattr(Planted, "found", [])
     run(Request(backend="jax", command=COMMAND, timeout=7.5), out=io.StringIO(), err=io.StringIO())
     assert timeout(Planted.environ) == 7.5

@@ -144,7 +144,8 @@ def test_the_pinned_set_is_within_the_ranges(extra: str) -> None:
 def test_what_a_backend_requires_is_what_its_extra_installs() -> None:
     from unidist.backends import registry
 
-    for name, entry in registry.entries().items():
+    for name in registry.names():
+        entry = registry.entry(name)
         for module in entry.requires:
             assert f"keras-unidist[{name}]" in entry.hint
             assert module in {Requirement(text).name for text in PROJECT["optional-dependencies"][name]}

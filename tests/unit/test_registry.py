@@ -16,7 +16,7 @@ import pytest
 
 import unidist
 from unidist import session
-from unidist.backends import registry
+from unidist.backends import environment, registry
 from unidist.backends.environment import detect, first_host
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.backends.sim.backend import SimBackend
@@ -31,7 +31,6 @@ class World(SimBackend):
     """A backend that can join a world of processes and remembers what it was told."""
 
     name = "worldly"
-    keras_backends = ()
     capabilities = Capabilities(view="local", differentiable=False)
 
     def __init__(self, devices: Any = None, **options: Any) -> None:
@@ -175,21 +174,16 @@ def test_keras_on_another_backend_is_refused_with_the_way_out(monkeypatch: pytes
 class Serving(World):
     """Runs with Keras on two backends."""
 
-    keras_backends = ("torch", "jax")
-
     def __init__(self, devices: Any = None, framework: str = "") -> None:
         super().__init__(devices)
-
-
-class Preferring(Serving):
-    prefers_first = True
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where Keras's own configuration is; both backends are installed."""
-    unidist.register("serving", f"{__name__}:Serving")
-    unidist.register("preferring", f"{__name__}:Preferring")
+    serving = {"keras_backends": ("torch", "jax"), "keras_option": "framework"}
+    unidist.register("serving", f"{__name__}:Serving", **serving)
+    unidist.register("preferring", f"{__name__}:Serving", prefers_first=True, **serving)
     monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: object())  # type: ignore[attr-defined]
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     return tmp_path / "keras.json"
@@ -209,6 +203,7 @@ def test_keras_own_configuration_chooses_among_those_that_serve(served: Path) ->
     assert chosen("serving") is None, "Keras reads it by itself"
     assert chosen("preferring") == "torch"
     assert chosen("serving", framework="jax") == "jax"
+    assert chosen("serving", framework="mxnet") is None, "the adapter may have other frameworks too"
     served.write_text('{"backend": "tensorflow"}')
     assert chosen("serving") == "torch"
     served.write_text("no JSON")
@@ -224,14 +219,9 @@ def test_what_the_shell_says_of_keras_is_taken_or_refused(served: Path, monkeypa
     assert chosen("serving", framework="jax") == "jax", "the framework that was asked for is the only one"
 
 
-class Importing(Serving):
-    """Its module imports Keras, as TensorFlow does."""
-
-
 def test_keras_is_told_its_backend_before_an_adapter_imports_it(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the shell or Keras's own configuration says."""
-    entry = registry.Entry(target=f"{__name__}:Importing", keras_backends=("jax",))
-    monkeypatch.setitem(registry._entries, "importing", entry)
+    """As TensorFlow does. Whatever the shell or Keras's own configuration says."""
+    unidist.register("importing", f"{__name__}:Serving", keras_backends=("jax",))
     found, load = [], registry.load
 
     def loading(name: str) -> Any:
@@ -245,7 +235,7 @@ def test_keras_is_told_its_backend_before_an_adapter_imports_it(served: Path, mo
     served.write_text('{"backend": "torch"}')
     unidist.use("importing")
     assert set(found) == {"jax"}
-    assert set(registry.entries()["tensorflow"].keras_backends) == {"tensorflow"}
+    assert registry.entry("tensorflow").keras_backends == ("tensorflow",)
 
 
 # Joining -----------------------------------------------------------------------------------------------------------
@@ -350,18 +340,32 @@ from unidist.backends.sim.backend import SimBackend
 class TheirBackend(SimBackend):
     name = "theirs"
 """
+THEIR_ENTRY = """
+from unidist.backends.environment import Launcher
+from unidist.backends.registry import Entry
+
+ENTRY = Entry(
+    target="their_backend:TheirBackend",
+    requires=("numpy",),
+    keras_backends=("jax",),
+    virtual=True,
+    launcher=Launcher(name="theirrun", count="THEIR_SIZE", index="THEIR_RANK"),
+)
+"""
 
 
 @pytest.fixture
 def their_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution installed beside others: a module, its metadata and two entry points."""
     (tmp_path / "their_backend.py").write_text(THEIRS)
+    (tmp_path / "their_entry.py").write_text(THEIR_ENTRY)
+    monkeypatch.setattr(environment, "_LAUNCHERS", dict(environment.launchers()))
     info = tmp_path / "their_package-3.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 3.2\n")
     (info / "entry_points.txt").write_text(
         "[unidist.backends]\ntheirs = their_backend:TheirBackend\nbroken = their_backend:Nothing\n"
-        "sim = their_backend:TheirBackend\n"
+        "sim = their_backend:TheirBackend\ntold = their_entry:ENTRY\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -373,6 +377,26 @@ def test_an_entry_point_is_a_backend_and_hides_none_of_ours(their_distribution: 
     assert (infos["theirs"].installed, infos["theirs"].version, infos["theirs"].view) == (True, "3.2", "local")
     assert not infos["broken"].installed
     assert "pip install their-package" in infos["broken"].hint
+
+
+def test_an_entry_point_may_name_an_entry_which_is_read_without_the_adapter(
+    their_distribution: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("THEIR_SIZE", "1")
+    monkeypatch.setenv("THEIR_RANK", "0")
+    monkeypatch.delitem(sys.modules, "their_backend", raising=False)
+    assert registry.default_name() == ("told", "the environment of theirrun")
+    assert "their_backend" not in sys.modules
+    assert "THEIR_RANK" not in environment.without_launcher(os.environ)
+    told = registry.entry("told")
+    assert (told.hint, told.distribution) == ("pip install their-package", "their-package")
+    assert set(registry.distributions()) == {"torch", "jax", "tensorflow", "horovod", "their-package"}
+    assert unidist.use("told", devices=2).name == "theirs"
+    assert (os.environ["KERAS_BACKEND"], registry.in_use().virtual) == ("jax", True)
+    unidist.use("sim", devices=2)
+    assert registry.in_use() == registry.entry("sim")
 
 
 def test_what_is_registered_is_listed_with_its_version(worldly: None) -> None:
@@ -464,5 +488,5 @@ def test_every_adapter_that_comes_with_the_package_is_held_to_the_laws() -> None
                     and isinstance(item.value, ast.Constant)
                     and ast.unparse(item.targets[0]) == "backend"
                 }
-    own = {name for name, entry in registry.entries().items() if entry.target.startswith("unidist.")}
+    own = {name for name in registry.names() if registry.entry(name).target.startswith("unidist.")}
     assert own <= held, f"no ConformanceSuite for {own - held}"

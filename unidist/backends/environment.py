@@ -5,22 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unidist.errors import BackendNotAvailableError
 
-_LAUNCHERS = frozenset(
-    (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-        *("JAX_LOCAL_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS"),
-        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_HOSTNAME"),
-        *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_GLOO_IFACE"),
-        *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    )
-)
 # Seconds to wait for others where the program does not say; `unidist run --timeout` sets it.
 TIMEOUT = "UNIDIST_TIMEOUT"
 _WAIT = 300.0
@@ -33,7 +22,7 @@ class Launch:
     """A launcher's description of the world.
 
     Attributes:
-        launcher: "torchrun", "jax", "horovod" or "slurm".
+        launcher: the name of a `Launcher`, as "torchrun", or "slurm".
         address: "host:port" of process 0, or None where the runtime finds it by itself.
         local_index: this process's number on its host: its accelerator.
     """
@@ -45,6 +34,118 @@ class Launch:
     local_index: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The variables by which a launcher tells a process its place in the world.
+
+    Attributes:
+        name: what `Launch` calls it.
+        count, index: variables of the number of processes and of the process's own. Both are always set.
+        local_count, local_index: the same on its host; "" where the launcher does not say.
+        address: the variable of process 0's "host:port", which is always set too; or those of its host and of its
+            port, which may be missing; or none.
+        others: what else it sets, for its own processes alone.
+
+    Example:
+        >>> wired = Launcher(name="wired", count="WIRED_SIZE", index="WIRED_RANK", address=("WIRED_ADDRESS",))
+        >>> launch = Launch(launcher="wired", address="a:1", process_count=4, process_index=3, local_index=0)
+        >>> wired.variables(launch)
+        {'WIRED_SIZE': '4', 'WIRED_RANK': '3', 'WIRED_ADDRESS': 'a:1'}
+        >>> wired.read(wired.variables(launch)) == launch
+        True
+    """
+
+    name: str
+    count: str
+    index: str
+    local_count: str = ""
+    local_index: str = ""
+    address: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    @property
+    def always(self) -> tuple[str, ...]:
+        """The variables without one of which it has not started a process."""
+        return (self.index, self.count, *(self.address if len(self.address) == 1 else ()))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All that it sets."""
+        known = (self.count, self.index, self.local_count, self.local_index, *self.address, *self.others)
+        return frozenset(filter(None, known))
+
+    def read(self, env: Mapping[str, str]) -> Launch | None:
+        """What it says in an environment; None where it has started nothing."""
+        if any(name not in env for name in self.always):
+            return None
+        return Launch(
+            launcher=self.name,
+            address=self._address([env[name] for name in self.address if name in env]),
+            process_count=_integer(env, self.count),
+            process_index=_integer(env, self.index),
+            local_index=_integer(env, self.local_index, 0),
+        )
+
+    def _address(self, said: Sequence[str]) -> str | None:
+        if len(said) < max(1, len(self.address)):
+            return None
+        return said[0] if len(said) == 1 else join_address(*said)
+
+    def variables(self, launch: Launch, local_count: int = 1) -> dict[str, str]:
+        """What it says to a process of `local_count` on its host."""
+        address = launch.address or ""
+        said = {
+            self.count: str(launch.process_count),
+            self.index: str(launch.process_index),
+            self.local_count: str(local_count),
+            self.local_index: str(launch.local_index),
+            **dict(zip(self.address, [address] if len(self.address) == 1 else address.rsplit(":", 1), strict=False)),
+        }
+        said.pop("", None)
+        return said
+
+
+HOROVOD = Launcher(
+    name="horovod",
+    count="HOROVOD_SIZE",
+    index="HOROVOD_RANK",
+    local_count="HOROVOD_LOCAL_SIZE",
+    local_index="HOROVOD_LOCAL_RANK",
+    others=(
+        *("HOROVOD_HOSTNAME", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_GLOO_IFACE"),
+        *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    ),
+)
+TORCHRUN = Launcher(
+    name="torchrun",
+    count="WORLD_SIZE",
+    index="RANK",
+    local_count="LOCAL_WORLD_SIZE",
+    local_index="LOCAL_RANK",
+    address=("MASTER_ADDR", "MASTER_PORT"),
+    others=("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+)
+JAX = Launcher(
+    name="jax",
+    count="JAX_NUM_PROCESSES",
+    index="JAX_PROCESS_ID",
+    local_index="JAX_LOCAL_PROCESS_ID",
+    address=("JAX_COORDINATOR_ADDRESS",),
+    others=("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"),
+)
+_LAUNCHERS = {launcher.name: launcher for launcher in (HOROVOD, TORCHRUN, JAX)}
+
+
+def launchers() -> Mapping[str, Launcher]:
+    """All that are known, by name. Where several have left their variables, the first one counts: the innermost."""
+    return _LAUNCHERS
+
+
+def learn(launcher: Launcher) -> None:
+    """Makes its variables known. Those above may run inside of it."""
+    _LAUNCHERS[launcher.name] = launcher
+
+
 def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     """The launch that the environment describes, or None where there is no launcher.
 
@@ -54,18 +155,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
         BackendNotAvailableError: a variable that must be a number is none.
     """
     env = os.environ if environ is None else environ
-    if "HOROVOD_RANK" in env and "HOROVOD_SIZE" in env:
-        return _launch(env, "horovod", None, "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK")
-    if "RANK" in env and "WORLD_SIZE" in env:
-        known = "MASTER_ADDR" in env and "MASTER_PORT" in env
-        address = join_address(env["MASTER_ADDR"], env["MASTER_PORT"]) if known else None
-        return _launch(env, "torchrun", address, "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    if "JAX_COORDINATOR_ADDRESS" in env and "JAX_NUM_PROCESSES" in env and "JAX_PROCESS_ID" in env:
-        address = env["JAX_COORDINATOR_ADDRESS"]
-        return _launch(env, "jax", address, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_PROCESS_ID")
-    if "SLURM_PROCID" in env and _integer(env, "SLURM_NTASKS", 1) > 1 and not _is_batch_script(env):
-        return _launch(env, "slurm", _slurm_address(env), "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    return None
+    return next(filter(None, (launcher.read(env) for launcher in _LAUNCHERS.values())), None) or _slurm(env)
 
 
 def timeout(environ: Mapping[str, str] | None = None) -> float:
@@ -86,22 +176,13 @@ def timeout(environ: Mapping[str, str] | None = None) -> float:
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy without what a launcher said to this process: for processes that get a launcher of their own."""
-    return {name: value for name, value in environ.items() if name not in _LAUNCHERS}
+    said = frozenset().union(*(launcher.names for launcher in _LAUNCHERS.values()))
+    return {name: value for name, value in environ.items() if name not in said}
 
 
 def join_address(host: str, port: str) -> str:
     """ "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _launch(env: Mapping[str, str], launcher: str, address: str | None, count: str, index: str, local: str) -> Launch:
-    return Launch(
-        launcher=launcher,
-        address=address,
-        process_count=_integer(env, count),
-        process_index=_integer(env, index),
-        local_index=_integer(env, local, 0),
-    )
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -115,6 +196,18 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
             f"the environment has {name}={value!r}, which should be a number: "
             f"unset it, or start the program with a launcher that sets it"
         ) from None
+
+
+def _slurm(env: Mapping[str, str]) -> Launch | None:
+    if "SLURM_PROCID" not in env or _integer(env, "SLURM_NTASKS", 1) <= 1 or _is_batch_script(env):
+        return None
+    return Launch(
+        launcher="slurm",
+        address=_slurm_address(env),
+        process_count=_integer(env, "SLURM_NTASKS"),
+        process_index=_integer(env, "SLURM_PROCID"),
+        local_index=_integer(env, "SLURM_LOCALID", 0),
+    )
 
 
 def _is_batch_script(env: Mapping[str, str]) -> bool:

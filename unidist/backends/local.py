@@ -6,7 +6,7 @@ of them. An adapter gives `comm` (group collectives on its native arrays) and `o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from unidist import events
 from unidist.algebra import Axes, Group, Mesh, Plan, Sharding, Step, plan, ring_bytes
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.protocol import Array, Capabilities, Cluster, dtype_name, itemsize
+from unidist.backends.protocol import Array, Capabilities, DistributionBackend, dtype_name, itemsize
 from unidist.errors import CapabilityError, LayoutError, MeshError
 
 A = TypeVar("A")
 B = TypeVar("B", contravariant=True)
+T = TypeVar("T")
 MOVES_KEPT = 16384  # plans made ready for a rank; as many as plan() keeps
 
 
@@ -34,6 +35,13 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Returns when the result is in the buffer that was given."""
+
+
+class Done:
+    """A handle of what was done before the call returned."""
+
+    def wait(self) -> None:
+        """The result is there."""
 
 
 class BufferCollectives(Protocol[B]):
@@ -107,36 +115,20 @@ class LocalOps(Protocol[A]):
         """forward(x), whose gradient is backward(gradient)."""
 
 
-class LocalViewBackend(ABC, Generic[A]):
+class LocalViewBackend(DistributionBackend, Generic[A]):
     """Base of the adapters whose ranks hold their shards. See DistributionBackend for the members."""
 
-    name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    is_virtual: ClassVar[bool] = False
+    """Whether this process holds all ranks, each in a thread of its own while `run` works."""
+    has_dtensors: ClassVar[bool] = False
+    """Whether `layout` gives the device_mesh and the placements of torch's DTensor."""
+    tensor: str = "native"
+    """What a Keras model's `state_dict()` holds: "native", shards as they are, or "dtensor", DTensors on them."""
     compiles: ClassVar[bool] = False
     """Whether its collectives can be part of a program that the framework compiles."""
     comm: Collectives[A]
     ops: LocalOps[A]
-
-    @abstractmethod
-    def initialize(self, cluster: Cluster) -> None: ...
-
-    @abstractmethod
-    def shutdown(self) -> None: ...
-
-    @abstractmethod
-    def process_index(self) -> int: ...
-
-    @abstractmethod
-    def process_count(self) -> int: ...
-
-    @abstractmethod
-    def list_devices(self, kind: str | None = None) -> list[str]: ...
-
-    @abstractmethod
-    def mesh(self, mesh: Mesh) -> Any: ...
-
-    @abstractmethod
-    def layout(self, sharding: Sharding) -> Any: ...
 
     @property
     @abstractmethod
@@ -145,6 +137,10 @@ class LocalViewBackend(ABC, Generic[A]):
 
     def local_ranks(self) -> tuple[int, ...]:
         return (self.rank,)
+
+    def run(self, fn: Callable[[int], T]) -> list[T]:
+        """fn(rank) on every rank of this process."""
+        return [fn(self.rank)]
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raises MeshError where the mesh names a rank that the world does not have."""

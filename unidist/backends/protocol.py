@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -62,61 +63,90 @@ class Cluster:
 
 @runtime_checkable
 class DistributionBackend(Protocol):
-    """One framework's way to place arrays on a mesh and to move them.
+    """One framework's way to place arrays on a mesh and to move them. Adapters inherit it, for what has a default.
 
     `X` below is the adapter's own data: for a local view this process's shard (the simulator: a mapping of all
     ranks' shards), for a global view the framework's global array. What it means is told by a Sharding.
     """
 
-    name: ClassVar[str]
-    capabilities: Capabilities
+    name: ClassVar[str]  # as it is registered
+    capabilities: ClassVar[Capabilities]
 
+    @abstractmethod
     def initialize(self, cluster: Cluster) -> None:
         """Joins the world. Raises BackendMismatchError if already joined, BackendNotAvailableError if it cannot."""
 
+    @abstractmethod
     def shutdown(self) -> None:
         """Leaves the world; a later `initialize` may join another."""
 
+    @abstractmethod
     def process_index(self) -> int: ...
 
+    @abstractmethod
     def process_count(self) -> int: ...
 
+    @abstractmethod
     def list_devices(self, kind: str | None = None) -> list[str]:
         """All devices of the world as "cpu:0", "gpu:3": the k-th is rank k."""
 
+    @abstractmethod
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks whose shards this process holds, in order."""
 
+    @abstractmethod
     def mesh(self, mesh: Mesh) -> Any:
         """The framework's own mesh object, or its nearest thing. Cached by equality of the whole mesh."""
 
+    @abstractmethod
     def layout(self, sharding: Sharding) -> Any:
         """The framework's own sharding object, or its nearest thing."""
 
+    @abstractmethod
     def distribute(self, value: Any, sharding: Sharding) -> Any:
         """X from the same full value on every process. P: the value at place 0, neutral elements elsewhere."""
 
+    @abstractmethod
     def from_local(self, shards: Sequence[Any], sharding: Sharding) -> Any:
         """X from one shard for each local rank, in rank order."""
 
+    @abstractmethod
     def to_local(self, x: Any, sharding: Sharding) -> Mapping[int, Any]:
         """rank -> its native local array, for each local rank."""
 
+    @abstractmethod
     def gather(self, x: Any, sharding: Sharding) -> Array:
         """The full value on every process (partial axes reduced). A collective of the whole mesh."""
 
+    @abstractmethod
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
         """X at `dst`: runs plan(src, dst). Differentiable by plan(src, dst).adjoint."""
 
+    @abstractmethod
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
         """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root, zeros
         elsewhere; along axes of F, where it arrives partial, its sum does."""
 
+    @abstractmethod
     def permute(self, x: Any, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Any:
         """Shards move from place to place along `axes`; places that get none hold zeros. Adjoint: pairs reversed."""
 
+    @abstractmethod
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
         """Returns when every process of the group (default: the world) has come."""
+
+    # What has a default ---------------------------------------------------------------------------------------------
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes how long the collectives of a world that was joined wait. By default a CapabilityError."""
+        raise CapabilityError(
+            f"{self.name} cannot change its timeout after joining: say `unidist run --timeout {seconds:g}` or "
+            f"UNIDIST_TIMEOUT={seconds:g}"
+        )
+
+    def visible_devices(self) -> list[str]:
+        """The devices that this process sees before it joins a world, which may give it one of them."""
+        return self.list_devices()
 
 
 def plain_array(value: Any) -> Array:

@@ -9,14 +9,15 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, cast
 
 from unidist.algebra import mesh as mesh_module
 from unidist.algebra.checks import whole_number
-from unidist.backends.environment import detect
+from unidist.backends import environment
+from unidist.backends.environment import Launcher
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 
@@ -25,14 +26,27 @@ ENTRY_POINTS = "unidist.backends"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where an adapter is found and what it needs.
+    """What an adapter is, said without importing it: where it is found, whom it serves, how its processes start.
 
     Attributes:
-        target: "package.module:Class".
+        target: "package.module:Class" of a DistributionBackend, constructed as Class(devices=..., **options).
         hint: how to install what is missing.
         requires: top-level modules that must be importable.
-        distribution: the distribution whose version `backends()` tells.
-        keras_backends: as the adapter's own, where importing it imports Keras: that must know its backend before.
+        distribution: the distribution whose version `backends()` tells. "": that of the first module it requires.
+        keras_backends: the Keras backends that it can serve, the best first; `use` chooses among them before the
+            adapter is imported. (): `use` leaves Keras as it is.
+        prefers_first: whether the first of them is taken where the environment names none, whatever Keras's own
+            configuration says.
+        keras_option: the option of `use` by which a program names one of them.
+        drivers: Keras backend -> package that trains Keras models there, where it is not unidist's own for that one.
+        virtual: whether its devices are no framework's: all live in one process, in which a driver simulates them.
+        one_device: whether a process has one device. Else it has several, on CPUs as many as `use(devices=)` says.
+        launcher: the launcher by whose variables a program that names no backend gets this one.
+        job: "package.module:Class" of the `unidist.launch.Job` by which `unidist run` starts its processes: one that is
+            no more than that is `unidist.launch:LocalProcesses`. "": `unidist run` does not start them.
+        accelerators: whether it computes on accelerators where there are any: `unidist doctor` misses them then.
+        over_grpc: whether its processes meet over gRPC: `unidist doctor` looks for proxies between them.
+        all_take_part: whether a message between two ranks is a collective of the world.
     """
 
     target: str
@@ -40,6 +54,21 @@ class Entry:
     requires: tuple[str, ...] = ()
     distribution: str = ""
     keras_backends: tuple[str, ...] = ()
+    prefers_first: bool = False
+    keras_option: str = ""
+    drivers: Mapping[str, str] = field(default_factory=dict)
+    virtual: bool = False
+    one_device: bool = True
+    launcher: Launcher | None = None
+    job: str = ""
+    accelerators: bool = False
+    over_grpc: bool = False
+    all_take_part: bool = False
+
+    def __post_init__(self) -> None:
+        for what, path in (("target", self.target), ("job", self.job)):
+            if path and ":" not in path:
+                raise BackendNotAvailableError(f"an adapter's {what} {path!r} must be 'package.module:Class'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,46 +84,69 @@ class BackendInfo:
 
 
 _entries: dict[str, Entry] = {
-    "sim": Entry(target="unidist.backends.sim.backend:SimBackend"),
+    "sim": Entry(
+        target="unidist.backends.sim.backend:SimBackend",
+        keras_backends=("torch", "jax", "tensorflow"),
+        virtual=True,
+        one_device=False,
+    ),
     "torch": Entry(
         target="unidist.backends.torch.backend:TorchBackend",
         hint='pip install "keras-unidist[torch]"',
         requires=("torch",),
-        distribution="torch",
+        keras_backends=("torch",),
+        job="unidist.launch.jobs:ElasticAgent",
+        accelerators=True,
     ),
     "jax": Entry(
         target="unidist.backends.jax.backend:JaxBackend",
         hint='pip install "keras-unidist[jax]"',
         requires=("jax",),
-        distribution="jax",
+        keras_backends=("jax",),
+        one_device=False,
+        launcher=environment.JAX,
+        job="unidist.launch.jobs:JaxProcesses",
+        accelerators=True,
+        over_grpc=True,
     ),
     "tensorflow": Entry(
         target="unidist.backends.tensorflow.backend:TensorflowBackend",
         hint='pip install "keras-unidist[tensorflow]"',
         requires=("tensorflow",),
-        distribution="tensorflow",
         keras_backends=("tensorflow",),
+        one_device=False,
+        job="unidist.launch.jobs:Clients",
+        accelerators=True,
+        over_grpc=True,
+        all_take_part=True,
     ),
     "horovod": Entry(
         target="unidist.backends.horovod.backend:HorovodBackend",
         hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it (docs/horovod.md); the rest comes by "
         'pip install "keras-unidist[horovod]"',
         requires=("horovod",),
-        distribution="horovod",
+        keras_backends=("torch", "tensorflow"),
+        prefers_first=True,
+        keras_option="framework",
+        drivers={"tensorflow": "unidist.keras.replicated"},
+        launcher=environment.HOROVOD,
+        job="unidist.launch.jobs:HorovodProcesses",
+        all_take_part=True,
     ),
 }
+_NONE = Entry(target="")
 _current: DistributionBackend | None = None
+_entry = _NONE
 _joined: Literal["no", "by launcher", "by initialize"] = "no"
 
 
-def register(name: str, target: str, *, hint: str = "", requires: tuple[str, ...] = ()) -> None:
+def register(name: str, target: str, **declared: Any) -> None:
     """Adds a third party's adapter.
 
     Args:
         name: what `unidist.use` will call it.
         target: "package.module:Class" of a DistributionBackend, constructed as Class(devices=..., **options).
-        hint: how to install what is missing.
-        requires: top-level modules that must be importable.
+        declared: further fields of its `Entry`, as hint, requires and keras_backends.
 
     Example:
         >>> import unidist
@@ -102,52 +154,104 @@ def register(name: str, target: str, *, hint: str = "", requires: tuple[str, ...
         >>> unidist.backends()["mine"].hint
         "backend 'mine' needs mine: pip install mine"
     """
-    if ":" not in target:
-        raise BackendNotAvailableError(f"backend {name!r}: target {target!r} must be 'package.module:Class'")
-    _entries[name] = Entry(target=target, hint=hint, requires=requires, distribution=requires[0] if requires else "")
+    _entries[name] = _learnt(Entry(target=target, **declared))
 
 
-def entries() -> dict[str, Entry]:
-    """Built-in and registered entries, then installed entry points that no name hides."""
-    found = dict(_entries)
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        home = point.dist.name if point.dist is not None else ""
-        entry = Entry(target=f"{point.module}:{point.attr}", hint=f"pip install {home}", distribution=home)
-        found.setdefault(point.name, entry)
-    return found
+def _learnt(entry: Entry) -> Entry:
+    if entry.launcher is not None:
+        environment.learn(entry.launcher)
+    return entry
 
 
-def _missing(entry: Entry) -> list[str]:
-    return [name for name in entry.requires if name not in sys.modules and importlib.util.find_spec(name) is None]
+def _points() -> dict[str, importlib.metadata.EntryPoint]:
+    """The installed entry points, which hide none of our names."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {point.name: point for point in found if point.name not in _entries}
+
+
+def names() -> list[str]:
+    """The built-in and registered adapters, then those of installed entry points. Imports none of them."""
+    return [*_entries, *_points()]
+
+
+def entry(name: str) -> Entry:
+    """The entry of an adapter, without importing it.
+
+    An entry point names the adapter's class or, in capitals as a constant is, its Entry: that is imported.
+
+    Raises:
+        BackendNotAvailableError: an unknown name, or the Entry cannot be imported.
+    """
+    if name in _entries:
+        return _entries[name]
+    point = _points().get(name)
+    if point is None:
+        raise BackendNotAvailableError(
+            f"unknown backend {name!r}: one of {sorted(names())}, or add yours with unidist.register(...)"
+        )
+    home = _home(point)
+    found = _imported(name, point.value, f"pip install {home}") if point.attr.isupper() else None
+    if not isinstance(found, Entry):
+        found = Entry(target=point.value)
+    return _learnt(replace(found, hint=found.hint or f"pip install {home}", distribution=found.distribution or home))
+
+
+def _home(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else ""
+
+
+def distributions() -> dict[str, str]:
+    """Distribution -> how to install it, of all adapters. Imports none of them."""
+    own = {_distribution(one): one.hint for one in _entries.values()}
+    theirs = {_home(point): "" for point in _points().values()}
+    return {home: hint for home, hint in {**own, **theirs}.items() if home}
+
+
+def _distribution(entry: Entry) -> str:
+    return entry.distribution or next(iter(entry.requires), "")
 
 
 def find(name: str) -> Entry:
-    """The entry of a backend, without importing it.
+    """The entry of an adapter whose requirements are installed, without importing it.
 
     Raises:
-        BackendNotAvailableError: an unknown name, or what it requires is not installed (with the hint).
+        BackendNotAvailableError: as `entry`, or what it requires is not installed (with the hint).
     """
-    known = entries()
-    if name not in known:
-        raise BackendNotAvailableError(
-            f"unknown backend {name!r}: one of {sorted(known)}, or add yours with unidist.register(...)"
-        )
-    entry = known[name]
-    if missing := _missing(entry):
-        raise BackendNotAvailableError(f"backend {name!r} needs {', '.join(missing)}: {entry.hint}")
-    return entry
+    found = entry(name)
+    missing = [one for one in found.requires if one not in sys.modules and importlib.util.find_spec(one) is None]
+    if missing:
+        raise BackendNotAvailableError(f"backend {name!r} needs {', '.join(missing)}: {found.hint}")
+    return found
 
 
 def load(name: str) -> type[DistributionBackend]:
     """The adapter's class. Raises BackendNotAvailableError: unknown name, or not installed (with the hint)."""
-    entry = find(name)
-    module, _, attribute = entry.target.partition(":")
+    found = find(name)
+    return cast(type[DistributionBackend], _imported(name, found.target, found.hint))
+
+
+def job(name: str) -> Any:
+    """The class of the job that starts an adapter's processes.
+
+    Raises:
+        CapabilityError: it declares none.
+        BackendNotAvailableError: an unknown name, or the job cannot be imported.
+    """
+    found = entry(name)
+    if found.job:
+        return _imported(name, found.job, found.hint)
+    how = "start its processes with its own launcher"
+    if found.virtual:
+        how = "its ranks live in one process: start the script with python"
+    raise CapabilityError(f"`unidist run` does not start {name!r}: {how}")
+
+
+def _imported(name: str, path: str, hint: str) -> Any:
+    module, _, attribute = path.partition(":")
     try:
-        return cast(type[DistributionBackend], getattr(importlib.import_module(module), attribute))
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BackendNotAvailableError(
-            f"backend {name!r}: {entry.target} cannot be imported ({error}). {entry.hint}"
-        ) from error
+        raise BackendNotAvailableError(f"backend {name!r}: {path} cannot be imported ({error}). {hint}") from error
 
 
 def backends() -> dict[str, BackendInfo]:
@@ -159,25 +263,17 @@ def backends() -> dict[str, BackendInfo]:
         >>> sim.installed, sim.view
         (True, 'local')
     """
-    infos = {}
-    for name, entry in entries().items():
-        try:
-            adapter = load(name)
-        except BackendNotAvailableError as error:
-            infos[name] = BackendInfo(
-                name=name, installed=False, version=None, view=None, capabilities=None, hint=str(error)
-            )
-            continue
-        capabilities = adapter.capabilities
-        infos[name] = BackendInfo(
-            name=name,
-            installed=True,
-            version=version_of(entry.distribution),
-            view=capabilities.view,
-            capabilities=capabilities,
-            hint=entry.hint,
-        )
-    return infos
+    return {name: _info(name) for name in names()}
+
+
+def _info(name: str) -> BackendInfo:
+    try:
+        found, adapter = entry(name), load(name)
+    except BackendNotAvailableError as error:
+        return BackendInfo(name=name, installed=False, version=None, view=None, capabilities=None, hint=str(error))
+    can = adapter.capabilities
+    version = version_of(_distribution(found))
+    return BackendInfo(name=name, installed=True, version=version, view=can.view, capabilities=can, hint=found.hint)
 
 
 def version_of(distribution: str) -> str | None:
@@ -194,19 +290,29 @@ def _installing(module: str) -> Iterator[str]:
     yield from importlib.metadata.packages_distributions().get(module, ())
 
 
+def _declared() -> dict[str, Entry]:
+    """All entries; their launchers are known then. Entry points that cannot be imported are left out."""
+    found = {}
+    for name in names():
+        with contextlib.suppress(BackendNotAvailableError):
+            found[name] = entry(name)
+    return found
+
+
 def default_name() -> tuple[str, str]:
     """(name, why): UNIDIST_BACKEND, then the launcher with the Keras backend, then sim."""
     if name := os.environ.get("UNIDIST_BACKEND"):
         return name, "UNIDIST_BACKEND"
-    launch = detect()
-    if launch is not None:
-        if launch.launcher == "horovod":
-            return "horovod", "the environment of horovodrun"
-        if launch.launcher == "jax":
-            return "jax", "JAX's environment"
-        keras_backend = os.environ.get("KERAS_BACKEND", "torch")
-        return keras_backend, f"the environment of {launch.launcher} and KERAS_BACKEND"
-    return "sim", "no backend was named and no launcher started this process"
+    known = _declared()
+    launch = environment.detect()
+    if launch is None:
+        return "sim", "no backend was named and no launcher started this process"
+    why = f"the environment of {launch.launcher}"
+    for name, one in known.items():
+        if one.launcher is not None and one.launcher.name == launch.launcher:
+            return name, why
+    # The adapters of torch, JAX and TensorFlow have the names that Keras gives them.
+    return os.environ.get("KERAS_BACKEND", "torch"), f"{why} and KERAS_BACKEND"
 
 
 def use(
@@ -224,7 +330,7 @@ def use(
         CapabilityError: an option that the adapter does not have.
         MeshError: devices that are neither a number nor a list of names.
     """
-    adapter_class = load(name)
+    found, adapter_class = entry(name), load(name)
     known = inspect.signature(adapter_class).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     if unknown := [option for option in options if option not in known and not takes_any]:
@@ -233,10 +339,10 @@ def use(
     if _current is not None:
         _current.shutdown()
     _set(None, "no")
-    launched = detect() is not None
+    launched = environment.detect() is not None
     if launched:
         adapter.initialize(cluster or Cluster())
-    _set(adapter, "by launcher" if launched else "no")
+    _set(adapter, "by launcher" if launched else "no", found)
     return adapter
 
 
@@ -264,10 +370,15 @@ def has_current() -> bool:
     return _current is not None
 
 
+def in_use() -> Entry:
+    """What the adapter in use has declared; where none is in use, nothing."""
+    return _entry
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""
-    before = _current, _joined
+    before = _current, _joined, _entry
     _set(None, "no")
     try:
         yield
@@ -277,9 +388,11 @@ def isolated() -> Iterator[None]:
         _set(*before)
 
 
-def _set(adapter: DistributionBackend | None, joined: Literal["no", "by launcher", "by initialize"]) -> None:
-    global _current, _joined
-    _current, _joined = adapter, joined
+def _set(
+    adapter: DistributionBackend | None, joined: Literal["no", "by launcher", "by initialize"], declared: Entry = _NONE
+) -> None:
+    global _current, _joined, _entry
+    _current, _joined, _entry = adapter, joined, declared
     mesh_module.set_world(None if adapter is None else adapter.list_devices)
 
 
@@ -312,13 +425,7 @@ def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
             f"started this as process {adapter.process_index()} of {adapter.process_count()}"
         )
     elif retimes:
-        set_timeout = getattr(adapter, "set_timeout", None)
-        if set_timeout is None:
-            raise CapabilityError(
-                f"{adapter.name} cannot change its timeout after joining: say `unidist run --timeout "
-                f"{cluster.timeout:g}` or UNIDIST_TIMEOUT={cluster.timeout:g}"
-            )
-        set_timeout(cluster.timeout)
+        adapter.set_timeout(cluster.timeout)
     _joined = "by initialize"
 
 

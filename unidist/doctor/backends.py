@@ -23,8 +23,6 @@ Ask: TypeAlias = Callable[[str], Mapping[str, Any]]
 # A framework's imports take a minute from a cold network disk.
 SECONDS = 180.0
 _AT_ONCE = 2
-# Horovod's adapter serves CPUs, and so does the simulator.
-ON_ACCELERATORS = ("torch", "jax", "tensorflow")
 _ASKED = "its adapter can be imported and finds its devices"
 
 
@@ -39,7 +37,8 @@ def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
     cards = count_cards() if cards is None else cards
     checks: dict[str, Check] = {}
     there = []
-    for name in registry.entries():
+    names = registry.names()
+    for name in names:
         try:
             registry.find(name)
         except BackendNotAvailableError as error:
@@ -54,7 +53,7 @@ def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
             checks[name] = judge(name, told, cards)
             if keras := told.get("keras"):
                 checks[f"{name} with Keras"] = judge_keras(name, keras)
-    return [checks[key] for name in registry.entries() for key in (name, f"{name} with Keras") if key in checks]
+    return [checks[key] for name in names for key in (name, f"{name} with Keras") if key in checks]
 
 
 def judge_keras(name: str, told: Mapping[str, Any]) -> Check:
@@ -72,12 +71,12 @@ def judge_keras(name: str, told: Mapping[str, Any]) -> Check:
 def judge(name: str, told: Mapping[str, Any], cards: int) -> Check:
     """The check of a backend that is installed."""
     if "error" in told:
-        hint = registry.entries()[name].hint or "see the error"
+        hint = registry.entry(name).hint or "see the error"
         return Check(name=_name(name), asked=_ASKED, status="failed", found=told["error"], advice=hint)
     devices: Sequence[str] = told["devices"]
     kinds = Counter(device.partition(":")[0] for device in devices)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if cards and name in ON_ACCELERATORS and set(kinds) == {"cpu"}:
+    if cards and registry.entry(name).accelerators and set(kinds) == {"cpu"}:
         return Check(
             name=_name(name),
             asked="it sees this machine's accelerators",

@@ -92,7 +92,7 @@ def _network(request: Request | None, environ: Mapping[str, str]) -> list[Check]
 
 def _installed() -> list[str]:
     found = []
-    for name in registry.entries():
+    for name in registry.names():
         try:
             registry.find(name)
         except BackendNotAvailableError:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from unidist.backends import registry
 from unidist.doctor import backends
 from unidist.doctor.check import Check, counted
 from unidist.doctor.reports import Reports, Stop
@@ -93,7 +94,7 @@ def devices(reports: Reports, cards: int) -> Check:
     names = next(iter(reports.joined.values()))["devices"]
     kinds = Counter(device.partition(":")[0] for device in names)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if cards and set(kinds) == {"cpu"} and reports.request.backend in backends.ON_ACCELERATORS:
+    if cards and set(kinds) == {"cpu"} and registry.entry(reports.request.backend).accelerators:
         found += f", but this machine has {counted(cards, 'NVIDIA card')}"
         advice = backends.use_cards(reports.request.backend)
         return Check(name=name, asked=asked, status="warning", found=found, advice=advice)

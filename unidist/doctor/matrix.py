@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from unidist.backends import registry
 from unidist.doctor.check import Check, Status
 from unidist.doctor.judging import LATER, before, told
 from unidist.doctor.links import Pair, pairs
@@ -25,8 +26,6 @@ _STUCK_HERE = (
     "both are on one host: look at its loopback and memory above, at processes that were killed (`dmesg`), and while "
     "it hangs at where they are (`py-spy dump --pid PID`)"
 )
-# There a link is a collective of the whole world that carries the values of two ranks.
-_OVER_ALL = {"tensorflow": "TensorFlow", "horovod": "Horovod"}
 _WRONG = "a receiver's or a sender's memory, card or driver changes values: run these two hosts alone, then each alone"
 
 
@@ -80,7 +79,7 @@ def _link(reports: Reports, pair: Pair, stuck: dict[int, str]) -> Link:
         return link("not checked", f"its ranks waited for {waited[0]}")
     if any(stop.step == name for stop in reports.stops):
         members = [reports.process_of[rank] for rank in missing]
-        if reports.request.backend in _OVER_ALL:
+        if registry.entry(reports.request.backend).all_take_part:
             members = list(reports.own)
         return link("failed", told(reports, (name,), members))
     if not here:
@@ -137,8 +136,9 @@ def _advice(reports: Reports, link: Link) -> str:
         return _WRONG
     here = _SLOW_HERE if link.status == "warning" else _STUCK_HERE
     advice = here if len(_hosts(reports, link)) == 1 else _ADVICE
-    if link.status == "failed" and (name := _OVER_ALL.get(reports.request.backend)):
-        return f"with {name} all ranks take part in every link: look at each that is named; {advice}"
+    backend = reports.request.backend
+    if link.status == "failed" and registry.entry(backend).all_take_part:
+        return f"with {backend} all ranks take part in every link: look at each that is named; {advice}"
     return advice
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from unidist.backends import registry
 from unidist.doctor.check import Check, Status
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
 
@@ -20,10 +21,9 @@ Lookup: TypeAlias = Callable[[str], list[str]]
 
 _SECONDS = 10.0
 _SIOCGIFADDR = 0x8915
-# gRPC asks for them in this order, and knows no upper case. TensorFlow's and JAX's processes meet over gRPC.
+# gRPC asks for them in this order, and knows no upper case.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXEMPT = ("no_grpc_proxy", "no_proxy")
-_OVER_GRPC = ("jax", "tensorflow")
 _GLOO = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 _NCCL = "NCCL_SOCKET_IFNAME"
 
@@ -258,7 +258,7 @@ def _named(
 
 
 def proxies(environ: Mapping[str, str], host: str, used: Sequence[str]) -> Check:
-    """Whether a proxy stands between the processes of JAX and TensorFlow, which then wait for each other for ever.
+    """Whether a proxy stands between processes that meet over gRPC, which then wait for each other for ever.
 
     Args:
         environ: the environment of the processes.
@@ -273,9 +273,9 @@ def proxies(environ: Mapping[str, str], host: str, used: Sequence[str]) -> Check
     said = f"{proxy}={environ[proxy]}, {exempt}={environ.get(exempt, '')}"
     if _is_exempt(host, environ.get(exempt, "")):
         return Check(name="proxies", asked=asked, status="ok", found=said)
-    concerned = [name for name in _OVER_GRPC if name in used]
+    concerned = [name for name in used if registry.entry(name).over_grpc]
     if not concerned:
-        said = f"{said}: only JAX and TensorFlow, which are not used, would go through it"
+        said = f"{said}: only gRPC would go through it, by which none of the backends in use meets"
         return Check(name="proxies", asked=asked, status="ok", found=said)
     found = f"{said}: {' and '.join(concerned)} reach their other processes through the proxy, and hang"
     advice = f"export no_proxy={','.join(filter(None, (environ.get(exempt), host, 'localhost')))} (lower case)"

@@ -13,8 +13,7 @@ from unidist.backends import registry
 from unidist.doctor.check import Check
 
 PACKAGE = "keras-unidist"
-# By distribution; what else the metadata names is for development.
-TOLD = ("numpy", "keras", "keras-hub", "torch", "jax", "tensorflow", "horovod")
+_ALWAYS = ("numpy", "keras", "keras-hub")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +29,15 @@ class Ranges:
     requires: Sequence[str]
 
 
+def _told() -> tuple[str, ...]:
+    """By distribution; what else the metadata names is for development."""
+    return (*_ALWAYS, *registry.distributions())
+
+
 def installed() -> dict[str, str]:
     """Name -> version of Python, of this package and of what it works with, as far as they are installed."""
     found = {"python": platform.python_version()}
-    for name in (PACKAGE, *TOLD):
+    for name in (PACKAGE, *_told()):
         if (version := registry.version_of(name)) is not None:
             found[name] = version
     return found
@@ -55,32 +59,33 @@ def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
         advice = f"install it: pip install {PACKAGE}, or pip install -e FOLDER"
         return [
             Check(name=name, asked="its version is within the range", status="not checked", found=why, advice=advice)
-            for name in ("python", PACKAGE, *TOLD)
+            for name in ("python", PACKAGE, *_told())
         ]
     within = _within()
     wanted = _by_name(asked.requires) if within else {}
     checks = [_one("python", found.get("python"), asked.python, within)]
     version = found.get(PACKAGE, "?")
     checks.append(Check(name=PACKAGE, asked="it is installed", status="ok", found=version))
-    return [*checks, *(_one(name, found.get(name), wanted.get(name, ""), within) for name in TOLD)]
+    return [*checks, *(_one(name, found.get(name), wanted.get(name, ""), within) for name in _told())]
 
 
 def _one(name: str, version: str | None, range_: str, within: Callable[[str, str], bool] | None) -> Check:
     asked = f"its version is within {range_}" if range_ else "its version is known"
+    install = f'pip install "{name}{range_}"'
     if version is None:
         return Check(
             name=name,
             asked=asked,
             status="not checked",
             found="not installed",
-            advice=f'where you need it: pip install "{name}{range_}"' if name != "horovod" else "see docs/horovod.md",
+            advice=f"where you need it: {registry.distributions().get(name) or install}",
         )
     if within is None:
         advice = "pip install packaging"
         found = f"{version}; the package `packaging`, which compares versions, is not installed"
         return Check(name=name, asked=asked, status="not checked", found=found, advice=advice)
     if range_ and not within(version, range_):
-        advice = "use another Python" if name == "python" else f'pip install "{name}{range_}"'
+        advice = "use another Python" if name == "python" else install
         return Check(name=name, asked=asked, status="failed", found=version, advice=advice)
     return Check(name=name, asked=asked, status="ok", found=f"{version} ({range_})" if range_ else version)
 

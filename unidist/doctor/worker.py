@@ -34,6 +34,7 @@ Report = dict[str, Any]
 def main(arguments: Sequence[str]) -> None:
     """Joins, measures, tells."""
     task = Task.read(arguments[0])
+    registry.find(task.backend)  # a launcher of a third party's is known from here on
     launch = detect()
     index = 0 if launch is None else launch.process_index
     told: list[Report] = [_facts(index, 1 if launch is None else launch.process_count)]

@@ -14,14 +14,15 @@ import keras
 from unidist.backends import registry
 from unidist.keras import clearing, files, loading, making
 from unidist.keras.interception import Hook, Table
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
 
+# Keras backend -> what trains there, unless the adapter in use has declared another driver.
 _DRIVERS = {
     "torch": "unidist.keras.explicit",
     "jax": "unidist.keras.partitioned",
     "tensorflow": "unidist.keras.dtensor",
 }
-# Keras backends that another backend of unidist serves by another driver.
-_DRIVERS_OF = {("tensorflow", "horovod"): "unidist.keras.replicated"}
 # Those whose hooks have been on.
 _used: set[str] = set()
 
@@ -29,8 +30,7 @@ _used: set[str] = set()
 def driver() -> str | None:
     """The package of the driver for the Keras backend that runs and the backend in use; None where there is none."""
     name = keras.config.backend()
-    used = registry.current().name if registry.has_current() else ""
-    return _DRIVERS_OF.get((name, used)) or _DRIVERS.get(name)
+    return registry.in_use().drivers.get(name) or _DRIVERS.get(name)
 
 
 @cache
@@ -74,6 +74,12 @@ def replaced() -> tuple[Hook, ...]:
     """The hooks that are on, in the order in which they were put on."""
     drivers = (hook for package in sorted(_used) for hook in _table_of(package).replaced)
     return (*table().replaced, *drivers)
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises MeshError or CapabilityError where the driver cannot train by a strategy."""
+    if (found := driver()) is not None:
+        importlib.import_module(f"{found}.hooks").check(strategy, layout_map)
 
 
 def align_seeds() -> None:

@@ -20,8 +20,7 @@ def main(name: str) -> None:
     """Prints {"devices": [...], "keras": {...}}, or {"error": what is wrong with the backend}."""
     try:
         adapter = registry.load(name)()
-        # A world gives a process of torch one device of those that it sees.
-        devices = getattr(adapter, "visible_devices", adapter.list_devices)()
+        devices = adapter.visible_devices()
     except UnidistError as error:
         print(json.dumps({"error": str(error)}))
     else:

@@ -13,13 +13,13 @@ from keras.distribution import DeviceMesh, TensorLayout
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
-from unidist.errors import CapabilityError, LayoutError, MeshError
+from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import hooks
 from unidist.keras.compat import Distribution
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, replicated
-from unidist.strategies.zero import STAGES
 
 
 class UnidistDistribution(Distribution):  # type: ignore[misc]
@@ -35,8 +35,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
-        _check_served(strategy, layout_map)
-        _check_zero(strategy.zero)
+        hooks.check(strategy, layout_map)
         self.strategy = strategy
         self.layout_map = layout_map
         batch = strategy.data_axes[0] if strategy.data_axes else None
@@ -80,8 +79,6 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Makes this Keras's distribution: variables built inside are created in their layouts."""
-        from unidist.keras import hooks
-
         hooks.align_seeds()
         with super().scope():
             yield
@@ -341,24 +338,6 @@ def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
     return even
 
 
-def _check_served(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises where Keras on TensorFlow cannot do it: MeshError over DTensor on a mesh that leaves processes out, which
-    all of them see alike; CapabilityError over Horovod, where every process holds all, with rules."""
-    backend: Any = session.backend()
-    if backend.name == "tensorflow" and (outside := backend.without_rank(strategy.mesh)):
-        raise MeshError(
-            f"{strategy.mesh} has no rank of process {outside[0]}: with Keras on TensorFlow every process of the world "
-            "takes part in training; name devices of each, or start fewer processes"
-        )
-    if session.backend().name != "horovod" or keras.config.backend() != "tensorflow":
-        return
-    if layout_map is not None or strategy.data_shards != strategy.mesh.size:
-        raise CapabilityError(
-            "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
-            "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
-        )
-
-
 def _check_parts(strategy: Strategy, processes: int) -> None:
     """Raises LayoutError unless the processes, in their order, hold equal parts of the data shards in theirs."""
     each = len(session.list_devices()) // processes
@@ -375,12 +354,3 @@ def _check_parts(strategy: Strategy, processes: int) -> None:
                 f"{strategy.mesh} its devices hold places {sorted(own)} of {shards} of the data: give fit the whole "
                 "data, which it cuts as the mesh says, or use a mesh with all devices in their order"
             )
-
-
-def _check_zero(zero: int) -> None:
-    """Raises CapabilityError over Horovod on TensorFlow, where every process holds all."""
-    if zero in STAGES[1:] and session.backend().name == "horovod" and keras.config.backend() == "tensorflow":
-        raise CapabilityError(
-            f"zero={zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use zero=0, or "
-            "set KERAS_BACKEND=torch before Keras is imported"
-        )

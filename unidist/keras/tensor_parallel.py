@@ -189,14 +189,14 @@ def _backend(name: str, world_size: int | None, device_ids: Sequence[int | str] 
         name = _found()
     by_number = [d for d in device_ids or () if isinstance(d, int)]
     count = max([world_size or 0, *(d + 1 for d in by_number)]) or None
-    return session.use(name, devices=count if name == "sim" else None)
+    return session.use(name, devices=count if registry.entry(name).virtual else None)
 
 
 def _found() -> str:
     """The backend that the environment tells; in a lone process that of Keras's own devices, else the simulator."""
     name, _ = registry.default_name()
     keras_backend = keras.config.backend()
-    if name != "sim" or keras_backend == "torch":
+    if not registry.entry(name).virtual or keras_backend == "torch":
         return name
     try:
         registry.find(keras_backend)
@@ -227,9 +227,10 @@ def _mesh(adapter: DistributionBackend, world_size: int | None, device_ids: Sequ
 
 def _how_to_get(adapter: DistributionBackend, count: int) -> str:
     """What to do for so many devices. (The model itself has started JAX or TensorFlow: it is too late here.)"""
-    if adapter.name in ("torch", "horovod"):
+    entry = registry.in_use()
+    if entry.one_device:
         return f"start as many processes, with `unidist run --backend {adapter.name} -n {count} script.py`"
-    virtual = "devices" if adapter.name == "sim" else "virtual CPU devices"
+    virtual = "devices" if entry.virtual else "virtual CPU devices"
     return (
         f"call unidist.use({adapter.name!r}, devices={count}) before the model is made, which gives {count} {virtual}"
     )

@@ -1,4 +1,4 @@
-"""How processes start: by ourselves (JAX, TensorFlow, Horovod), and by torchrun's elastic agent (torch)."""
+"""How processes start: by ourselves, or by torchrun's elastic agent (torch). An adapter's entry names its job."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from unidist.backends import registry
+from unidist.backends.environment import TORCHRUN, Launch
 from unidist.launch import program
 from unidist.launch.console import Console
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
@@ -21,8 +22,6 @@ from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, sp
 # Run by path and with -P: a module in the folder where the user stands must not shadow what the agent imports.
 _AGENT = Path(registry.__file__).parent / "torch" / "agent.py"
 _RENDEZVOUS = Path(registry.__file__).parent / "horovod" / "rendezvous.py"
-# JAX's preemption service would keep the SIGTERM, with which the launcher ends processes, for itself.
-_DEFAULTS = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,25 @@ class Failure:
 
 
 class Job(ABC):
-    """The processes of one node, as the launcher sees them."""
+    """The processes of one node, as the launcher sees them.
+
+    Raises:
+        LaunchError: several devices are asked for in each process of an adapter that has one.
+    """
 
     def __init__(self, request: Request) -> None:
+        if request.devices_per_process is not None and registry.entry(request.backend).one_device:
+            raise LaunchError(
+                f"{request.backend} has one device a process: start more processes (-n) instead of "
+                "--devices-per-process"
+            )
         self.request = request
         self._children: list[subprocess.Popen[bytes]] = []
         self._lifeline: tuple[int, int] | None = None
+
+    def defaults(self) -> dict[str, str]:
+        """For all processes, unless the environment says otherwise: the cores of the machine are shared by them."""
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.request.processes))}
 
     @abstractmethod
     def start(self, environ: Mapping[str, str], console: Console) -> None:
@@ -70,12 +82,25 @@ class Job(ABC):
 
 
 class LocalProcesses(Job):
-    """JAX: one process each, which meet at the coordinator in process 0."""
+    """One process each, told by the variables of the adapter's launcher, or torchrun's, where process 0 meets them."""
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         address = self.request.address or f"{LOOPBACK}:{free_port()}"
-        variables = [self._variables(address, local_index) for local_index in range(self.request.processes)]
-        self._start_each({**_DEFAULTS, **environ}, variables, console)
+        variables = [self.variables(address, local_index) for local_index in range(self.request.processes)]
+        self._start_each({**self.defaults(), **environ}, variables, console)
+
+    def variables(self, address: str, local_index: int) -> dict[str, str]:
+        """For one process."""
+        request = self.request
+        launcher = registry.entry(request.backend).launcher or TORCHRUN
+        launch = Launch(
+            launcher=launcher.name,
+            address=address,
+            process_count=request.world_size,
+            process_index=request.rank(local_index),
+            local_index=local_index,
+        )
+        return launcher.variables(launch, local_count=request.processes)
 
     def _start_each(self, environ: Mapping[str, str], variables: Sequence[Mapping[str, str]], console: Console) -> None:
         for local_index, own in enumerate(variables):
@@ -95,14 +120,21 @@ class LocalProcesses(Job):
                 os.close(out)
                 os.close(err)
 
-    def _variables(self, address: str, local_index: int) -> dict[str, str]:
-        request = self.request
-        variables = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": str(request.world_size),
-            "JAX_PROCESS_ID": str(request.rank(local_index)),
-            "JAX_LOCAL_PROCESS_ID": str(local_index),
-        }
+    def poll(self) -> list[Failure] | None:
+        codes = [child.poll() for child in self._children]
+        failures = [Failure(self.request.rank(i), code) for i, code in enumerate(codes) if code]
+        return failures if failures or None not in codes else None
+
+
+class JaxProcesses(LocalProcesses):
+    """JAX: its coordinator is in process 0, and a process may have several devices."""
+
+    def defaults(self) -> dict[str, str]:
+        # JAX's preemption service would keep the SIGTERM, with which the launcher ends processes, for itself.
+        return {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+
+    def variables(self, address: str, local_index: int) -> dict[str, str]:
+        request, variables = self.request, super().variables(address, local_index)
         if request.nodes == 1:
             # JAX's default is every interface of the machine.
             variables["JAX_COORDINATOR_BIND_ADDRESS"] = address
@@ -115,36 +147,23 @@ class LocalProcesses(Job):
             variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(first + k) for k in range(count or 1))
         return variables
 
-    def poll(self) -> list[Failure] | None:
-        codes = [child.poll() for child in self._children]
-        failures = [Failure(self.request.rank(i), code) for i, code in enumerate(codes) if code]
-        return failures if failures or None not in codes else None
-
 
 class Clients(LocalProcesses):
-    """TensorFlow: as JAX's processes, told by torchrun's variables, with which its adapter lets them meet."""
+    """TensorFlow: DTensor's clients, which may have several devices."""
 
-    def _variables(self, address: str, local_index: int) -> dict[str, str]:
-        request = self.request
-        host, _, port = address.rpartition(":")
-        variables = {
-            "RANK": str(request.rank(local_index)),
-            "WORLD_SIZE": str(request.world_size),
-            "LOCAL_RANK": str(local_index),
-            "LOCAL_WORLD_SIZE": str(request.processes),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-        }
-        if request.devices_per_process is not None:
-            variables["UNIDIST_CPU_DEVICES"] = str(request.devices_per_process)
-        return variables
+    def defaults(self) -> dict[str, str]:
+        return {}
+
+    def variables(self, address: str, local_index: int) -> dict[str, str]:
+        count = self.request.devices_per_process
+        own = {} if count is None else {"UNIDIST_CPU_DEVICES": str(count)}
+        return {**super().variables(address, local_index), **own}
 
 
 class HorovodProcesses(LocalProcesses):
     """Horovod: one process each, which meet at a rendezvous server of Horovod's own in a process beside them."""
 
     def __init__(self, request: Request) -> None:
-        _one_device_a_process(request)
         super().__init__(request)
         self._server: subprocess.Popen[bytes] | None = None
         self._environ: Mapping[str, str] = {}
@@ -161,7 +180,7 @@ class HorovodProcesses(LocalProcesses):
             "host_number": request.node_rank,
             "per_host": request.processes,
         }
-        self._environ, self._console = {**_threads(request), **environ}, console
+        self._environ, self._console = {**self.defaults(), **environ}, console
         self._server = subprocess.Popen(
             [sys.executable, "-P", str(_RENDEZVOUS), json.dumps(task)],
             env=dict(environ),
@@ -202,7 +221,6 @@ class ElasticAgent(Job):
     """torch: torchrun's agent, in a process of its own, starts the others and tells which of them have failed."""
 
     def __init__(self, request: Request) -> None:
-        _one_device_a_process(request)
         super().__init__(request)
         self._told: BinaryIO | None = None
         self._failures = b""
@@ -219,7 +237,7 @@ class ElasticAgent(Job):
             self._children.append(
                 subprocess.Popen(
                     [sys.executable, "-P", str(_AGENT), json.dumps(task)],
-                    env={**_threads(request), **environ, program.LIFELINE: "stdin"},
+                    env={**self.defaults(), **environ, program.LIFELINE: "stdin"},
                     stdin=self._standard_input(),
                     pass_fds=passed,
                     start_new_session=True,
@@ -246,23 +264,3 @@ class ElasticAgent(Job):
         if self._told is not None:
             self._told.close()
         super().close()
-
-
-def _one_device_a_process(request: Request) -> None:
-    if request.devices_per_process is not None:
-        raise LaunchError(
-            f"{request.backend} has one device a process: start more processes (-n) instead of --devices-per-process"
-        )
-
-
-def _threads(request: Request) -> dict[str, str]:
-    """The cores of the machine, shared by its processes."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // request.processes))}
-
-
-JOBS: dict[str, type[Job]] = {
-    "torch": ElasticAgent,
-    "jax": LocalProcesses,
-    "tensorflow": Clients,
-    "horovod": HorovodProcesses,
-}

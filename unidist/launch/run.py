@@ -17,21 +17,15 @@ from typing import TextIO
 from unidist.backends import registry
 from unidist.backends.door import TOKEN
 from unidist.backends.environment import TIMEOUT, without_launcher
-from unidist.errors import CapabilityError
 from unidist.launch.causes import Judge
 from unidist.launch.console import Console
 from unidist.launch.ending import end, mark
-from unidist.launch.jobs import JOBS, Failure, Job
+from unidist.launch.jobs import Failure, Job
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 
 # What timeout(1) ends with.
 GIVEN_UP = 124
 _POLL = 0.05
-# What Keras may run on under a backend that is none itself; the first where the shell says none of these.
-_KERAS = {"horovod": ("torch", "tensorflow")}
-_ELSEWHERE = {
-    "sim": "its ranks live in one process: start the script with python",
-}
 
 
 def run(
@@ -62,14 +56,8 @@ def run(
         CapabilityError: its processes are started in another way; the text says how.
         LaunchError: an option that does not fit the backend.
     """
-    name = request.backend
-    if name not in JOBS:
-        if name not in _ELSEWHERE:
-            registry.find(name)
-        how = _ELSEWHERE.get(name, "start its processes with its own launcher")
-        raise CapabilityError(f"`unidist run` starts {', '.join(JOBS)}, not {name!r}: {how}")
-    job = JOBS[name](request)
-    registry.find(name)
+    job = registry.job(request.backend)(request)
+    registry.find(request.backend)
     console = Console(out or sys.stdout, err or sys.stderr)
     return _supervise(job, console, give_up)
 
@@ -109,8 +97,10 @@ def _environ(request: Request, run_id: str) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
     environ = without_launcher(os.environ)
     # What is asked for here goes before what an earlier program left in the shell.
-    keras = _keras(request.backend, environ.get("KERAS_BACKEND"))
-    environ |= {"UNIDIST_BACKEND": request.backend, "KERAS_BACKEND": keras, "PYTHONUNBUFFERED": "1"}
+    served = registry.entry(request.backend).keras_backends
+    if served and environ.get("KERAS_BACKEND") not in served:
+        environ["KERAS_BACKEND"] = served[0]
+    environ |= {"UNIDIST_BACKEND": request.backend, "PYTHONUNBUFFERED": "1"}
     if request.nodes == 1:
         # On several nodes it is the user's to hand out, the same on all: ours would differ.
         environ[TOKEN] = secrets.token_hex(32)
@@ -120,11 +110,6 @@ def _environ(request: Request, run_id: str) -> dict[str, str]:
         environ[TIMEOUT] = str(request.timeout)
     mark(environ, run_id)
     return environ
-
-
-def _keras(backend: str, said: str | None) -> str:
-    served = _KERAS.get(backend, (backend,))
-    return said if said is not None and said in served else served[0]
 
 
 def _report(first: Failure, request: Request, console: Console) -> int:

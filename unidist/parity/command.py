@@ -14,7 +14,7 @@ from unidist.algebra.mesh import parse_mesh
 from unidist.backends import registry
 from unidist.backends.environment import without_launcher
 from unidist.parity.report import Outcome, failed, read, report
-from unidist.parity.spec import BY_PROCESSES, ParityError, Spec, check_target, parse_backends
+from unidist.parity.spec import ParityError, Spec, check_target, parse_backends
 from unidist.parity.worker import INITIAL, RESULT
 
 TOLERANCE = 1e-5
@@ -98,7 +98,7 @@ def _run(spec: Spec, timeout: float) -> Outcome:
     path = spec.write()
     work = ("-m", "unidist.parity.worker", str(path))
     command = [sys.executable, *work]
-    if spec.backend in BY_PROCESSES:
+    if spec.backend is not None and spec.by_processes:
         launcher = ("-m", "unidist", "run", "--backend", spec.backend, "-n", str(spec.size))
         command = [sys.executable, *launcher, *work]
     environ = {**without_launcher(os.environ), "KERAS_BACKEND": spec.keras}

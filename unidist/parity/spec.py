@@ -7,11 +7,8 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from unidist.backends import registry
 from unidist.errors import UnidistError
-
-KERAS_OF = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "sim": "torch", "horovod": "torch"}
-# Their ranks are processes; the devices of all others live in one.
-BY_PROCESSES = ("torch", "horovod")
 
 
 class ParityError(UnidistError, ValueError):
@@ -48,7 +45,12 @@ class Spec:
     def name(self) -> str:
         if self.backend is None:
             return f"one device ({self.keras})"
-        return self.backend if KERAS_OF.get(self.backend) == self.keras else f"{self.backend}:{self.keras}"
+        return self.backend if _keras_of(self.backend) == self.keras else f"{self.backend}:{self.keras}"
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether each device is a process; else one process has them all."""
+        return self.backend is not None and registry.entry(self.backend).one_device
 
     def write(self) -> Path:
         path = Path(self.folder) / "spec.json"
@@ -65,12 +67,17 @@ def parse_backends(text: str) -> list[tuple[str, str]]:
     found = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, keras = part.partition(":")
-        if not keras and name not in KERAS_OF:
+        if not (keras := keras or _keras_of(name)):
             raise ParityError(f"backend {name!r}: say on which Keras backend it runs, as {name}:torch")
-        found.append((name, keras or KERAS_OF[name]))
+        found.append((name, keras))
     if not found:
         raise ParityError(f"--backends {text!r} names none: write for instance sim,torch,jax")
     return found
+
+
+def _keras_of(backend: str) -> str:
+    """The Keras backend that an adapter serves best; "" where it does not say."""
+    return next(iter(registry.entry(backend).keras_backends), "")
 
 
 def check_target(target: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from unidist import session
 from unidist.algebra import Mesh
 from unidist.backends.protocol import Array
-from unidist.parity.spec import BY_PROCESSES, ParityError, Spec
+from unidist.parity.spec import ParityError, Spec
 
 INITIAL = "initial.npz"
 RESULT = "result.npz"
@@ -31,8 +31,7 @@ def main(arguments: list[str]) -> None:
     spec = Spec.read(arguments[0])
     mesh, writes = None, True
     if spec.backend is not None:
-        virtual = None if spec.backend in BY_PROCESSES else spec.size
-        adapter = session.use(spec.backend, devices=virtual)
+        adapter = session.use(spec.backend, devices=None if spec.by_processes else spec.size)
         mesh, writes = Mesh(spec.mesh), adapter.process_index() == 0
     function = _function(spec.target)
     recorder = _Recorder(spec, writes)

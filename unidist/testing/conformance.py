@@ -27,7 +27,7 @@ import pytest
 
 from unidist.backends import registry
 from unidist.testing import laws
-from unidist.testing.processes import Launcher, ProcessWorld
+from unidist.testing.processes import ProcessWorld
 
 
 class ConformanceSuite:
@@ -40,7 +40,7 @@ class ConformanceSuite:
         differentiable: False leaves the laws of gradients out, for an adapter that declares so.
         left_out: names of further laws that another suite checks for this adapter.
         processes: 0 where the calling process holds all ranks; else how many to start.
-        launcher: whose environment the processes see: "torchrun", "jax" or None.
+        launcher: whose environment the processes see: as of ProcessWorld.
         env: further environment variables of the processes.
         timeout: seconds that a check may take.
         preload: what the processes find imported, as of ProcessWorld.
@@ -51,7 +51,7 @@ class ConformanceSuite:
     differentiable: ClassVar[bool] = True
     left_out: ClassVar[frozenset[str]] = frozenset()
     processes: ClassVar[int] = 0
-    launcher: ClassVar[Launcher | None] = "torchrun"
+    launcher: ClassVar[str | None] = "torchrun"
     env: ClassVar[Mapping[str, str | None]] = {}
     timeout: ClassVar[float] = 120.0
     preload: ClassVar[Sequence[str]] = ()

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Literal, TypeAlias
+from typing import IO, Any, TypeAlias
 
-from unidist.backends.environment import without_launcher
+from unidist.backends.environment import Launch, launchers, without_launcher
+from unidist.launch.request import LOOPBACK
 from unidist.launch.request import free_port as free_port
 from unidist.testing import forkserver
 
-Launcher: TypeAlias = Literal["torchrun", "jax"]
 Target: TypeAlias = str | Callable[..., Any]
 # Starts a process that writes its errors to a file.
 Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | forkserver.Forked]
@@ -66,26 +66,18 @@ class Outcome:
     failure: ProcessFailedError | None = None
 
 
-def launcher_environment(launcher: Launcher | None, count: int, index: int, port: int) -> dict[str, str]:
+def launcher_environment(launcher: str | None, count: int, index: int, port: int) -> dict[str, str]:
     """The variables that a launcher gives to process `index` of `count` on this machine."""
-    if launcher == "torchrun":
-        rank, size = str(index), str(count)
-        return {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    if launcher == "jax":
-        return {
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": str(count),
-            "JAX_PROCESS_ID": str(index),
-            "JAX_LOCAL_PROCESS_ID": str(index),
-        }
-    return {}
+    if launcher is None:
+        return {}
+    launch = Launch(
+        launcher=launcher,
+        address=f"{LOOPBACK}:{port}",
+        process_count=count,
+        process_index=index,
+        local_index=index,
+    )
+    return launchers()[launcher].variables(launch, local_count=count)
 
 
 def target_name(target: Target) -> str:
@@ -102,7 +94,8 @@ class ProcessWorld:
 
     Args:
         count: number of processes.
-        launcher: whose variables they see: "torchrun", "jax", or None for none of them.
+        launcher: whose variables they see: "torchrun", "jax", the name of one that an adapter has declared, or None
+            for none of them.
         env: further variables for all processes; None removes one.
         setup: "module:function" or a module-level function, called once in each process when it starts.
         setup_args: its arguments.
@@ -119,7 +112,7 @@ class ProcessWorld:
         self,
         count: int,
         *,
-        launcher: Launcher | None = "torchrun",
+        launcher: str | None = "torchrun",
         env: Mapping[str, str | None] | None = None,
         setup: Target | None = None,
         setup_args: tuple[Any, ...] = (),

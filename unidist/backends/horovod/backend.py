@@ -68,8 +68,6 @@ class HorovodBackend(LocalViewBackend[Any]):
     """
 
     name: ClassVar[str] = "horovod"
-    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "tensorflow")
-    prefers_first: ClassVar[bool] = True  # torch where nobody says, whatever ~/.keras says
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
     comm: HorovodComm[Any]

@@ -15,8 +15,9 @@ from unidist.algebra.layout import ReduceOp
 from unidist.backends.horovod import lost
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.sets import Wire
+from unidist.backends.local import Done
 from unidist.backends.torch.buffers import BufferedCollectives
-from unidist.backends.torch.comm import Done, check_contiguous, check_parts
+from unidist.backends.torch.comm import check_contiguous, check_parts
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.reducing import fold, loses_nans, op_for
 from unidist.errors import CapabilityError, ProcessLostError

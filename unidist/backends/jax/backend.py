@@ -17,7 +17,15 @@ from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
 from unidist.backends.jax.joining import World, join
 from unidist.backends.local import check_local_shape, check_one_dtype
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, plain_array
+from unidist.backends.protocol import (
+    ALL_DTYPES,
+    Array,
+    Capabilities,
+    Cluster,
+    DistributionBackend,
+    dtype_name,
+    plain_array,
+)
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
 _WIDE = frozenset(("int64", "float64"))
@@ -44,7 +52,7 @@ def _capabilities(wide: bool) -> Capabilities:
     return Capabilities(view="global", uneven="padded", dtypes=ALL_DTYPES if wide else ALL_DTYPES - _WIDE)
 
 
-class JaxBackend:
+class JaxBackend(DistributionBackend):
     """JAX on one or several processes. Data: a global jax.Array (backends/jax/arrays.py tells of what shape).
 
     `redistribute`, `broadcast` and `permute` work on tracers too, inside jax.jit and under jax.grad and jax.vjp (the
@@ -59,7 +67,6 @@ class JaxBackend:
     """
 
     name: ClassVar[str] = "jax"
-    keras_backends: ClassVar[tuple[str, ...]] = ("jax",)
     capabilities = _Declared()
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:

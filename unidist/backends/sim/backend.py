@@ -11,7 +11,7 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.backends.environment import detect
 from unidist.backends.local import check_local_shape, check_one_dtype
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, plain_array
+from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, DistributionBackend, plain_array
 from unidist.backends.sim import reference
 from unidist.backends.sim.reference import Shards
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
@@ -19,7 +19,7 @@ from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, M
 DEFAULT_DEVICES = 8
 
 
-class SimBackend:
+class SimBackend(DistributionBackend):
     """Virtual devices in this process. Data: a mapping rank -> NumPy array.
 
     Args:
@@ -27,7 +27,6 @@ class SimBackend:
     """
 
     name: ClassVar[str] = "sim"
-    keras_backends: ClassVar[tuple[str, ...]] = ("torch", "jax", "tensorflow")
     capabilities: ClassVar[Capabilities] = Capabilities(
         view="local", dtypes=ALL_DTYPES, differentiable=False, processes=False
     )

@@ -15,6 +15,7 @@ import torch
 from unidist.algebra import Axes, Group
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.desync import Call
+from unidist.backends.local import Done
 from unidist.backends.protocol import dtype_name
 from unidist.backends.sim.world import World
 from unidist.backends.torch.ops import TorchOps
@@ -31,13 +32,6 @@ FOLD: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda out, part: torch.maximum(out, part, out=out),
     "min": lambda out, part: torch.minimum(out, part, out=out),
 }
-
-
-class Done:
-    """A collective that is through."""
-
-    def wait(self) -> None:
-        """Returns at once."""
 
 
 class _Named(threading.local):

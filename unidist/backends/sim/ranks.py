@@ -35,7 +35,7 @@ class VirtualRanks(LocalViewBackend[torch.Tensor]):
     """
 
     name: ClassVar[str] = "sim"
-    keras_backends: ClassVar[tuple[str, ...]] = ("torch",)
+    is_virtual: ClassVar[bool] = True
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", processes=False)
 
     def __init__(self, world: World, *, device: torch.device | str = "cpu") -> None:

@@ -15,7 +15,16 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.local import check_local_shape, check_one_dtype
-from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, dtype_name, itemsize, plain_array
+from unidist.backends.protocol import (
+    ALL_DTYPES,
+    Array,
+    Capabilities,
+    Cluster,
+    DistributionBackend,
+    dtype_name,
+    itemsize,
+    plain_array,
+)
 from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
 from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
@@ -24,7 +33,7 @@ from unidist.backends.tensorflow.lost import told
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
 
-class TensorflowBackend:
+class TensorflowBackend(DistributionBackend):
     """TensorFlow DTensor in one or more processes. Data: one DTensor (backends/tensorflow/arrays.py tells its shape).
 
     Works eagerly, where tf.GradientTape records `redistribute`, `broadcast` and `permute`: the gradient of data at
@@ -39,7 +48,6 @@ class TensorflowBackend:
     """
 
     name: ClassVar[str] = "tensorflow"
-    keras_backends: ClassVar[tuple[str, ...]] = ("tensorflow",)
     capabilities: ClassVar[Capabilities] = Capabilities(view="global", uneven="padded", dtypes=ALL_DTYPES)
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:

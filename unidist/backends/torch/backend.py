@@ -48,10 +48,10 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     """
 
     name: ClassVar[str] = "torch"
-    keras_backends: ClassVar[tuple[str, ...]] = ("torch",)
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
     compiles: ClassVar[bool] = True
+    has_dtensors: ClassVar[bool] = True
 
     comm: TorchComm
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.local import Handle
+from unidist.backends.local import Done, Handle
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.calls import Key
 from unidist.backends.torch.exchange import DirectCollectives, compare, exchange, scatter
@@ -253,13 +253,6 @@ class Under:
             free = {dim % self._x.dim() for dim in self._dims}
             shape = tuple(None if dim in free else n for dim, n in enumerate(shape))
         return (self._op, shape, self._x.dtype, *self._details)
-
-
-class Done:
-    """A handle of what needed no communication."""
-
-    def wait(self) -> None:
-        """The result is there."""
 
 
 class InFlight:

@@ -11,6 +11,7 @@ import keras
 from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
+from unidist.errors import MeshError
 from unidist.keras import distribution_lib, making
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
@@ -19,6 +20,8 @@ from unidist.keras.compat import tensorflow_distribution_lib as keras_distributi
 from unidist.keras.compat import tensorflow_optimizer as keras_optimizer
 from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import Hook, Table, by
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
 
 
 def prepare() -> None:
@@ -27,7 +30,7 @@ def prepare() -> None:
     Raises:
         BackendMismatchError: TensorFlow runs with other devices already.
     """
-    if registry.has_current() and registry.current().name == "sim":
+    if registry.in_use().virtual:
         worlds.backend()
 
 
@@ -44,6 +47,15 @@ def table() -> Table:
             *keras_saving.hooks_of_loading(saving.loading),
         )
     )
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises MeshError for a mesh that leaves processes out, which all of them see alike."""
+    if worlds.several() and (outside := worlds.backend().without_rank(strategy.mesh)):
+        raise MeshError(
+            f"{strategy.mesh} has no rank of process {outside[0]}: with Keras on TensorFlow every process of the world "
+            "takes part in training; name devices of each, or start fewer processes"
+        )
 
 
 def leave() -> None:

@@ -37,6 +37,8 @@ from unidist.keras.explicit import (
 from unidist.keras.explicit.world import leave_worlds, rank_world
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.writing import by_one, silence
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
 
 _LOW_PRECISION = ("bfloat16", "float16")
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -86,6 +88,10 @@ def _widening(original: property) -> property:
     return property(compute_dtype, doc=original.__doc__)
 
 
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """There is no strategy that cannot be trained."""
+
+
 def leave() -> None:
     """Models that are distributed raise from here on, where they would train alone."""
     leave_worlds()
@@ -96,7 +102,7 @@ def align_seeds() -> None:
     from unidist.algebra import Mesh
 
     adapter = session.backend()
-    if adapter.name != "sim" and adapter.process_count() > 1:
+    if adapter.process_count() > 1:
         data.share_random_state(rank_world(Mesh({"world": adapter.process_count()}), ()))
 
 

@@ -171,7 +171,7 @@ def _is_cut(here: Frame) -> bool:
 
 
 def _is_simulated() -> bool:
-    return registry.has_current() and registry.current().name == "sim"
+    return registry.in_use().virtual
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -41,7 +41,7 @@ class PlacedParameters(torch.nn.ParameterDict):
         places = self._places(prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, place in places.items():
-            if getattr(place.world.backend, "tensor", "native") == "dtensor":
+            if place.world.backend.tensor == "dtensor":
                 destination[key] = _as_dtensor(place)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -77,7 +77,7 @@ def _own_part(place: Place, value: DTensor) -> torch.Tensor:
     stored = place.lies.stored
     if tuple(value.shape) != stored.shape:
         return value.full_tensor()  # torch tells of the wrong shape
-    native = place.world.backend.layout(stored) if hasattr(place.world.backend, "tensor") else None
+    native = place.world.backend.layout(stored) if place.world.backend.has_dtensors else None
     if native is not None and value.device_mesh == native.device_mesh:
         return value.redistribute(placements=native.placements).to_local()
     return value.full_tensor()[stored.slices(place.world.ranks[0])]

@@ -11,6 +11,7 @@ import torch
 
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.backends import registry
 from unidist.backends.local import LocalViewBackend
 from unidist.errors import BackendMismatchError, CapabilityError
 from unidist.keras.compat import global_state
@@ -35,7 +36,7 @@ class RankWorld:
         self.backend = backend
         self.data_axes = data_axes
         self._until = _left
-        self.is_virtual = hasattr(backend, "run")
+        self.is_virtual = backend.is_virtual
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
 
     @property
@@ -76,8 +77,8 @@ class RankWorld:
             with context.entered(self.frame_for(rank)) as frame:
                 return work(frame)
 
-        results = self.backend.run(on_rank)  # type: ignore[attr-defined]
-        return results[self.ranks[0]]  # type: ignore[no-any-return]
+        results = self.backend.run(on_rank)
+        return results[self.ranks[0]]  # type: ignore[return-value]
 
     def check(self) -> None:
         """
@@ -139,7 +140,7 @@ def rank_world(mesh: Mesh, data_axes: Axes) -> RankWorld:
 @lru_cache(maxsize=64)
 def _world_of(backend: Any, mesh: Mesh, data_axes: Axes) -> RankWorld:
     backend.mesh(mesh)
-    if backend.name == "sim":
+    if registry.in_use().virtual:
         return RankWorld(mesh, virtual_ranks(len(backend.list_devices())), data_axes)
     if not isinstance(backend, LocalViewBackend):
         raise CapabilityError(f"backend {backend.name!r} cannot train Keras models on torch: use 'torch' or 'sim'")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from unidist.backends import registry
+from unidist.backends.jax.virtual import prepare_devices
 from unidist.keras import making
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import (
@@ -32,9 +33,8 @@ from unidist.keras.partitioned import (
     saving,
     trainer,
 )
-from unidist.keras.partitioned.devices import prepare_devices
-
-__all__ = ["align_seeds", "prepare", "prepare_devices", "table"]
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
 
 
 def prepare() -> None:
@@ -43,7 +43,7 @@ def prepare() -> None:
     Raises:
         BackendMismatchError: JAX runs with fewer devices already.
     """
-    if registry.has_current() and registry.current().name == "sim":
+    if registry.in_use().virtual:
         prepare_devices(len(registry.current().list_devices()))
 
 
@@ -57,6 +57,10 @@ def table() -> Table:
             *keras_saving.hooks_of_loading(saving.loading),
         )
     )
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """There is no strategy that cannot be trained."""
 
 
 def leave() -> None:

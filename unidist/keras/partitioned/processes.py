@@ -206,7 +206,7 @@ def joining(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
-        if not registry.has_current() or registry.current().name != "jax":
+        if not registry.has_current() or registry.in_use().virtual:
             original(job_addresses, num_processes, process_id)
             return
         distribution_lib.initialize(job_addresses, num_processes, process_id)

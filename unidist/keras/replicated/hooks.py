@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from unidist.errors import CapabilityError
 from unidist.keras import agreement, files
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
@@ -30,6 +31,9 @@ from unidist.keras.processes import Processes
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
 from unidist.keras.writing import by_one
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
+from unidist.strategies.zero import STAGES
 
 _originals: dict[str, Any] = {}
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -44,6 +48,20 @@ def prepare() -> None:
 def table() -> Table:
     """Outside of a session of a distributed model all is as before."""
     return Table((*_of_training(), *_of_files()))
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises CapabilityError where it cuts variables, or their state: every process holds all."""
+    if layout_map is not None or strategy.data_shards != strategy.mesh.size:
+        raise CapabilityError(
+            "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
+            "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
+        )
+    if strategy.zero in STAGES[1:]:
+        raise CapabilityError(
+            f"zero={strategy.zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use "
+            "zero=0, or set KERAS_BACKEND=torch before Keras is imported"
+        )
 
 
 def leave() -> None:

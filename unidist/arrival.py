@@ -1,4 +1,7 @@
-"""Installs unidist's hooks when Keras arrives: now if it is imported already, else at the end of its import."""
+"""Installs unidist's hooks when Keras arrives: now if it is imported already, else at the end of its import.
+
+Imports nothing of Keras, nor of what trains it: whoever chooses a backend must not bring them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-
-from unidist.keras.partitioned.devices import prepare_devices as prepare_devices
 
 
 def when_keras_arrives() -> None:
