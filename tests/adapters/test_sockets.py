@@ -56,7 +56,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
         patch.setattr(environment, "_LAUNCHERS", dict(environment.launchers()))
         for one in (HERE, folder):
             patch.syspath_prepend(str(one))
-        registry.find("sockets")
         yield [folder, HERE]
 
 
@@ -95,6 +94,7 @@ class TestSockets(ConformanceSuite):
 
 @pytest.fixture(scope="module")
 def trained(installed: list[Path]) -> Iterator[ProcessWorld]:
+    registry.find("sockets")  # its launcher is known from here on
     with SETTING.world() as processes:
         yield processes
 

@@ -136,7 +136,7 @@ _entries: dict[str, Entry] = {
 }
 _NONE = Entry(target="")
 _current: DistributionBackend | None = None
-_entry = _NONE
+_entry_in_use = _NONE
 _joined: Literal["no", "by launcher", "by initialize"] = "no"
 
 
@@ -372,13 +372,13 @@ def has_current() -> bool:
 
 def in_use() -> Entry:
     """What the adapter in use has declared; where none is in use, nothing."""
-    return _entry
+    return _entry_in_use
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""
-    before = _current, _joined, _entry
+    before = _current, _joined, _entry_in_use
     _set(None, "no")
     try:
         yield
@@ -391,8 +391,8 @@ def isolated() -> Iterator[None]:
 def _set(
     adapter: DistributionBackend | None, joined: Literal["no", "by launcher", "by initialize"], declared: Entry = _NONE
 ) -> None:
-    global _current, _joined, _entry
-    _current, _joined, _entry = adapter, joined, declared
+    global _current, _joined, _entry_in_use
+    _current, _joined, _entry_in_use = adapter, joined, declared
     mesh_module.set_world(None if adapter is None else adapter.list_devices)
 
 

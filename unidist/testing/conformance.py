@@ -20,12 +20,14 @@ class TestMineInProcesses(ConformanceSuite):
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import pytest
 
 from unidist.backends import registry
+from unidist.errors import BackendNotAvailableError
 from unidist.testing import laws
 from unidist.testing.processes import ProcessWorld
 
@@ -65,6 +67,8 @@ class ConformanceSuite:
                 world = laws.make_world(cls.world)
                 yield lambda name: laws.run_check(name, world)
             return
+        with contextlib.suppress(BackendNotAvailableError):
+            registry.entry(cls.backend)  # the launcher that it has declared is known from here on
         started = ProcessWorld(
             cls.processes, launcher=cls.launcher, env=cls.env, timeout=cls.timeout, preload=cls.preload
         )
