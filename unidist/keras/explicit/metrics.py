@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from unidist import events
+from unidist.keras import numbers
 from unidist.keras.compat import Mean, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
@@ -144,7 +145,7 @@ def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         share = here.rows.share
         with torch.no_grad():
             if not losses.is_contribution(values):
-                values = values * share if share else torch.zeros_like(values)
+                values = numbers.by_share(values, share)
             metric.total.assign_add(values.detach())
             metric.count.assign_add(torch.as_tensor(share, dtype=torch.float32))
         return None
