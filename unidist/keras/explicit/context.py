@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from unidist.keras.compat import AutocastScope
 
 if TYPE_CHECKING:
+    from unidist.keras.explicit.engine import Engine
     from unidist.keras.explicit.mixing import Region
     from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.units import Fetcher
@@ -166,6 +168,8 @@ class Frame:
                     before[id(variable)] = variable.value.detach().clone()
 
 
+# That of the fit, evaluate or predict that is going on.
+engine_at_work: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
 _here = threading.local()
 
 
