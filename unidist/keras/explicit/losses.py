@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 
 from unidist import events
-from unidist.algebra import Layout
 from unidist.backends import registry
 from unidist.errors import CapabilityError
 from unidist.keras import numbers
@@ -228,9 +227,8 @@ def _over_all_shards(here: Frame, values: list[torch.Tensor]) -> list[torch.Tens
     # On a shard without rows, where nothing depends on the weights, backward must come to the collective all the same.
     anchor = torch.zeros(len(values), device=values[0].device, requires_grad=torch.is_grad_enabled())
     row = torch.stack([value.to(torch.float32) for value in values]) + anchor
-    shards = here.world.mesh.axis_size(here.world.data_axes)
     with events.for_purpose("added losses"):
-        rows = here.world.gather_rows(row[None], shards, Layout(fanout=here.world.data_axes))
+        (rows,) = here.world.of_shards([row])
     return [total.to(value.dtype) for total, value in zip(rows.sum(0).unbind(), values, strict=True)]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from unidist import events
-from unidist.algebra import Layout
 from unidist.keras import numbers
 from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, torch_random
-from unidist.keras.explicit.context import Frame, frame
+from unidist.keras.explicit.context import frame
 from unidist.keras.explicit.sequence import SequencePart, dropped_out
 from unidist.keras.interception import Hook, kept
 
@@ -33,17 +31,8 @@ def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     here = frame()
     if here is None or here.rows is None or not here.world.data_axes or inputs.is_meta:
         return _originals["moments"](self, inputs, mask)
-    of_shards = functools.partial(_of_shards, here)
-    return numbers.moments(inputs, self._reduction_axes, mask, torch.sum, of_shards)
-
-
-def _of_shards(here: Frame, values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Of each tensor those of all data shards, stacked and fanned out: gradients come back summed. One all_gather."""
-    world = here.world
-    shards = world.mesh.axis_size(world.data_axes)
     with events.for_purpose("batch statistics"):
-        rows = world.gather_rows(torch.stack(values)[None], shards, Layout(fanout=world.data_axes))
-    return rows.unbind(1)
+        return numbers.moments(inputs, self._reduction_axes, mask, torch.sum, here.world.of_shards)
 
 
 def _next(self: Any, ordered: bool = True) -> Any:
