@@ -10,7 +10,7 @@ import numpy as np
 
 import unidist
 from tests.keras.contract import plain
-from tests.keras.jax.programs import fresh
+from tests.support.runs import fresh
 
 
 def _is_other() -> bool:

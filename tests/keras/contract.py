@@ -13,8 +13,7 @@ from keras import layers, ops, optimizers
 from keras.src.saving.saving_lib import H5IOStore
 
 import unidist
-from tests.keras.jax.programs import Result, fresh, scope, strategy, told
-from tests.keras.jax.worlds import is_first
+from tests.support.runs import Result, fresh, is_first, scope, strategy, told
 
 CLASSES, BATCH = 4, 4
 # Batches of another size are another program, which TensorFlow compiles for seconds: with it those of tests/parity/

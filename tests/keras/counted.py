@@ -13,7 +13,7 @@ from keras import layers
 import unidist
 from tests.keras import contract
 from tests.keras.contract import BATCH, rows
-from tests.keras.jax.programs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, scope, strategy, told
 
 Sent = dict[tuple[str, str], tuple[int, float]]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 import unidist
 from tests.keras.contract import plain, rows
-from tests.keras.jax.programs import Result, fresh, scope, strategy
+from tests.support.runs import Result, fresh, scope, strategy
 
 
 def looped(kind: str | None, before: str, own: bool) -> Result:

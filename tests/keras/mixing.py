@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, ops
 
 import unidist
-from tests.keras.jax.programs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, scope, strategy, told
 
 ROWS, BATCH, WIDTH = 22, 8, 8  # three batches, the last of six rows: on four shards two, two, two and none
 RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*z/kernel": ("model", None)}

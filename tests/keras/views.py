@@ -9,7 +9,7 @@ import numpy as np
 
 import unidist
 from tests.keras.contract import plain
-from tests.keras.jax.programs import fresh
+from tests.support.runs import fresh
 
 
 class Shuffled(keras.utils.PyDataset):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.keras import contract
-from tests.keras.jax.programs import Result, fresh, scope, told
+from tests.support.runs import Result, fresh, scope, told
 
 
 class Trackers(keras.Sequential):

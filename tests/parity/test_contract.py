@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.parity.worlds import SETTINGS, Alone, Worlds
+from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.visible import WITH_TENSORFLOW
 
 pytestmark = pytest.mark.processes

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.parity.test_contract import OTHERS, PROMISES
 from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes

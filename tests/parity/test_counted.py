@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.keras.jax.comparing import same
 from tests.parity.worlds import SETTINGS, Alone, Worlds
+from tests.support.comparing import same
 
 pytestmark = pytest.mark.processes
 

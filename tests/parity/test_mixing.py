@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import same
 from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
 from tests.support.sampling import pairwise
 
 pytestmark = pytest.mark.processes

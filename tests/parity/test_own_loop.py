@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.keras.jax.comparing import same
 from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
 
 pytestmark = pytest.mark.processes
 

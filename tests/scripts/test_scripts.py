@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import close
 from tests.parity.worlds import ALONE, SETTINGS, Setting
+from tests.support.comparing import close
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 

@@ -13,9 +13,9 @@ import keras
 import numpy as np
 
 import unidist
-from tests.keras.jax.models import BATCH, CASES, PAIR, ROWS, compile_case
-from tests.keras.jax.programs import Result, fresh, made, scope, strategy, told
-from tests.keras.jax.worlds import is_first
+from tests.keras.jax.models import BATCH, CASES, ROWS, compile_case
+from tests.keras.jax.programs import made
+from tests.support.runs import PAIR, Result, fresh, is_first, scope, strategy, told
 
 
 def entrance(kind: str | None, how: str) -> Result:

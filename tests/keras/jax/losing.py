@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import unidist
-from tests.keras.jax.programs import fresh
+from tests.support.runs import fresh
 from unidist.errors import ProcessLostError
 
 

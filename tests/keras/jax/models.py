@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from tests.support.runs import PAIR
+
 CLASSES = 4
 ROWS, BATCH = 26, 6  # five batches, the last of two rows
 
@@ -47,13 +49,6 @@ def mlp_data() -> dict[str, Any]:
     weights = np.random.default_rng(5).uniform(0.1, 10, ROWS).astype("float32")
     weights[::6] = 0.0
     return {**data, "sample_weight": weights}
-
-
-PAIR: dict[str, tuple[str | None, ...]] = {
-    ".*column/kernel": (None, "model"),
-    ".*column/bias": ("model",),
-    ".*row/kernel": ("model", None),
-}
 
 
 def conv() -> Any:

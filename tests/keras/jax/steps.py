@@ -8,7 +8,7 @@ import jax
 import keras
 
 from tests.keras import contract
-from tests.keras.jax.programs import Result, fresh, scope, told
+from tests.support.runs import Result, fresh, scope, told
 
 
 class Measured(keras.Sequential):

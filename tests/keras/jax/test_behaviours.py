@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import close, same
+from tests.support.comparing import close, same
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 

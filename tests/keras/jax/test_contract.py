@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests import preloaded
-from tests.keras.jax.comparing import same, same_bits, same_in_half_precision
 from tests.keras.jax.worlds import joined, virtual, with_tensorflow
 from tests.launch.runs import run
+from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import same
+from tests.support.comparing import same
 from unidist.testing.processes import ProcessFailedError, ProcessWorld
 
 PROGRAMS = "tests.keras.jax.programs"

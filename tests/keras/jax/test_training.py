@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import same
+from tests.support.comparing import same
 from tests.support.sampling import unless_all
 from unidist.testing.processes import ProcessWorld
 

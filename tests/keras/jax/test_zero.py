@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.keras.jax.comparing import same
+from tests.support.comparing import same
 from unidist.testing.processes import ProcessWorld
 
 RUN = "tests.keras.jax.zero:{}".format

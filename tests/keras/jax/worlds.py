@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 from tests import preloaded
@@ -44,10 +43,6 @@ def joined(count: int) -> None:
 
     unidist.use("jax", devices=count)
     strict()
-
-
-def is_first() -> bool:
-    return os.environ.get("JAX_PROCESS_ID", os.environ.get("RANK", "0")) == "0"
 
 
 def environment() -> dict[str, str]:

@@ -12,8 +12,8 @@ from keras import layers
 
 import unidist
 from tests.keras import contract
-from tests.keras.jax.comparing import same
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
+from tests.support.comparing import same
 from unidist.keras.explicit import fused, optimizers, parcels, reducer, units
 
 STAGES = (1, 2, 3)

@@ -95,11 +95,8 @@ class CachedCalls:
     def _called(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> Any:
         arguments = {**given.arguments, "cache": _own(level, cache, frame)}
         bound = inspect.BoundArguments(self.signature, arguments)
-        before, frame.trial = frame.trial, level.rules
-        try:
+        with frame.trying(level.rules):
             return self.original(*bound.args, **bound.kwargs)
-        finally:
-            frame.trial = before
 
     def _holds(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> bool:
         """Whether the call gives with these pairs what it gives without: outputs, and what it leaves in the cache."""

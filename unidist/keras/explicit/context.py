@@ -6,14 +6,17 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from unidist.keras.compat import AutocastScope
 
 if TYPE_CHECKING:
+    from unidist.keras.explicit.engine import Engine
     from unidist.keras.explicit.mixing import Region
     from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.units import Fetcher
@@ -97,68 +100,49 @@ class Frame:
     written: tuple[dict[int, torch.Tensor], ...] = ()
 
     @contextlib.contextmanager
-    def reading(self, values: dict[int, torch.Tensor]) -> Iterator[None]:
+    def _having(self, **attributes: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def reading(self, values: dict[int, torch.Tensor]) -> AbstractContextManager[None]:
         """Variables (by id) read as the given tensors."""
-        before = self.overrides
-        self.overrides = {**before, **values}
-        try:
-            yield
-        finally:
-            self.overrides = before
+        return self._having(overrides={**self.overrides, **values})
 
-    @contextlib.contextmanager
-    def reading_shards(self) -> Iterator[None]:
+    def reading_shards(self) -> AbstractContextManager[None]:
         """Every variable reads as the part that this rank updates and has its shape."""
-        before, self.local = self.local, True
-        try:
-            yield
-        finally:
-            self.local = before
+        return self._having(local=True)
 
-    @contextlib.contextmanager
-    def updating_wholes(self) -> Iterator[None]:
+    def updating_wholes(self) -> AbstractContextManager[None]:
         """Every variable reads whole and is assigned whole, between an optimizer's steps: collectives."""
-        before = self.local, self.updating_whole
-        self.local, self.updating_whole = False, True
-        try:
-            yield
-        finally:
-            self.local, self.updating_whole = before
+        return self._having(local=False, updating_whole=True)
 
-    @contextlib.contextmanager
-    def widened(self) -> Iterator[None]:
+    def widened(self) -> AbstractContextManager[None]:
         """Layers of low precision compute in float32."""
-        before, self.wide = self.wide, True
-        try:
-            yield
-        finally:
-            self.wide = before
+        return self._having(wide=True)
 
-    @contextlib.contextmanager
-    def calling(self, layer: Any) -> Iterator[None]:
+    def trying(self, trial: frozenset[int]) -> AbstractContextManager[None]:
+        """The rules with these ids, and no others, count as paired."""
+        return self._having(trial=trial)
+
+    def calling(self, layer: Any) -> AbstractContextManager[None]:
         """The layer's call is going on."""
-        before, self.calls = self.calls, (*self.calls, id(layer))
-        try:
-            yield
-        finally:
-            self.calls = before
+        return self._having(calls=(*self.calls, id(layer)))
 
-    @contextlib.contextmanager
-    def seeds_at(self, place: int) -> Iterator[None]:
-        before, self.seed_place = self.seed_place, place
-        try:
-            yield
-        finally:
-            self.seed_place = before
+    def seeds_at(self, place: int) -> AbstractContextManager[None]:
+        """Random numbers are those of a place."""
+        return self._having(seed_place=place)
 
-    @contextlib.contextmanager
-    def noting(self, before: dict[int, torch.Tensor]) -> Iterator[None]:
+    def looking(self, region: Region | None) -> AbstractContextManager[None]:
+        """A region is computing, or none."""
+        return self._having(region=region)
+
+    def noting(self, before: dict[int, torch.Tensor]) -> AbstractContextManager[None]:
         """What variables held before they are written inside is noted."""
-        self.written = (*self.written, before)
-        try:
-            yield
-        finally:
-            self.written = self.written[:-1]
+        return self._having(written=(*self.written, before))
 
     def note_write(self, variable: Any) -> None:
         """To be called before a variable is written."""
@@ -168,7 +152,10 @@ class Frame:
                     before[id(variable)] = variable.value.detach().clone()
 
 
+# That of the fit, evaluate or predict that is going on.
+engine_at_work: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
 _here = threading.local()
+_Frame = TypeVar("_Frame", bound=Frame | None)
 
 
 def frame() -> Frame | None:
@@ -177,7 +164,7 @@ def frame() -> Frame | None:
 
 
 @contextlib.contextmanager
-def entered(new: Frame) -> Iterator[Frame]:
+def entered(new: _Frame) -> Iterator[_Frame]:
     before = frame()
     _here.frame = new
     try:
@@ -186,12 +173,6 @@ def entered(new: Frame) -> Iterator[Frame]:
         _here.frame = before
 
 
-@contextlib.contextmanager
-def left() -> Iterator[None]:
+def left() -> AbstractContextManager[None]:
     """Inside no rank is at work: what is made is made for all ranks of this process."""
-    before = frame()
-    _here.frame = None
-    try:
-        yield
-    finally:
-        _here.frame = before
+    return entered(None)

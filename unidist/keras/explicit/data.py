@@ -15,6 +15,7 @@ from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import TorchEpochIterator, tree
+from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.interception import Hook
@@ -270,10 +271,8 @@ def hooks() -> tuple[Hook, ...]:
 def _reading(original: Any) -> Any:
     @functools.wraps(original)
     def _get_iterator(self: Any) -> Any:
-        from unidist.keras.explicit.engine import current_engine
-
         source = original(self)
-        engine = current_engine()
+        engine = context.engine_at_work.get()
         if engine is None or engine.world.is_virtual:
             return source
         already_local = not engine.distribution.strategy.auto_shard_dataset

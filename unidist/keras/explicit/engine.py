@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -46,15 +45,9 @@ from unidist.keras.layers import has_more_than_its_kernel
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
-_current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
 PROBE_ROWS = 2
 # Of a model that was called with gradients: whether it is distributed was looked up.
 _SEEN = "_unidist_seen"
-
-
-def current_engine() -> Engine | None:
-    """The engine of the fit, evaluate or predict that is going on, or None."""
-    return _current.get()
 
 
 class Engine:
@@ -81,7 +74,7 @@ class Engine:
     @contextlib.contextmanager
     def session(self, logs_are_read: bool = True) -> Iterator[None]:
         """Keras's trainer is at work on this engine's model; `logs_are_read`: somebody takes the logs of each step."""
-        token = _current.set(self)
+        token = context.engine_at_work.set(self)
         self._ready = False
         before, self.logs_are_read = self.logs_are_read, logs_are_read
         try:
@@ -90,7 +83,7 @@ class Engine:
                 self.settle()
         finally:
             self.logs_are_read = before
-            _current.reset(token)
+            context.engine_at_work.reset(token)
 
     def settle(self) -> None:
         """Variables and optimizer states become what one device's would be now: nothing is under way, and gradients
@@ -340,7 +333,7 @@ def prepare_for_loop(model: Any, given: Any) -> None:
     """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes; not where
     it becomes a part of a graph."""
     held = vars(model)
-    if "_unidist_engine" in held or held.get(_SEEN) or _current.get() is not None or not model.built:
+    if "_unidist_engine" in held or held.get(_SEEN) or context.engine_at_work.get() is not None or not model.built:
         return
     if any(isinstance(x, keras.KerasTensor) for x in tree.flatten(given)):
         return

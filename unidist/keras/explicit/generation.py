@@ -72,12 +72,8 @@ class GenerateFunction:
     def _on_rank(self, frame: Frame, inputs: Any, stop_token_ids: Any) -> Any:
         own = tree.map_structure(lambda x: torch.as_tensor(x).clone(), inputs)
         self._prepare_pairs(frame, own)
-        before, frame.trial = frame.trial, frozenset()
-        try:
-            with frame.seeds_at(0), events.for_purpose("generate"):
-                return self.function(own, stop_token_ids=stop_token_ids)
-        finally:
-            frame.trial = before
+        with frame.trying(frozenset()), frame.seeds_at(0), events.for_purpose("generate"):
+            return self.function(own, stop_token_ids=stop_token_ids)
 
     def _prepare_pairs(self, frame: Frame, inputs: Any) -> None:
         """Proves the pairs on the prompts, where they are what the model itself is called with."""

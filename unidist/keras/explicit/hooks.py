@@ -162,7 +162,7 @@ def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engi
 def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
-        found = engine.current_engine()
+        found = context.engine_at_work.get()
         if found is not None and self.steps_per_execution > 1:
             raise CapabilityError(
                 f"steps_per_execution={self.steps_per_execution}: under a strategy with Keras on torch each step is an "

@@ -17,6 +17,7 @@ from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.backends import registry
 from unidist.errors import CapabilityError
+from unidist.keras import numbers
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
 from unidist.keras.explicit import mixing
 from unidist.keras.explicit.context import Frame, Rows, frame
@@ -188,7 +189,7 @@ OWN_LOSS = (
 def _contribution(known: Frame, rows: Rows, values: Any, sample_weight: Any, reduction: str | None) -> Any:
     if tuple(values.shape) == ():
         # A loss function that gave a scalar: a mean over its rows, so it counts by them.
-        return torch.where(torch.tensor(rows.local > 0, device=values.device), values * rows.share, 0.0)
+        return numbers.by_share(values, rows.share)
     loss = ops.sum(values)
     if reduction not in ("sum_over_batch_size", "mean", "mean_with_sample_weight"):
         return loss
@@ -230,18 +231,8 @@ def _added_losses(self: Any) -> list[Any]:
     here = frame()
     if here is None or here.rows is None or not here.world.data_axes or not found:
         return found
-    rows = here.rows
-    own = [_share_of(rows, torch.as_tensor(value)) for value in found]
+    own = [numbers.by_share(torch.as_tensor(value), here.rows.share) for value in found]
     return _over_all_shards(here, own) if here.gathered_loss else told(here, own)
-
-
-def _share_of(rows: Rows, value: torch.Tensor) -> torch.Tensor:
-    part = value * rows.share
-    if rows.local:
-        return part
-    # A mean over no rows is not a number, and counts nothing. It stays in the graph: all ranks must come to what
-    # backward does, as to fetch the values that it reads.
-    return torch.where(torch.isfinite(value), part, torch.zeros_like(part))
 
 
 def _over_all_shards(here: Frame, values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -249,9 +240,8 @@ def _over_all_shards(here: Frame, values: list[torch.Tensor]) -> list[torch.Tens
     # On a shard without rows, where nothing depends on the weights, backward must come to the collective all the same.
     anchor = torch.zeros(len(values), device=values[0].device, requires_grad=torch.is_grad_enabled())
     row = torch.stack([value.to(torch.float32) for value in values]) + anchor
-    shards = here.world.mesh.axis_size(here.world.data_axes)
     with events.for_purpose("added losses"):
-        rows = here.world.gather_rows(row[None], shards, Layout(fanout=here.world.data_axes))
+        (rows,) = here.world.of_shards([row])
     return [total.to(value.dtype) for total, value in zip(rows.sum(0).unbind(), values, strict=True)]
 
 

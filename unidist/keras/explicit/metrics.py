@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from unidist import events
+from unidist.keras import numbers
 from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
@@ -77,20 +78,11 @@ def _unmerged(model: Any, here: Frame) -> Any:
 
 def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
     """id -> value summed over the data axes, for the partial variables among these: one collective a dtype."""
-    todo: dict[torch.dtype, list[DistributedVariable]] = {}
-    for variable in variables:
-        if not isinstance(variable, DistributedVariable) or id(variable) in here.overrides:
-            continue
-        if variable._place.layout.partial:
-            todo.setdefault(variable._place.local(here).dtype, []).append(variable)
-    values: dict[int, torch.Tensor] = {}
-    for members in todo.values():
-        locals_ = [v._place.local(here).detach() for v in members]
-        with events.for_purpose("metrics"):
-            total = here.world.sum_over_data(torch.cat([x.reshape(-1) for x in locals_]))
-        parts = total.split([x.numel() for x in locals_])
-        values |= {id(v): part.view(x.shape) for v, part, x in zip(members, parts, locals_, strict=True)}
-    return values
+    own = [v for v in variables if isinstance(v, DistributedVariable) and id(v) not in here.overrides]
+    partial = [v for v in own if v._place.layout.partial]
+    with events.for_purpose("metrics"):
+        totals = here.world.summed([v._place.local(here) for v in partial], here.world.data_axes)
+    return {id(v): total for v, total in zip(partial, totals, strict=True)}
 
 
 def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
@@ -200,7 +192,7 @@ def _of_share(here: Frame, value: torch.Tensor, share: float) -> torch.Tensor:
     """What a number of this rank's is of that of all rows."""
     if not here.tells_losses and losses.is_contribution(value):
         return value
-    return value * share if share else torch.zeros_like(value)
+    return numbers.by_share(value, share)  # type: ignore[no-any-return]
 
 
 def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ at other rows. If not, it too is called with this shard's rows from then on.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -139,7 +138,7 @@ class Mixer:
         if not within:
             own = self._constants()
             args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
-        with _inside(frame, region):
+        with frame.looking(region):
             out = rest(*args, **kwargs)
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
         self._found_in.setdefault(key, frame.number)
@@ -219,7 +218,7 @@ def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
     """A call with this shard's rows of what has rows, outside of the region; its results have rows again."""
     if frame.region is None or frame.rows is None:
         return call(*args, **kwargs)  # there are no RowParts
-    with _inside(frame, None):
+    with frame.looking(None):
         out = call(*_locals(args), **_locals(kwargs))
     if not are_row_parts(args, kwargs):
         return out
@@ -232,15 +231,6 @@ def are_row_parts(*values: Any) -> bool:
     found: list[bool] = []
     mapped(lambda x: found.append(isinstance(x, RowPart)), values)
     return any(found)
-
-
-@contextlib.contextmanager
-def _inside(frame: Frame, region: Region | None) -> Iterator[None]:
-    before, frame.region = frame.region, region
-    try:
-        yield
-    finally:
-        frame.region = before
 
 
 # tensors --------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Sharding
+from unidist.algebra import Axes, Layout
 from unidist.errors import CapabilityError
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import get_keras_mask, set_keras_mask, tree
@@ -200,16 +200,11 @@ class _FanOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         out = list(grads)
-        given = [(k, grad) for k, grad in enumerate(grads) if grad is not None]
-        for dtype in dict.fromkeys(grad.dtype for _, grad in given):
-            alike = [(k, grad) for k, grad in given if grad.dtype == dtype]
-            flat = torch.cat([grad.reshape(-1) for _, grad in alike])
-            partial = Sharding(ctx.world.mesh, Layout(partial=ctx.axes), tuple(flat.shape))
-            with events.for_purpose(f"weights on {_WHY}"):
-                flat = ctx.world.backend.redistribute(flat, partial, partial.with_layout(Layout()))
-            sums = flat.split([grad.numel() for _, grad in alike])
-            for (k, grad), total in zip(alike, sums, strict=True):
-                out[k] = total.view(grad.shape)
+        given = {k: grad for k, grad in enumerate(grads) if grad is not None}
+        with events.for_purpose(f"weights on {_WHY}"):
+            sums = ctx.world.summed(list(given.values()), ctx.axes)
+        for k, total in zip(given, sums, strict=True):
+            out[k] = total
         return (None, None, *out)
 
 

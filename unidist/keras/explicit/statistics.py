@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Layout, Sharding
-from unidist.keras.compat import BatchNormalization, SeedGenerator, backend, draw_seed, torch_random
-from unidist.keras.explicit.context import Frame, frame
+from unidist.keras import numbers
+from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, torch_random
+from unidist.keras.explicit.context import frame
 from unidist.keras.explicit.sequence import SequencePart, dropped_out
 from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
-# Seeds are combined modulo 2**32; the golden ratio spreads the ranks' streams over it.
-SEED_STRIDE = 0x9E3779B1
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -33,43 +31,8 @@ def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     here = frame()
     if here is None or here.rows is None or not here.world.data_axes or inputs.is_meta:
         return _originals["moments"](self, inputs, mask)
-    return global_moments(here, inputs, self._reduction_axes, mask)
-
-
-def global_moments(
-    here: Frame, x: torch.Tensor, dims: list[int], mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance over `dims` and over the data axes, differentiable; one all_gather of three small rows.
-
-    The shards' (count, mean, squared deviation) are combined as in Chan, Golub and LeVeque (1979), which loses no
-    digits where the mean is large against the deviation.
-    """
-    keep = [d for d in range(x.ndim) if d not in dims]
-    flat = x.permute(*keep, *dims).reshape(*[x.shape[d] for d in keep], -1)
-    if mask is None:
-        weight = torch.ones_like(flat)
-        tiny = 0.0
-    else:
-        spread = torch.broadcast_to(mask.unsqueeze(-1), x.shape).to(x.dtype)
-        weight = spread.permute(*keep, *dims).reshape(flat.shape)
-        tiny = backend.epsilon()
-    count = weight.sum(-1)
-    mean = (flat * weight).sum(-1) / count.clamp(min=1)
-    deviation = ((flat - mean.unsqueeze(-1)) ** 2 * weight).sum(-1)
-    counts, means, deviations = _rows_of_shards(here, torch.stack([count, mean, deviation])).unbind(1)
-    total = counts.sum(0)
-    overall = (counts * means).sum(0) / (total + tiny)
-    spread_out = (deviations + counts * (means - overall) ** 2).sum(0)
-    return overall, spread_out / (total + tiny)
-
-
-def _rows_of_shards(here: Frame, row: torch.Tensor) -> torch.Tensor:
-    """(data shards, *row.shape): each shard's row, fanned out: gradients come back summed."""
-    world = here.world
-    shards = world.mesh.axis_size(world.data_axes)
-    cut = Sharding(world.mesh, Layout(world.data_axes), (shards, *row.shape))
     with events.for_purpose("batch statistics"):
-        return world.backend.redistribute(row.unsqueeze(0), cut, cut.with_layout(Layout(fanout=world.data_axes)))
+        return numbers.moments(inputs, self._reduction_axes, mask, torch.sum, here.world.of_shards)
 
 
 def _next(self: Any, ordered: bool = True) -> Any:
@@ -83,8 +46,7 @@ def _next(self: Any, ordered: bool = True) -> Any:
         return seed
     if here is None or not here.seed_place or seed.is_meta:
         return seed
-    offset = (here.seed_place * SEED_STRIDE) & 0x7FFFFFFF
-    return seed + torch.tensor([offset, 0], dtype=seed.dtype, device=seed.device)
+    return seed + torch.tensor([numbers.seed_offset(here.seed_place), 0], dtype=seed.dtype, device=seed.device)
 
 
 def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:

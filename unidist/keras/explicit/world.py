@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -99,6 +99,19 @@ class RankWorld:
         with torch.no_grad():
             return self.backend.redistribute(x.detach(), partial, partial.with_layout(Layout()))
 
+    def summed(self, tensors: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
+        """The sums over axes of tensors that need no gradient, by one all_reduce for each dtype."""
+        out = [x.detach() for x in tensors]
+        for dtype in dict.fromkeys(x.dtype for x in out):
+            alike = [k for k, x in enumerate(out) if x.dtype == dtype]
+            flat = torch.cat([out[k].reshape(-1) for k in alike])
+            partial = Sharding(self.mesh, Layout(partial=axes), tuple(flat.shape))
+            with torch.no_grad():
+                total = self.backend.redistribute(flat, partial, partial.with_layout(Layout()))
+            for k, part in zip(alike, total.split([out[k].numel() for k in alike]), strict=True):
+                out[k] = part.view(out[k].shape)
+        return out
+
     def batch_sharding(self, shape: tuple[int, ...]) -> Sharding:
         return Sharding(self.mesh, Layout(self.data_axes), shape)
 
@@ -106,6 +119,12 @@ class RankWorld:
         """The rows of all data shards, in order; differentiable. `layout`: I (default) or F over the data axes."""
         cut = self.batch_sharding((total, *x.shape[1:]))
         return self.backend.redistribute(x, cut, cut.with_layout(layout or Layout()))
+
+    def of_shards(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Of each tensor those of all data shards, stacked and fanned out: gradients come back summed. All have one
+        shape: one all_gather."""
+        shards = self.mesh.axis_size(self.data_axes)
+        return self.gather_rows(torch.stack(tuple(tensors))[None], shards, Layout(fanout=self.data_axes)).unbind(1)
 
 
 def keras_state() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from unidist.errors import CapabilityError
-from unidist.keras import agreement, files
+from unidist.keras import agreement, files, numbers
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
@@ -25,7 +25,6 @@ from unidist.keras.compat import (
     TensorFlowTrainer,
     data_adapters,
 )
-from unidist.keras.compat import backend as keras_backend
 from unidist.keras.interception import Hook, Table, kept
 from unidist.keras.processes import Processes
 from unidist.keras.replicated import engine
@@ -37,8 +36,6 @@ from unidist.strategies.zero import STAGES
 
 _originals: dict[str, Any] = {}
 _ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-# Seeds are combined modulo 2**32; the golden ratio spreads the ranks' streams over it.
-SEED_STRIDE = 0x9E3779B1
 
 
 def prepare() -> None:
@@ -146,22 +143,7 @@ def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     here = engine.current()
     if here is None or not here.in_call:
         return _originals["_moments"](self, inputs, mask)
-    dims = self._reduction_axes
-    weight = tf.ones_like(inputs)
-    tiny = 0.0
-    if mask is not None:
-        weight = tf.cast(tf.broadcast_to(mask[..., tf.newaxis], tf.shape(inputs)), inputs.dtype)
-        tiny = keras_backend.epsilon()
-    count = tf.reduce_sum(weight, dims, keepdims=True)
-    mean = tf.reduce_sum(inputs * weight, dims, keepdims=True) / tf.maximum(count, 1)
-    deviation = tf.reduce_sum((inputs - mean) ** 2 * weight, dims)
-    row = tf.stack([tf.squeeze(count, dims), tf.squeeze(mean, dims), deviation])
-    # The shards are combined as in Chan, Golub and LeVeque (1979), which loses no digits where the mean is large.
-    counts, means, deviations = tf.unstack(here.traced.gather_row(row), axis=1)
-    total = tf.reduce_sum(counts, 0)
-    overall = tf.reduce_sum(counts * means, 0) / (total + tiny)
-    spread = tf.reduce_sum(deviations + counts * (means - overall) ** 2, 0)
-    return overall, spread / (total + tiny)
+    return numbers.moments(inputs, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
 
 
 def _next(self: Any, ordered: bool = True) -> Any:
@@ -170,7 +152,7 @@ def _next(self: Any, ordered: bool = True) -> Any:
     here = engine.current()
     if here is None or not here.in_call or not here.traced.place:
         return seed
-    return seed + tf.cast([(here.traced.place * SEED_STRIDE) & 0x7FFFFFFF, 0], seed.dtype)
+    return seed + tf.cast([numbers.seed_offset(here.traced.place), 0], seed.dtype)
 
 
 def _adding_losses(original: property) -> property:

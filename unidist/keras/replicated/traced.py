@@ -11,6 +11,7 @@ import tensorflow as tf
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import UnidistError
+from unidist.keras import numbers
 from unidist.keras.strategy import UnidistDistribution
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
@@ -57,8 +58,9 @@ class Traced:
 
         return join(local)
 
-    def gather_row(self, row: Tensor) -> Tensor:
-        """(count, *row.shape): each rank's row, fanned out: gradients come back summed."""
+    def of_ranks(self, values: list[Tensor]) -> list[Tensor]:
+        """Of each tensor those of all ranks, stacked and fanned out: gradients come back summed. One all_gather."""
+        row = tf.stack(values)
         cut = Sharding(self.mesh, Layout(self.axes), (self.count, *row.shape))
         fan = cut.with_layout(Layout(fanout=self.axes))
         back_from, back_to = (s.with_layout(s.layout.dual()) for s in (fan, cut))
@@ -76,7 +78,7 @@ class Traced:
                 back, "batch statistics", [gradient], value.dtype, [1, *row.shape]
             )
 
-        return gather(row[tf.newaxis])
+        return tf.unstack(gather(row[tf.newaxis]), axis=1)  # type: ignore[no-any-return]
 
     def mean(self, x: Tensor, what: str) -> Tensor:
         """The mean over the ranks; not differentiable."""
@@ -88,15 +90,13 @@ class Traced:
         return self._called(move, what, [x], x.dtype, x.shape)
 
     def mean_of_shares(self, value: Tensor, share: Tensor) -> Tensor:
-        """The sum over the ranks of share * value, where the shares add up to one. A share of nothing counts nothing: a
-        mean over no rows is not a number."""
+        """The sum over the ranks of what each counts by its share of the rows."""
         value = tf.convert_to_tensor(value)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def weigh(own: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
             weight = self.count * tf.cast(share, own.dtype)
-            part = tf.where(weight > 0, weight * own, tf.zeros_like(own))
-            return self.mean(part, "additional losses"), lambda gradient: weight * gradient
+            return self.mean(numbers.by_share(own, weight), "additional losses"), lambda gradient: weight * gradient
 
         return weigh(value)
 
