@@ -34,7 +34,7 @@ from unidist.keras.explicit.calls import Call, around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
-from unidist.keras.layers import has_more_than_its_kernel
+from unidist.keras.explicit.verdicts import Verdict
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
@@ -64,6 +64,7 @@ class Engine:
         self.world = placing.world_of(distribution)
         self.rules: list[rules.Rule] = []
         self.pairs: list[pairs.Pair] | None = None
+        self.verdicts: dict[int, Verdict] = {}
         self.traffic: Traffic | None = None
         self.mixers: list[mixing.Mixer] = []
         self._prepared: tuple[Any, ...] = ()
@@ -213,10 +214,10 @@ class Engine:
         """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
         if self.pairs is not None and frame.rank in self._proven_on:
             return
-        found = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
+        found, verdicts = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
         self._proven_on.add(frame.rank)
         if self.pairs is None:
-            self.pairs = found
+            self.pairs, self.verdicts = found, verdicts
             pairs.hold(self.model, found)
             for pair in found:
                 for layer in pair.random:
@@ -225,10 +226,10 @@ class Engine:
 
     def _part_pairs(self) -> None:
         """Parts pairs of which a layer computes in another way by now, as with a low-rank kernel: it gathers."""
-        for pair in [p for p in self.pairs or () if any(has_more_than_its_kernel(rule.layer) for rule in p.rules)]:
-            self.pairs = [other for other in self.pairs or () if other is not pair]
-            for rule in pair.rules:
-                rule.paired = False
+        for pair in list(self.pairs or ()):
+            if (verdicts := pairs.parted(pair)) is not None:
+                self.pairs = [other for other in self.pairs or () if other is not pair]
+                self.verdicts |= verdicts
 
     @functools.cached_property
     def _proven_on(self) -> set[int]:
