@@ -69,7 +69,8 @@ def more_than_its_kernel(layer: Any) -> str:
 
 
 def own_call(layer: Any) -> str:
-    """The class of Keras's that it inherits from and does not compute as; "" where there is none."""
+    """The class of Keras's products and look-ups that it inherits from and does not compute as; "" where there is
+    none."""
     if computes_as(layer) is not None:
         return ""
-    return next((base.__name__ for base in type(layer).__mro__ if base in COMPUTING), "")
+    return next((base.__name__ for base in type(layer).__mro__ if base in COMPUTING and base is not BaseConv), "")

@@ -129,8 +129,8 @@ def parted(pair: Pair) -> dict[int, Verdict] | None:
     out = {}
     for rule in pair.rules:
         rule.paired = False
-        more = changed.get(id(rule))
-        out[id(rule)] = Verdict(rule.name, rule.kind, reason=f"it {more}" if more else first)
+        reason = f"it {changed[id(rule)]}" if id(rule) in changed else first
+        out[id(rule)] = Verdict(rule.name, rule.kind, reason=reason)
     return out
 
 
