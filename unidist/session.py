@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unidist import log
 from unidist.backends import registry
 from unidist.backends.protocol import Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError
 from unidist.keras import arrival
+
+_log = logging.getLogger(__name__)
 
 
 def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
@@ -38,6 +42,8 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
 def _use(
     name: str | None, devices: int | Sequence[str] | None, cluster: Cluster | None, options: dict[str, Any]
 ) -> DistributionBackend:
+    log.start(lambda: registry.current().process_index() if registry.has_joined() else None)
+    why = "as asked"
     if name is None:
         name, why = registry.default_name()
         print(f"unidist: using {name!r} ({why})", file=sys.stderr)
@@ -50,6 +56,7 @@ def _use(
         name, (chosen,) if chosen in served else served, prefers_first=getattr(adapter_class, "prefers_first", False)
     )
     adapter = registry.use(name, devices=devices, cluster=cluster, **options)
+    _log.debug("using %r (%s), KERAS_BACKEND=%s", name, why, os.environ.get("KERAS_BACKEND", "unset"))
     if name == "sim" and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
         arrival.prepare_devices(len(adapter.list_devices()))

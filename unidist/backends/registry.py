@@ -251,6 +251,11 @@ def has_current() -> bool:
     return _current is not None
 
 
+def has_joined() -> bool:
+    """Whether the backend in use has joined a world, by the launcher's word or by `initialize`."""
+    return _current is not None and _joined != "no"
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""

@@ -14,6 +14,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import hooks
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
+from unidist.keras.telling import joined
 
 
 def _engine() -> Any:
@@ -153,4 +154,4 @@ def describe(model: Any) -> Description:
         down - row, takes shards of 'up'
     """
     engine = _engine()
-    return Description(tuple(engine.rows(model)), engine.why(model) if hasattr(engine, "why") else {})
+    return Description(tuple(engine.rows(model)), joined(engine.reasons(model)))

@@ -11,7 +11,7 @@ from unidist.algebra import Layout
 from unidist.backends.protocol import Array, itemsize
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.rows import Row, rows_of
-from unidist.keras.telling import joined, of_partitioned
+from unidist.keras.telling import of_partitioned
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -40,18 +40,18 @@ def rows(model: Any) -> Iterator[Row]:
     yield from rows_of(model, _row)
 
 
-def why(model: Any) -> dict[str, str]:
-    """name -> what is known of a layer with cut weights: how it computes with shards is DTensor's choice."""
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(path, what is known of it) of each layer with cut weights: how it computes with shards is DTensor's choice."""
     distribution = placing.placed_under(model)
     if distribution is None:
-        return {}
+        return
 
     def lies(variable: Any) -> tuple[Layout, Layout]:
         found = getattr(variable, placing.LAYOUTS)
         return found.storage, found.compute
 
     refused = "DTensor is given shards of the weights of products and look-ups alone"
-    return joined(of_partitioned(model, lies, distribution.strategy.data_axes, "DTensor", refused))
+    yield from of_partitioned(model, lies, distribution.strategy.data_axes, "DTensor", refused)
 
 
 def _place(model: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from unidist.keras.explicit.pairs import Pair, is_close, refused
 from unidist.keras.explicit.rules import Rule
 from unidist.keras.explicit.verdicts import agreed
 
+_log = logging.getLogger(__name__)
 HEADS_DIM = -2  # of a cache: (batch, layers, 2, length, heads, features)
 _GATHERED = frozenset[int]()
 
@@ -109,6 +111,8 @@ class CachedCalls:
                 self._refused[frame.rank].append(f"{levels.pop(0)}: {against}")
                 level = levels[0]
                 level.heads = cache.shape[HEADS_DIM]
+        if level.is_proven and frame.rank == frame.world.ranks[0]:
+            _log.info("model %r, calls with a cache: %s", self.model.name, self.why(frame.rank))
         return wanted
 
     def _called(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> Any:

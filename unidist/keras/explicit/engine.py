@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from unidist.algebra import Layout
 from unidist.backends import ending
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import stateful
+from unidist.keras import stateful, telling
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
 from unidist.keras.explicit import (
@@ -39,6 +40,7 @@ from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
+_log = logging.getLogger(__name__)
 PROBE_ROWS = 2
 # Of a model that was called with gradients: whether it is distributed was looked up.
 _SEEN = "_unidist_seen"
@@ -154,6 +156,7 @@ class Engine:
             sequence.give_whole(self.model)
         if self.world.data_axes:
             self.mixers = mixing.install_regions(self.model)
+        telling.applied(self.model, self.distribution)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
@@ -218,6 +221,10 @@ class Engine:
         self._proven_on.add(frame.rank)
         if self.pairs is None:
             self.pairs, self.verdicts = found, verdicts
+            if verdicts:
+                rows = f": into {telling.listed(repr(pair.row.name) for pair in found)}" if found else ""
+                _log.info("model %r: pairs proven: %d%s", self.model.name, len(found), rows)
+                telling.said((verdict.path, str(verdict)) for verdict in verdicts.values())
             pairs.hold(self.model, found)
             for pair in found:
                 for layer in pair.random:
@@ -230,6 +237,7 @@ class Engine:
             if (verdicts := pairs.parted(pair)) is not None:
                 self.pairs = [other for other in self.pairs or () if other is not pair]
                 self.verdicts |= verdicts
+                telling.said((verdict.path, str(verdict)) for verdict in verdicts.values())
 
     @functools.cached_property
     def _proven_on(self) -> set[int]:

@@ -15,7 +15,7 @@ from unidist.keras.explicit.placing import is_placed
 from unidist.keras.planning.settling import waits
 from unidist.keras.rows import Row
 from unidist.keras.strategy import UnidistDistribution
-from unidist.keras.telling import in_parts, joined, own_variables
+from unidist.keras.telling import in_parts, own_variables
 
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
@@ -41,18 +41,14 @@ def rows(model: Any) -> list[Row]:
     return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]
 
 
-def why(model: Any) -> dict[str, str]:
-    """name -> what a layer with cut weights does, and why what may look at several rows is given the rows of all shards
-    or not."""
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(name, why it is given the rows of all shards or not) of what may look at several rows, and (path, what it does)
+    of each layer with cut weights and of the calls with a cache."""
     found = engine.engine_of(model)
-    mixers = list(found.mixers) if found is not None else []
-    mixers += mixing.of_losses(model)
-    cut = _of_layers(found) if found is not None and model.built else ()
-    return joined([*((mixer.name, mixer.why) for mixer in mixers), *cut])
-
-
-def _of_layers(found: engine.Engine) -> Iterator[tuple[str, str]]:
-    model = found.model
+    for mixer in [*(found.mixers if found is not None else ()), *mixing.of_losses(model)]:
+        yield mixer.name, mixer.why
+    if found is None or not model.built:
+        return
     is_waiting = found.traffic is None and waits(model, found.distribution)
     ruled = {id(rule.layer): rule for rule in found.rules}
     for layer in model._flatten_layers():

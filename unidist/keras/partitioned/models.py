@@ -13,7 +13,7 @@ from unidist.backends.protocol import Array
 from unidist.keras.partitioned import layouts, placing, processes
 from unidist.keras.rows import Row, rows_of
 from unidist.keras.strategy import adopt
-from unidist.keras.telling import joined, of_partitioned
+from unidist.keras.telling import of_partitioned
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -44,17 +44,17 @@ def rows(model: Any) -> Iterator[Row]:
     yield from rows_of(model, _row)
 
 
-def why(model: Any) -> dict[str, str]:
-    """name -> what is known of a layer with cut weights: how it computes is left to the compiler."""
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(path, what is known of it) of each layer with cut weights: how it computes is left to the compiler."""
     distribution = placing.distribution_of(model)
     if distribution is None or not model.built:
-        return {}
+        return
 
     def lies(variable: Any) -> tuple[Layout, Layout]:
         found = layouts.placement(variable, distribution)
         return layouts.of_native(found.storage), layouts.of_native(found.compute)
 
-    return joined(of_partitioned(model, lies, adopt(distribution).strategy.data_axes, "XLA's partitioner"))
+    yield from of_partitioned(model, lies, adopt(distribution).strategy.data_axes, "XLA's partitioner")
 
 
 def _row(variable: Any, kind: str) -> Row:
