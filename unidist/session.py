@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unidist import arrival
+from unidist import arrival, log
 from unidist.backends import registry
 from unidist.backends.jax.virtual import prepare_devices
 from unidist.backends.protocol import Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError
+
+_log = logging.getLogger(__name__)
 
 
 def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
@@ -46,6 +49,8 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
 def _use(
     name: str | None, devices: int | Sequence[str] | None, cluster: Cluster | None, options: dict[str, Any]
 ) -> DistributionBackend:
+    log.start(lambda: registry.current().process_index() if registry.has_joined() else None)
+    why = "as asked"
     if name is None:
         name, why = registry.default_name()
         print(f"unidist: using {name!r} ({why})", file=sys.stderr)
@@ -54,6 +59,7 @@ def _use(
     served, chosen = entry.keras_backends, options.get(entry.keras_option)
     _choose_keras(name, (chosen,) if chosen in served else served, prefers_first=entry.prefers_first)
     adapter = registry.use(name, devices=devices, cluster=cluster, **options)
+    _log.debug("using %r (%s), KERAS_BACKEND=%s", name, why, os.environ.get("KERAS_BACKEND", "unset"))
     if entry.virtual and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
         prepare_devices(len(adapter.list_devices()))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import unidist
 from tests.keras.contract import plain
 from tests.support.runs import fresh
+from unidist import log
 
 
 def _is_other() -> bool:
@@ -94,3 +98,19 @@ def loaded(path: str, what: str) -> tuple[str, str]:
     except (OSError, ValueError) as error:
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+def logged(ranks: str) -> list[str]:
+    """What this process writes of a model that is placed."""
+    fresh()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as written:
+        patch.setenv("UNIDIST_LOG", "info")
+        patch.setenv("UNIDIST_LOG_RANKS", ranks)
+        log.start(unidist.process_index)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="net")
+        strategy = unidist.DataParallel()
+        for _ in range(2):
+            unidist.parallelize(model, strategy)
+        patch.undo()
+        log.start(unidist.process_index)
+    return written.getvalue().splitlines()

@@ -17,6 +17,7 @@ BEHAVIOURS = (
     "sliced_behind_a_column_layer",
     "cut_along_another_dim",
     "slices_of_rows",
+    "weights_that_are_gathered",
     "layers_that_slice",
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
@@ -72,7 +73,9 @@ def _compare(run: Any, cls: Any = None, **options: Any) -> None:
     _same(_weights(spread), _weights(alone))
     import unidist
 
-    assert unidist.describe(spread).sharded
+    described = unidist.describe(spread)
+    assert described.sharded
+    assert described.why == {"up": "DTensor chooses how it computes with the shards of 'kernel'"}
 
 
 def numpy_in_and_out() -> None:
@@ -158,6 +161,24 @@ def slices_of_rows() -> None:
         return model.fit(x, y / 100, batch_size=8, verbose=0).history["loss"]
 
     _compare(run)
+
+
+def weights_that_are_gathered() -> None:
+    """Weights of no product and no look-up are gathered when they are read, and describe says so."""
+    import keras
+
+    import unidist
+
+    x = keras.Input((16,))
+    model = keras.Model(x, keras.layers.Dense(8, name="up")(keras.layers.LayerNormalization(name="norm")(x)))
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    rules = unidist.LayoutMap(mesh, {"norm/gamma": ("model",)})
+    unidist.parallelize(model, unidist.ModelParallel(mesh, rules, zero=3))
+    assert unidist.describe(model).why == {
+        "norm": "gathered for each call: data axes cut 'beta'; gathered for each call: DTensor is given shards of the "
+        "weights of products and look-ups alone, as of 'gamma'",
+        "up": "gathered for each call: data axes cut 'kernel' and 'bias'",
+    }
 
 
 def layers_that_slice() -> None:

@@ -51,3 +51,12 @@ def test_a_file_that_one_process_lacks_is_told_to_all(setting: str, what: str, w
     assert "could not load" in text
     assert other in ("FileNotFoundError", "ValueError")
     assert "elsewhere" in own
+
+
+@pytest.mark.parametrize("setting", PLACES)
+def test_the_first_process_writes_the_log(setting: str, worlds: Worlds) -> None:
+    mesh = {"data": 4 if "2x2" in setting else 2}
+    line = f"INFO: model 'net' under DataParallel on Mesh({mesh}): 0 of 2 variables cut, batches over 'data', zero=0"
+    world = worlds.get(setting)
+    assert world.call("tests.keras.agreement:logged", "first") == [[f"unidist 0 {line}"], []]
+    assert world.call("tests.keras.agreement:logged", "all") == [[f"unidist {k} {line}"] for k in (0, 1)]

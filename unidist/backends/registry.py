@@ -375,6 +375,11 @@ def in_use() -> Entry:
     return _entry_in_use
 
 
+def has_joined() -> bool:
+    """Whether the backend in use has joined a world, by the launcher's word or by `initialize`."""
+    return _current is not None and _joined != "no"
+
+
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""

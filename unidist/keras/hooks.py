@@ -6,6 +6,7 @@ Which attributes they are, and why, is in the tables: `table` here, and `table` 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import cache
 
@@ -16,6 +17,8 @@ from unidist.keras import clearing, files, loading, making
 from unidist.keras.interception import Hook, Table
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
+
+_log = logging.getLogger(__name__)
 
 # Keras backend -> what trains there, unless the adapter in use has declared another driver.
 _DRIVERS = {
@@ -51,7 +54,7 @@ def install() -> None:
     Raises:
         BackendMismatchError: a Keras that unidist was not made for, or its framework runs with other devices already.
     """
-    found = driver()
+    found, before = driver(), len(replaced())
     for other in _used - {found}:
         _table_of(other).turn_off()
     table().turn_on()
@@ -59,15 +62,19 @@ def install() -> None:
         importlib.import_module(f"{found}.hooks").prepare()
         _used.add(found)
         _table_of(found).turn_on()
+    if len(replaced()) != before:
+        _log.debug("hooks on: %d attributes of Keras on %r replaced", len(replaced()), keras.config.backend())
 
 
 def remove() -> None:
     """Puts back every attribute that unidist has replaced. Models that are distributed cannot be trained until the
     hooks are on again."""
+    before = len(replaced())
     for package in sorted(_used):
         _table_of(package).turn_off()
         importlib.import_module(f"{package}.hooks").leave()
     table().turn_off()
+    _log.debug("hooks off: %d attributes put back", before - len(replaced()))
 
 
 def replaced() -> tuple[Hook, ...]:

@@ -48,4 +48,29 @@ def _defined(owner: type, name: str) -> Any:
 
 def has_more_than_its_kernel(layer: Any) -> bool:
     """Whether it computes with more than its kernel now: with low-rank or quantized ones."""
-    return bool(getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None))
+    return bool(more_than_its_kernel(layer))
+
+
+def more_than_its_kernel(layer: Any) -> str:
+    """How it computes otherwise than with its kernel alone now; "" where it does not.
+
+    Example:
+        >>> import keras
+        >>> layer = keras.layers.Dense(4)
+        >>> layer.build((None, 8))
+        >>> layer.enable_lora(2)
+        >>> more_than_its_kernel(layer)
+        'computes with low-rank kernels beside its own (LoRA)'
+    """
+    if getattr(layer, "lora_enabled", False):
+        return "computes with low-rank kernels beside its own (LoRA)"
+    mode = getattr(layer, "quantization_mode", None)
+    return f"computes with a quantized kernel ({mode})" if mode else ""
+
+
+def own_call(layer: Any) -> str:
+    """The class of Keras's products and look-ups that it inherits from and does not compute as; "" where there is
+    none."""
+    if computes_as(layer) is not None:
+        return ""
+    return next((base.__name__ for base in type(layer).__mro__ if base in COMPUTING and base is not BaseConv), "")

@@ -14,6 +14,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import hooks
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
+from unidist.keras.telling import joined
 
 
 def _engine() -> Any:
@@ -79,8 +80,19 @@ class Description:
 
     Attributes:
         rows: one for each variable, the model's first, then the optimizer's.
-        why: of each layer, operation or loss that may look at several rows of a batch (those that are not Keras's own):
-            whether it is given the rows of all data shards, and why. On torch and the simulator with Keras on torch.
+        why: path -> what a layer with cut weights does, and why. On torch, Horovod with Keras on torch, and the
+            simulator with Keras on torch:
+
+            - "column, paired with 'x'": its outputs stay cut; "row, takes shards of 'y'": its inputs come cut
+            - "column, gathered: reason": its outputs are gathered, since no row layer can take its shards
+            - "row, gathered: reason": its inputs come whole, since no column layer can give it shards
+            - "column: whether its outputs stay cut is proven in the first step": before that
+            - "vocabulary: ...": a table that each device looks up its part of
+            - "gathered for each call: reason": its weights are gathered, and why no rule computes with their shards
+
+            On JAX and TensorFlow who chooses how it computes with its shards (XLA's partitioner, DTensor), and which
+            weights are gathered. And on torch, of each layer, operation or loss that may look at several rows of a
+            batch (those that are not Keras's own): whether it is given the rows of all data shards, and why.
     """
 
     rows: tuple[Row, ...]
@@ -129,18 +141,32 @@ class Description:
 
 
 def describe(model: Any) -> Description:
-    """How a model lies on the devices, measured from the arrays it holds.
+    """How a model lies on the devices, measured from the arrays it holds, and what its layers do with cut weights.
 
     Args:
         model: a built model. Its optimizer's slots are listed once they exist.
 
     Example:
-        >>> import keras, unidist
-        >>> _ = unidist.use("sim", devices=2)
-        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)], name="net")
-        >>> _ = unidist.parallelize(model, unidist.ModelParallel())
-        >>> unidist.describe(model).rows[0].local_shape
-        (8, 8)
+        With Keras on torch:
+
+        >>> import numpy as np
+        >>> import unidist
+        >>> _ = unidist.use("sim", devices=4)
+        >>> import keras
+        >>> x = keras.Input((16,))
+        >>> up = keras.layers.Dense(64, activation="gelu", name="up")
+        >>> model = keras.Model(x, keras.layers.Dense(16, name="down")(up(x)))
+        >>> _ = unidist.parallelize(model, unidist.ModelParallel(unidist.Mesh({"model": 4})))
+        >>> for path, why in unidist.describe(model).why.items():
+        ...     print(path, "-", why)
+        up - column: whether its outputs stay cut is proven in the first step
+        down - row: whether its inputs come cut is proven in the first step
+        >>> model.compile("sgd", "mse")
+        >>> _ = model.train_on_batch(np.ones((8, 16)), np.ones((8, 16)))
+        >>> for path, why in unidist.describe(model).why.items():
+        ...     print(path, "-", why)
+        up - column, paired with 'down'
+        down - row, takes shards of 'up'
     """
     engine = _engine()
-    return Description(tuple(engine.rows(model)), engine.why(model) if hasattr(engine, "why") else {})
+    return Description(tuple(engine.rows(model)), joined(engine.reasons(model)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -114,13 +115,22 @@ class ReadsBetween(zoo.M.GPT2CausalLM):  # type: ignore[misc]
             object.__setattr__(inner, "call", original)
 
 
-@pytest.mark.parametrize(("kind", "level"), [(ReadsCache, (4, False)), (ReadsBetween, (0, False))])
-def test_what_a_call_with_a_cache_does_otherwise_is_gathered(kind, level, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+DIFFERS = r"\d+ layers on shards, the cache {}: outputs or the cache differ with it"
+CUT, WHOLE = DIFFERS.format("cut by heads"), DIFFERS.format("whole")
+OTHERWISE = [
+    (ReadsCache, (4, False), f"4 layers on shards, the cache whole; not {CUT}"),
+    (ReadsBetween, (0, False), f"gathered; not {CUT}; not {WHOLE}"),
+]
+
+
+@pytest.mark.parametrize(("kind", "level", "why"), OTHERWISE)
+def test_what_a_call_with_a_cache_does_otherwise_is_gathered(kind, level, why, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(zoo.M, "GPT2CausalLM", kind)
     wanted, _ = tasks.generate("gpt2")
     found, model = tasks.generate("gpt2", zoo.strategy("gpt2", 4))
     np.testing.assert_array_equal(found, wanted)
     assert model.call_with_cache.level(0) == level
+    assert re.fullmatch(why, model.call_with_cache.why(0))
     np.testing.assert_array_equal(model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"], wanted)
 
 
@@ -143,6 +153,11 @@ def test_low_rank_kernels_added_between_generating_and_training() -> None:
     zoo.assert_equal(found, tune(None))
     assert not any("self_attention" in row for row in zoo.pairs_of(found.model))
     assert found.model.call_with_cache.level(0) == (6, False)
+    assert found.model.call_with_cache.why(0) == "6 layers on shards, the cache whole"
+    said = {v.path.split("/")[-1]: v.reason for v in found.model._unidist_engine.verdicts.values()}
+    low = "computes with low-rank kernels beside its own (LoRA)"
+    assert said["value"] == said["query"] == f"it {low}"
+    assert said["key"].endswith(f"/value' {low}")
 
 
 def test_a_trained_model_generates() -> None:

@@ -351,10 +351,10 @@ def refused(how: str) -> str:
     return "accepted"
 
 
-def described(kind: str) -> list[tuple[Any, ...]]:
-    """For every variable: what describe tells, and what the devices hold."""
+def described(kind: str, zero: int) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
+    """For every variable: what describe tells, and what the devices hold; and what it says of layers."""
     fresh()
-    with scope(strategy(kind)):
+    with scope(strategy(kind, zero=zero)):
         model = made("mlp", "adam")
         model.optimizer.build(model.trainable_variables)
     found = []
@@ -363,7 +363,7 @@ def described(kind: str) -> list[tuple[Any, ...]]:
         told_ = (row.path, row.shape, row.dtype, row.local_shape, row.bytes_per_device)
         true = (variable.path, tuple(variable.shape), str(variable.value.dtype), held[0].shape, held[0].nbytes)
         found.append((told_, true, str(row.layout)))
-    return found
+    return found, {name.rsplit("/", 1)[-1]: why for name, why in unidist.describe(model).why.items()}
 
 
 def keras_strategies(kind: str | None) -> Result:

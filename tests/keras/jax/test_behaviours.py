@@ -158,16 +158,31 @@ def test_a_layout_map_that_does_not_fit_is_refused(four: ProcessWorld, owner: st
     assert re.search(words, text), text
 
 
+CHOOSES = "XLA's partitioner chooses how it computes with the shards of "
+
+
 @pytest.mark.parametrize("kind", ["dp", "mp", "2x2"])
 def test_describe_tells_what_the_devices_hold(four: ProcessWorld, kind: str) -> None:
-    rows = four.call(RUN("described"), kind)[0]
+    rows, why = four.call(RUN("described"), kind, 0)[0]
     for told, true, _ in rows:
         assert told == true
+    cut = {"column": f"{CHOOSES}'kernel' and 'bias'", "row": f"{CHOOSES}'kernel'"}
+    assert why == ({} if kind == "dp" else cut)
     kernel = next(told for told, _, _ in rows if told[0].endswith("column/kernel"))
     assert kernel[3] == {"dp": (12, 32), "mp": (12, 8), "2x2": (12, 16)}[kind]
     assert {layout for _, _, layout in rows} == (
         {"Layout()"} if kind == "dp" else {"Layout()", "Layout(None, 'model')", "Layout('model')"}
     )
+
+
+def test_describe_tells_which_weights_are_gathered(four: ProcessWorld) -> None:
+    _, why = four.call(RUN("described"), "2x2", 3)[0]
+    gathered = "gathered for each call: data axes cut "
+    assert why == {
+        "column": f"{CHOOSES}'kernel' and 'bias'",
+        "row": f"{CHOOSES}'kernel'; {gathered}'bias'",
+        "head": f"{gathered}'kernel' and 'bias'",
+    }
 
 
 def test_a_file_saved_on_one_mesh_is_loaded_on_another(four: ProcessWorld, one: ProcessWorld, tmp_path: Path) -> None:

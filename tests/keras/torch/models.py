@@ -89,3 +89,9 @@ def two_by_two():
 
 def pairs_of(model):
     return model._unidist_engine.pairs
+
+
+def said_of(model):
+    """layer -> what the proof of pairs said of it."""
+    engine = model._unidist_engine
+    return {rule.layer.name: str(engine.verdicts[id(rule)]) for rule in engine.rules if id(rule) in engine.verdicts}

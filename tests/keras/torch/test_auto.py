@@ -149,7 +149,35 @@ def test_a_model_without_a_rule_trains_as_on_one_device(name: str, sizes: dict[s
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=variable.path)
     assert unidist.describe(model).sharded
     assert any("model" in e.axes for e in traffic.events)
-    proven = model._unidist_engine.pairs
+    plan = unidist.plan(model, unidist.Mesh(sizes))
     if pairs is not None:
-        assert len(proven) == pairs
-    assert len(unidist.plan(model, unidist.Mesh(sizes)).pairs) == len(proven)
+        assert len(plan.pairs) == pairs
+    _planned_is_told(plan, model)
+
+
+# How the plan begins to say why it cuts a variable, and how describe begins to say what its layer does.
+TOLD = {
+    "column: first of a pair": "column, paired with ",
+    "row: second of a pair": "row, takes shards of ",
+    "column: its outputs are gathered": "column, gathered: ",
+    "row: its inputs are cut": "row, gathered: ",
+    "convolution: ": "gathered for each call: ",
+    "gathered: for each call": "gathered for each call: ",
+}
+
+
+def _planned_is_told(plan: unidist.Plan, model: keras.Model) -> None:
+    """The pairs of the plan are those that training proved, and both say of each layer why it is cut so."""
+    why = unidist.describe(model).why
+    proven = [(*sorted(rule.name for rule in pair.columns), pair.row.name) for pair in model._unidist_engine.pairs]
+    assert sorted(proven) == sorted((*sorted(columns), row) for *columns, row in plan.pairs)
+    for *columns, row in plan.pairs:
+        assert why[row].startswith("row, takes shards of ")
+        for column in columns:
+            assert repr(column) in why[row]
+            assert why[column] == f"column, paired with {row!r}"
+    for path, reason in {row.path: row.reason for row in plan.rows if row.is_sharded}.items():
+        layer, _, name = path.rpartition("/")
+        assert layer in why
+        if name == "kernel":
+            assert why[layer].startswith(next(told for begun, told in TOLD.items() if reason.startswith(begun))), layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import keras
@@ -11,8 +12,18 @@ import torch
 from keras import layers, ops
 
 import unidist
-from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, pairs_of, train, two_by_two
-from unidist.keras.explicit import pairs
+from tests.keras.torch.models import (
+    PAIR,
+    assert_equal,
+    features,
+    mlp,
+    model_parallel,
+    pairs_of,
+    said_of,
+    train,
+    two_by_two,
+)
+from unidist.keras.explicit import pairs, verdicts
 from unidist.keras.explicit.world import rank_world
 
 
@@ -24,6 +35,8 @@ def test_a_safe_pair_is_found(middle, mesh):
     found = train(lambda: mlp(middle), x, y, strategy)
     assert_equal(found, train(lambda: mlp(middle), x, y))
     assert [len(pair.columns) for pair in pairs_of(found.model)] == [1]
+    name = found.model.name
+    assert said_of(found.model) == {"a": f"column, paired with '{name}/b'", "b": f"row, takes shards of '{name}/a'"}
     assert {row.path.split("/", 1)[1] for row in unidist.describe(found.model).sharded} >= {"a/kernel", "b/kernel"}
 
 
@@ -47,6 +60,8 @@ class Hidden(layers.Layer):
         return ops.where(ops.max(x, axis=-1, keepdims=True) > 0.5, x, 2 * x)
 
 
+DIFFER = "outputs or gradients differ with the pair"
+MIXED = r"(its outputs|the outputs of '\w+/a') reach '\w+/b' in other slices than their own"
 TRAPS = {
     "softmax": layers.Softmax,
     "layer norm": layers.LayerNormalization,
@@ -67,12 +82,26 @@ def test_a_trap_is_gathered(trap):
     assert_equal(found, train(lambda: mlp(TRAPS[trap]), x, y))
     assert pairs_of(found.model) == []
     assert unidist.describe(found.model).sharded
+    said = said_of(found.model)
+    reason = {
+        **dict.fromkeys(("fused split", "hidden"), DIFFER),
+        "fixed width": "the shards do not fit where the model wants the whole: .*Reshape.*size of the tensor.*",
+    }.get(trap, MIXED)
+    assert re.fullmatch(f"column, gathered: {reason}", said["a"]), said["a"]
+    assert re.fullmatch(f"row, gathered: {reason}", said["b"]), said["b"]
 
 
 def test_a_pair_is_proven_where_every_rank_says_so():
+    """All ranks get the same reason: the lowest rank's, with its number where others have nothing against it."""
     world, told = rank_world(unidist.Mesh({"model": 4}), ()), []
-    world.run(lambda frame: told.append(pairs.all_agree(frame, [True, frame.rank != 2])))
-    assert told == [[True, False]] * 4
+
+    def ask(frame):
+        alone = "" if frame.rank != 2 else "it leaks: \u00fc"
+        several = f"as seen by {frame.rank}" if frame.rank in (1, 3) else ""
+        told.append(verdicts.agreed(frame, ["", alone, several, f"all {frame.rank}"]))
+
+    world.run(ask)
+    assert told == [["", "it leaks: \u00fc (as rank 2 found)", "as seen by 1 (as rank 1 found)", "all 0"]] * 4
 
 
 def residual():
@@ -91,12 +120,19 @@ def gated_by_replicated():
     return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(layers.Multiply()([h, gate]))))
 
 
-@pytest.mark.parametrize("build", [residual, gated_by_replicated])
-def test_a_column_that_is_used_otherwise_is_gathered(build):
+LEAK = "reach the outputs of the model"
+
+
+@pytest.mark.parametrize(
+    ("build", "column", "row"),
+    [(residual, f"its outputs also {LEAK}", f"the outputs of 'a' also {LEAK}"), (gated_by_replicated, DIFFER, DIFFER)],
+)
+def test_a_column_that_is_used_otherwise_is_gathered(build, column, row):
     x, y = features()
     found = train(build, x, y, model_parallel())
     assert_equal(found, train(build, x, y))
     assert pairs_of(found.model) == []
+    assert said_of(found.model) == {"a": f"column, gathered: {column}", "b": f"row, gathered: {row}"}
 
 
 def gated_ffn():
@@ -112,6 +148,7 @@ def test_a_gated_pair_has_two_columns():
     found = train(gated_ffn, x, y, model_parallel(rules))
     assert_equal(found, train(gated_ffn, x, y))
     assert [len(pair.columns) for pair in pairs_of(found.model)] == [2]
+    assert said_of(found.model)["down"] == "row, takes shards of 'gate' and 'up'"
 
 
 def test_half_a_gated_pair_is_gathered():
@@ -187,7 +224,21 @@ def whole_again():
     return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h) + more))
 
 
-@pytest.mark.parametrize("build", [two_rows, scaled, scaled_beside, leaking, whole_again])
+SLICES = "reach 'b' in other slices than their own"
+AGAINST = {
+    two_rows: {"a": "its outputs reach several row layers: 'b' and 'b2'"},
+    scaled: {"a": f"its outputs {SLICES}"},
+    scaled_beside: {
+        "a": f"'b' is gathered: the outputs of 'a2' {SLICES}",
+        "a2": f"its outputs {SLICES}",
+        "b": f"the outputs of 'a2' {SLICES}",
+    },
+    leaking: {"a": f"its outputs also {LEAK}"},
+    whole_again: {"a": "its outputs also reach 'a2'", "a2": f"its outputs {LEAK}"},
+}
+
+
+@pytest.mark.parametrize("build", AGAINST)
 def test_equal_numbers_on_the_rows_of_the_proof_are_no_proof(build):
     """On the first rows, which are small, each of these pairs would give one device's outputs and gradients."""
     rules = {r".*(a|a2)/kernel": (None, "model"), r".*(a|a2)/bias": ("model",), r".*(b|b2)/kernel": ("model", None)}
@@ -196,6 +247,37 @@ def test_equal_numbers_on_the_rows_of_the_proof_are_no_proof(build):
     found = train(build, x, y, model_parallel(rules), shuffle=False)
     assert_equal(found, train(build, x, y, shuffle=False))
     assert pairs_of(found.model) == []
+    said = said_of(found.model)
+    for layer, reason in AGAINST[build].items():
+        assert said[layer].endswith(f", gathered: {reason}")
+
+
+def leaking_by_rows():
+    """The sum of the features leaves the model too, of rows that are not 0."""
+    inputs = layers.Input((12,))
+    h = layers.Dense(16, name="a")(inputs)
+    more = ops.sum(h, axis=-1, keepdims=True) * ops.sign(ops.abs(inputs[:, :1]))
+    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h)) + more)
+
+
+@pytest.mark.parametrize(("silent", "rank"), [(slice(2, 4), 0), (slice(0, 2), 2)])
+def test_all_ranks_have_the_same_reasons(monkeypatch, silent, rank):
+    """On the rows of one data shard nothing speaks against the pair."""
+    told = {}
+    prove = pairs.prove
+
+    def noting(model, rules, frame, x):
+        found = prove(model, rules, frame, x)
+        told[frame.rank] = [str(verdict) for verdict in found[1].values()]
+        return found
+
+    monkeypatch.setattr(pairs, "prove", noting)
+    x, y = features(rows=4)
+    x[silent] = 0
+    train(leaking_by_rows, x, y, model_parallel(mesh=two_by_two()), shuffle=False)
+    where = f"also {LEAK} (as rank {rank} found)"
+    wanted = [f"column, gathered: its outputs {where}", f"row, gathered: the outputs of 'a' {where}"]
+    assert told == dict.fromkeys(range(4), wanted)
 
 
 def test_a_pair_costs_one_all_reduce_forward_and_one_backward():

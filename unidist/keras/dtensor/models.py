@@ -7,9 +7,11 @@ from typing import Any
 
 from tensorflow.experimental import dtensor
 
+from unidist.algebra import Layout
 from unidist.backends.protocol import Array, itemsize
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.rows import Row, rows_of
+from unidist.keras.telling import of_partitioned
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -36,6 +38,20 @@ def rows(model: Any) -> Iterator[Row]:
     """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold."""
     _place(model)
     yield from rows_of(model, _row)
+
+
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(path, what is known of it) of each layer with cut weights: how it computes with shards is DTensor's choice."""
+    distribution = placing.placed_under(model)
+    if distribution is None:
+        return
+
+    def lies(variable: Any) -> tuple[Layout, Layout]:
+        found = getattr(variable, placing.LAYOUTS)
+        return found.storage, found.compute
+
+    refused = "DTensor is given shards of the weights of products and look-ups alone"
+    yield from of_partitioned(model, lies, distribution.strategy.data_axes, "DTensor", refused)
 
 
 def _place(model: Any) -> None:

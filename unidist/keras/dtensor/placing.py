@@ -17,6 +17,7 @@ from unidist.keras.making import made_under
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.planning.settling import PLACED, REFERENCE, to_place
 from unidist.keras.strategy import UnidistDistribution, adopt, current
+from unidist.keras.telling import applied
 from unidist.strategies import VariableLayouts
 
 LAYOUTS = "_unidist_layouts"
@@ -71,6 +72,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         _place_variable(variable, found, distribution)
     _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
+    applied(model, distribution)
 
 
 def _states(model: Any) -> list[Any]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from unidist.errors import UnidistError
 from unidist.keras.compat import tree
 from unidist.keras.explicit import context, heads
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.engine import Engine
-from unidist.keras.explicit.pairs import Pair, all_agree, is_close
+from unidist.keras.explicit.pairs import Pair, is_close, refused
 from unidist.keras.explicit.rules import Rule
+from unidist.keras.explicit.verdicts import agreed
 
+_log = logging.getLogger(__name__)
 HEADS_DIM = -2  # of a cache: (batch, layers, 2, length, heads, features)
 _GATHERED = frozenset[int]()
 
@@ -35,17 +37,22 @@ class _Level:
         rules: ids of their rules.
         attention: the row of one attention layer, where the pairs of all of them are among these.
         heads: how many a cache has that is whole.
-        proven: kind of call (of a single token, or not) -> whether it was proven.
+        proven: kinds of calls (of a single token, or not) that have proven it.
     """
 
     rules: frozenset[int]
     attention: Rule | None = None
     heads: int = 0
-    proven: dict[bool, bool] = field(default_factory=dict)
+    proven: set[bool] = field(default_factory=set)
 
     @property
     def is_proven(self) -> bool:
-        return not self.rules or all(self.proven.get(kind, False) for kind in (False, True))
+        return not self.rules or len(self.proven) == 2
+
+    def __str__(self) -> str:
+        if not self.rules:
+            return "gathered"
+        return f"{len(self.rules)} layers on shards, the cache {'whole' if self.attention is None else 'cut by heads'}"
 
 
 class CachedCalls:
@@ -57,12 +64,14 @@ class CachedCalls:
         self.signature = inspect.signature(original)
         self._levels: dict[int, list[_Level]] = {}
         self._pairs: dict[int, list[Pair]] = {}
+        self._refused: dict[int, list[str]] = {}
 
     def prepare(self, found: Engine, frame: Frame) -> None:
         """Notes which pairs there are to be tried, on this rank."""
         if self._pairs.get(frame.rank) != found.pairs:
             self._pairs[frame.rank] = list(found.pairs or ())
             self._levels[frame.rank] = _levels(self.model, self._pairs[frame.rank])
+            self._refused[frame.rank] = []
 
     def level(self, rank: int) -> tuple[int, bool]:
         """(number of layers that work on shards, whether the cache is cut as well), proven so far."""
@@ -70,6 +79,17 @@ class CachedCalls:
         if not found or not found[0].is_proven:
             return 0, False
         return len(found[0].rules), found[0].attention is not None
+
+    def why(self, rank: int) -> str:
+        """What these calls do with the pairs, and what was refused for which reason."""
+        found = self._levels.get(rank)
+        if found is None or not found[0].is_proven:
+            return "which pairs go with a cache is proven in the first calls of generate"
+        if not self._pairs[rank]:
+            return "gathered: the model's own call has no pairs"
+        if not found[0].rules and not self._refused[rank]:
+            return "gathered: the layers with a cache have no pairs, or pairs of several kinds"
+        return "; not ".join([str(found[0]), *self._refused[rank]])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
@@ -84,12 +104,15 @@ class CachedCalls:
         single, level.heads = _is_single(given), cache.shape[HEADS_DIM]
         wanted = self._called(_Level(_GATHERED), given, cache, frame)
         while single not in level.proven and level.rules:
-            if self._holds(level, given, cache, frame):
-                level.proven[single] = True
+            against = self._against(level, given, cache, frame)
+            if not against:
+                level.proven.add(single)
             else:
-                levels.pop(0)
+                self._refused[frame.rank].append(f"{levels.pop(0)}: {against}")
                 level = levels[0]
                 level.heads = cache.shape[HEADS_DIM]
+        if level.is_proven and frame.rank == frame.world.ranks[0]:
+            _log.info("model %r, calls with a cache: %s", self.model.name, self.why(frame.rank))
         return wanted
 
     def _called(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> Any:
@@ -98,21 +121,19 @@ class CachedCalls:
         with frame.trying(level.rules):
             return self.original(*bound.args, **bound.kwargs)
 
-    def _holds(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> bool:
-        """Whether the call gives with these pairs what it gives without: outputs, and what it leaves in the cache."""
+    def _against(self, level: _Level, given: inspect.BoundArguments, cache: torch.Tensor, frame: Frame) -> str:
+        """What all ranks have against these pairs; "" where the call gives with them what it gives without: outputs,
+        and what it leaves in the cache."""
         cache = cache.float() if cache.dtype in (torch.bfloat16, torch.float16) else cache
         with frame.widened():
             wanted = tree.flatten(self._called(_Level(_GATHERED), given, cache, frame))
             try:
                 found = tree.flatten(self._called(level, given, cache, frame))
                 wanted[-1] = _own(level, wanted[-1], frame)
-                same = is_close(found, wanted)
+                against = "" if is_close(found, wanted) else "outputs or the cache differ with it"
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                if isinstance(error, UnidistError):
-                    raise
-                # Shards do not fit where the call wants the whole. All ranks see it alike.
-                same = False
-        return all_agree(frame, [same])[0]
+                against = refused(error)
+        return agreed(frame, [against])[0]
 
 
 def adopt(model: Any) -> None:

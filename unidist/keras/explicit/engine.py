@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from unidist.algebra import Layout
 from unidist.backends import ending
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import stateful
+from unidist.keras import stateful, telling
 from unidist.keras import strategy as strategies
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import (
@@ -41,10 +42,11 @@ from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
-from unidist.keras.layers import has_more_than_its_kernel
+from unidist.keras.explicit.verdicts import Verdict
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 
+_log = logging.getLogger(__name__)
 PROBE_ROWS = 2
 # Of a model that was called with gradients: whether it is distributed was looked up.
 _SEEN = "_unidist_seen"
@@ -65,6 +67,7 @@ class Engine:
         self.world = placing.world_of(distribution)
         self.rules: list[rules.Rule] = []
         self.pairs: list[pairs.Pair] | None = None
+        self.verdicts: dict[int, Verdict] = {}
         self.traffic: Traffic | None = None
         self.mixers: list[mixing.Mixer] = []
         self._prepared: tuple[Any, ...] = ()
@@ -154,6 +157,7 @@ class Engine:
             sequence.give_whole(self.model)
         if self.world.data_axes:
             self.mixers = mixing.install_regions(self.model)
+        telling.applied(self.model, self.distribution)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
@@ -216,10 +220,14 @@ class Engine:
         """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
         if self.pairs is not None and frame.rank in self._proven_on:
             return
-        found = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
+        found, verdicts = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
         self._proven_on.add(frame.rank)
         if self.pairs is None:
-            self.pairs = found
+            self.pairs, self.verdicts = found, verdicts
+            if verdicts:
+                rows = f": into {telling.listed(repr(pair.row.name) for pair in found)}" if found else ""
+                _log.info("model %r: pairs proven: %d%s", self.model.name, len(found), rows)
+                telling.said((verdict.path, str(verdict)) for verdict in verdicts.values())
             pairs.hold(self.model, found)
             for pair in found:
                 for layer in pair.random:
@@ -228,10 +236,11 @@ class Engine:
 
     def _part_pairs(self) -> None:
         """Parts pairs of which a layer computes in another way by now, as with a low-rank kernel: it gathers."""
-        for pair in [p for p in self.pairs or () if any(has_more_than_its_kernel(rule.layer) for rule in p.rules)]:
-            self.pairs = [other for other in self.pairs or () if other is not pair]
-            for rule in pair.rules:
-                rule.paired = False
+        for pair in list(self.pairs or ()):
+            if (verdicts := pairs.parted(pair)) is not None:
+                self.pairs = [other for other in self.pairs or () if other is not pair]
+                self.verdicts |= verdicts
+                telling.said((verdict.path, str(verdict)) for verdict in verdicts.values())
 
     @functools.cached_property
     def _proven_on(self) -> set[int]:

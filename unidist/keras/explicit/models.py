@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from unidist.backends.protocol import Array
-from unidist.keras.explicit import engine, mixing
+from unidist.keras.explicit import engine, mixing, rules, verdicts
+from unidist.keras.explicit.cached import CachedCalls
+from unidist.keras.explicit.placing import is_placed
+from unidist.keras.planning.settling import waits
 from unidist.keras.rows import Row
 from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.telling import in_parts, own_variables
 
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
@@ -37,12 +41,31 @@ def rows(model: Any) -> list[Row]:
     return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]
 
 
-def why(model: Any) -> dict[str, str]:
-    """name -> why it is given the rows of all shards or not, of what may look at several rows."""
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(name, why it is given the rows of all shards or not) of what may look at several rows, and (path, what it does)
+    of each layer with cut weights and of the calls with a cache."""
     found = engine.engine_of(model)
-    mixers = list(found.mixers) if found is not None else []
-    mixers += mixing.of_losses(model)
-    return {mixer.name: mixer.why for mixer in mixers}
+    for mixer in [*(found.mixers if found is not None else ()), *mixing.of_losses(model)]:
+        yield mixer.name, mixer.why
+    if found is None or not model.built:
+        return
+    is_waiting = found.traffic is None and waits(model, found.distribution)
+    ruled = {id(rule.layer): rule for rule in found.rules}
+    for layer in model._flatten_layers():
+        resting = [v for v in own_variables(layer) if is_placed(v) and v._place.lies.stored.layout.dims]
+        if not resting:
+            continue
+        rule = ruled.get(id(layer)) or rules.make_rule(layer)
+        if is_waiting:
+            text = "its layouts are found in the first step"
+        elif rule is not None:
+            text = verdicts.told(rule, found.verdicts.get(id(rule)))
+        else:
+            text = in_parts(resting)
+        yield layer.path or layer.name, text
+    calls = getattr(model, "call_with_cache", None)
+    if ruled and isinstance(calls, CachedCalls):
+        yield f"{model.name}/call_with_cache", calls.why(found.world.ranks[0])
 
 
 def _row(variable: Any, kind: str) -> Row:

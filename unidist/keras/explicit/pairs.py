@@ -7,12 +7,13 @@ Three checks on a few rows of the first batch, all ranks together:
 2. Closure: a row layer is a candidate only if every column layer that reaches it reaches it so.
 3. Equality: the model with the pair and the model without it give the same outputs and the same gradients. Layers of
    low precision compute in float32 for this, or rounding would be as large as what is looked for.
-What fails any check is gathered.
+What fails any check is gathered, and the reason is kept (verdicts.py), the same on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Layout, Sharding
 from unidist.errors import UnidistError
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import StatelessScope, tree
@@ -28,9 +28,14 @@ from unidist.keras.explicit import context
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.rules import Rule
+from unidist.keras.explicit.verdicts import KINDS, Verdict, agreed, unfit
+from unidist.keras.layers import more_than_its_kernel
+from unidist.keras.telling import listed
 
 RELATIVE = 1e-4
 ABSOLUTE = 1e-6
+DIFFERENT = "outputs or gradients differ with the pair"
+_BOLD = re.compile(r"\x1b\[\d*m")
 
 
 @dataclass(eq=False)
@@ -60,14 +65,27 @@ class _Clean:
 class _Reach:
     """Where a change of one column's output arrived."""
 
-    rows: dict[int, bool] = field(default_factory=dict)  # id(row rule) -> in the right slice and nowhere else
-    hits: dict[int, int] = field(default_factory=dict)  # id(row rule) -> in how many of its calls
-    leaked: bool = False
+    rows: dict[Rule, str] = field(default_factory=dict)  # how, if not as its slice alone
+    hits: dict[Rule, int] = field(default_factory=dict)  # in how many calls
+    leaks: list[str] = field(default_factory=list)  # at what else it arrived
+    odd: list[str] = field(default_factory=list)  # what else goes with no pair
     random: list[Any] = field(default_factory=list)
 
+    @property
+    def against(self) -> str:
+        """What the outputs do that goes with no pair; "" where nothing."""
+        if self.odd:
+            return self.odd[0]
+        if self.leaks:
+            return f"{'also ' if self.rows else ''}reach {listed(self.leaks)}"
+        if len(self.rows) > 1:
+            return f"reach several row layers: {listed(repr(row.name) for row in self.rows)}"
+        return next((f"reach {row.name!r} {how}" for row, how in self.rows.items() if how), "")
 
-def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
-    """The proven pairs, already switched on. All ranks of the mesh take part and agree.
+
+def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pair], dict[int, Verdict]]:
+    """The proven pairs, already switched on, and a verdict for each column and row layer, by its rule's id. All ranks
+    of the mesh take part and agree.
 
     Args:
         model: a placed model whose rules are installed.
@@ -75,25 +93,46 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> list[Pair]:
         frame: this rank's frame.
         x: a few rows of input.
     """
-    columns = [r for r in rules if r.kind == "column" and _can_be_paired(r)]
-    rows = [r for r in rules if r.kind == "row" and _can_be_paired(r)]
+    asked = [r for r in rules if r.kind in KINDS]
+    reasons = {id(r): unfit(r) for r in asked}
+    columns, rows = ([r for r in asked if r.kind == kind and not reasons[id(r)]] for kind in KINDS)
     if not columns or not rows:
-        return []
+        reasons |= {id(c): "there is no row layer to take its shards" for c in columns}
+        reasons |= {id(r): "there is no column layer to give it shards" for r in rows}
+        return [], _verdicts(asked, reasons, [])
     with events.for_purpose("proof of pairs"), frame.widened():
         frame.trial = frozenset()
         try:
             clean = _clean_run(model, frame, x)
-            reaches = {id(c): _disturbed(model, c, clean, frame, x) for c in columns}
-            closed = [_closed(row, columns, reaches) for row in rows]
-            agreed = all_agree(frame, [pair is not None for pair in closed])
-            pairs = [pair for pair, all_say_so in zip(closed, agreed, strict=True) if pair is not None and all_say_so]
-            proven = _equal(model, pairs, frame, x)
+            pairs = _closed(rows, {c: _disturbed(model, c, clean, frame, x) for c in columns}, reasons, frame)
+            proven = _equal(model, pairs, frame, x, reasons)
         finally:
             frame.trial = None
     for pair in proven:
         for rule in pair.rules:
             rule.paired = True
-    return proven
+    return proven, _verdicts(asked, reasons, proven)
+
+
+def _verdicts(asked: list[Rule], reasons: dict[int, str], proven: list[Pair]) -> dict[int, Verdict]:
+    partners = {id(pair.row): tuple(column.name for column in pair.columns) for pair in proven}
+    partners |= {id(column): (pair.row.name,) for pair in proven for column in pair.columns}
+    return {id(r): Verdict(r.name, r.kind, partners.get(id(r), ()), reasons[id(r)]) for r in asked}
+
+
+def parted(pair: Pair) -> dict[int, Verdict] | None:
+    """Parts a pair of which a layer computes in another way by now, as with a low-rank kernel: it gathers. The new
+    verdicts of its layers; None where it holds."""
+    changed = {id(rule): more for rule in pair.rules if (more := more_than_its_kernel(rule.layer))}
+    if not changed:
+        return None
+    first = next(f"{rule.name!r} {changed[id(rule)]}" for rule in pair.rules if id(rule) in changed)
+    out = {}
+    for rule in pair.rules:
+        rule.paired = False
+        reason = f"it {changed[id(rule)]}" if id(rule) in changed else first
+        out[id(rule)] = Verdict(rule.name, rule.kind, reason=reason)
+    return out
 
 
 def hold(model: Any, pairs: list[Pair]) -> None:
@@ -117,14 +156,6 @@ def _tell_calls(layer: Any) -> None:
             return rest(*args, **kwargs)
 
     around_call(layer, Stage.HOLDING, inside)
-
-
-def _can_be_paired(rule: Rule) -> bool:
-    """Whether its shards are of one size (all ranks then see alike whether they fit) and nothing else looks at them."""
-    layer = rule.layer
-    if not hasattr(layer, "_kernel") or layer.activity_regularizer is not None or not rule.pairable:
-        return False
-    return all(layer._kernel.shape[d] % rule.parts == 0 for d, a in enumerate(layer._kernel._place.layout.dims) if a)
 
 
 # 1. disturbance -------------------------------------------------------------------------------------------------------
@@ -155,7 +186,7 @@ def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
 
 
 def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) -> _Reach:
-    reach = _Reach(leaked=id(column) not in clean.seen)
+    reach = _Reach(odd=[] if id(column) in clean.seen else ["are not seen on the first rows"])
     seen: dict[int, int] = {}
 
     def probe(rule: Rule, value: torch.Tensor) -> torch.Tensor:
@@ -167,17 +198,18 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
         # A shared layer is called several times: each call is compared with the same one of the clean run.
         call = seen[id(rule)] = seen.get(id(rule), -1) + 1
         if call >= len(before) or value.shape != before[call].shape:
-            reach.leaked = True
+            reach.odd.append(f"change how {rule.name!r} is called")
             return value
         where = value != before[call]
         if bool(where.any()) and rule.kind == "column":
             # It takes the whole of what was changed.
-            reach.leaked = True
+            reach.leaks.append(repr(rule.name))
         elif bool(where.any()):
             slice_ = _slice_of(rule, value.shape[rule.in_dim], frame)
             sound = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
-            reach.rows[id(rule)] = sound and reach.rows.get(id(rule), True)
-            reach.hits[id(rule)] = reach.hits.get(id(rule), 0) + 1
+            how = "in other slices than their own" if rule.axes == column.axes else "which other axes cut"
+            reach.rows[rule] = reach.rows.get(rule) or ("" if sound else how)
+            reach.hits[rule] = reach.hits.get(rule, 0) + 1
         # What goes on is clean: a change that arrives anywhere else came by another way.
         return before[call]
 
@@ -193,9 +225,13 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
     with _probing(frame, probe), _seeded_layers(model, frame, note), torch.no_grad():
         outputs = _floats(_forward(model, x))
     # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
-    mixed = any(any(hits) and not all(hits) for hits in calls.values())
-    partly = any(hits != len(clean.seen[row]) for row, hits in reach.hits.items())
-    reach.leaked = reach.leaked or mixed or partly or not is_close(outputs, clean.outputs)
+    mixed = [repr(layer.name) for layer in reach.random if not all(calls[id(layer)])]
+    partly = [repr(row.name) for row, hits in reach.hits.items() if hits != len(clean.seen[id(row)])]
+    reach.odd += [f"reach some calls of {listed(names)} and not others" for names in (mixed, partly) if names]
+    if not is_close(outputs, clean.outputs):
+        reach.leaks.append("the outputs of the model")
+    if not reach.rows and not reach.leaks:
+        reach.odd.append("reach no row layer")
     return reach
 
 
@@ -248,42 +284,77 @@ def _floats(values: Any) -> list[torch.Tensor]:
 # 2. closure -----------------------------------------------------------------------------------------------------------
 
 
-def _closed(row: Rule, columns: list[Rule], reaches: dict[int, _Reach]) -> Pair | None:
-    feeders = [c for c in columns if id(row) in reaches[id(c)].rows]
-    sound = all(
-        len(reaches[id(c)].rows) == 1 and reaches[id(c)].rows[id(row)] and not reaches[id(c)].leaked for c in feeders
-    )
-    if not feeders or not sound:
-        return None
-    random = {id(m): m for c in feeders for m in reaches[id(c)].random}
-    return Pair(row, feeders, list(random.values()))
+def _closed(rows: list[Rule], reaches: dict[Rule, _Reach], reasons: dict[int, str], frame: Frame) -> list[Pair]:
+    """The candidates on which all ranks agree; what speaks against the others goes into `reasons`."""
+    found = {row: _meeting(row, reaches) for row in rows}
+    own = {row: against for row, (_, against) in found.items()}
+    against_rows = {**reasons, **{id(row): against for row, against in own.items()}}
+    own |= {column: _against_column(reach, against_rows) for column, reach in reaches.items()}
+    reasons |= zip(map(id, own), agreed(frame, list(own.values())), strict=True)
+    return [pair for row, (pair, _) in found.items() if not reasons[id(row)]]
+
+
+def _meeting(row: Rule, reaches: dict[Rule, _Reach]) -> tuple[Pair, str]:
+    """What a row layer would be paired with, and what speaks against it."""
+    feeders = [column for column, reach in reaches.items() if row in reach.rows]
+    random = {id(m): m for c in feeders for m in reaches[c].random}
+    unsound = [f"the outputs of {c.name!r} {reaches[c].against}" for c in feeders if reaches[c].against]
+    against = next(iter(unsound), "") if feeders else "no shards of a column layer reach it"
+    return Pair(row, feeders, list(random.values())), against
+
+
+def _against_column(reach: _Reach, against_rows: dict[int, str]) -> str:
+    if reach.against:
+        return f"its outputs {reach.against}"
+    (row,) = reach.rows
+    against = against_rows[id(row)]
+    return f"{row.name!r} is gathered: {against}" if against else ""
 
 
 # 3. equality ----------------------------------------------------------------------------------------------------------
 
 
-def _equal(model: Any, pairs: list[Pair], frame: Frame, x: Any) -> list[Pair]:
+def _equal(model: Any, pairs: list[Pair], frame: Frame, x: Any, reasons: dict[int, str]) -> list[Pair]:
     """The pairs under which outputs and gradients stay what they are; tried together, then one by one."""
     if not pairs:
         return []
     reference = _outputs_and_gradients(model, frame, x)
-    if _holds(model, pairs, frame, x, reference):
+    against = _against(model, pairs, frame, x, reference)
+    if not against:
         return pairs
-    return [pair for pair in pairs if _holds(model, [pair], frame, x, reference)] if len(pairs) > 1 else []
+    proven = []
+    for pair in pairs:
+        if len(pairs) > 1:
+            against = _against(model, [pair], frame, x, reference)
+        if not against:
+            proven.append(pair)
+        reasons |= {id(rule): against for rule in pair.rules if not reasons[id(rule)]}
+    return proven
 
 
-def _holds(model: Any, pairs: list[Pair], frame: Frame, x: Any, reference: list[torch.Tensor]) -> bool:
+def _against(model: Any, pairs: list[Pair], frame: Frame, x: Any, reference: list[torch.Tensor]) -> str:
+    """What all ranks have against pairs that are in use together; "" where nothing."""
     frame.trial = frozenset(id(rule) for pair in pairs for rule in pair.rules)
     try:
-        same = is_close(_outputs_and_gradients(model, frame, x), reference)
+        against = "" if is_close(_outputs_and_gradients(model, frame, x), reference) else DIFFERENT
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if isinstance(error, UnidistError):
-            raise
-        # Shards do not fit where the model wants the whole: the pair is refused and gathered. All ranks see it alike.
-        same = False
+        against = refused(error)
     finally:
         frame.trial = frozenset()
-    return all_agree(frame, [same])[0]
+    return agreed(frame, [against])[0]
+
+
+def refused(error: Exception) -> str:
+    """What an error says against shards: they do not fit where the model wants the whole, and all ranks see it alike.
+
+    Raises:
+        UnidistError: it is one, and says something else.
+    """
+    if isinstance(error, UnidistError):
+        raise error
+    # Keras says the layer in the first line, in bold behind it what went wrong, then all arguments.
+    said = [line for line in _BOLD.sub("", str(error)).split("\n") if line.strip()]
+    return f"the shards do not fit where the model wants the whole: {' '.join(said[:2])}"
 
 
 def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tensor]:
@@ -313,14 +384,6 @@ def is_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 def _relative(t: torch.Tensor) -> float:
     return max(RELATIVE, 2 * torch.finfo(t.dtype).eps) if t.is_floating_point() else RELATIVE
-
-
-def all_agree(frame: Frame, flags: list[bool]) -> list[bool]:
-    """Which flags every rank of the mesh has set."""
-    mesh = frame.world.mesh
-    partial = Sharding(mesh, Layout(partial=dict.fromkeys(mesh.axis_names, "min")), (len(flags),))
-    own = torch.tensor([1.0 if flag else 0.0 for flag in flags])
-    return [bool(x) for x in frame.world.backend.redistribute(own, partial, partial.with_layout(Layout()))]
 
 
 def _forward(model: Any, x: Any) -> Any:

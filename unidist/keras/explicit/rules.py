@@ -22,7 +22,7 @@ from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import cut_dim, move
 from unidist.keras.explicit.variables import DistributedVariable
-from unidist.keras.layers import computes_as, has_more_than_its_kernel
+from unidist.keras.layers import computes_as, has_more_than_its_kernel, more_than_its_kernel, own_call
 
 # What a tensor was fanned out to.
 _FANNED = "_unidist_fanned"
@@ -42,7 +42,7 @@ class Rule:
 
     Attributes:
         kind: "column", "row", "vocabulary" or "gather".
-        axes: the model axes that cut its kernel.
+        axes: the model axes that cut its kernel, along `dim` of it.
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         parts: how many ranks cut it.
         in_parts: sequence parallelism: what it sums over the ranks goes on as parts of the sequence.
@@ -53,11 +53,13 @@ class Rule:
             own part of it, so its gradient arrives partial, and what is joined is fanned out.
         paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
         within: the layer in whose calls that was proven: who calls this one by itself gets, and gives, the whole.
+        reason: of "gather": why no other rule serves it.
     """
 
     layer: Any
     kind: str
     axes: Axes = ()
+    dim: int = 0
     in_dim: int = -1
     out_dim: int = -1
     parts: int = 1
@@ -67,6 +69,7 @@ class Rule:
     meets: Rule | None = None
     paired: bool = False
     within: Any = None
+    reason: str = ""
 
     def is_paired(self, frame: Frame) -> bool:
         """Whether it is paired for this rank: as proven, or as being tried."""
@@ -89,9 +92,8 @@ def make_rule(layer: Any) -> Rule | None:
     own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
     if not own:
         return None
-    finder = _FINDERS.get(computes_as(layer))
-    rule = finder(layer) if finder is not None and not has_more_than_its_kernel(layer) else None
-    rule = rule or Rule(layer, "gather")
+    found = _found(layer)
+    rule = Rule(layer, "gather", reason=found) if isinstance(found, str) else found
     rule.parts = own[0]._place.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
 
@@ -118,43 +120,54 @@ def install_rule(rule: Rule) -> None:
         rule.layer.input_spec = None
 
 
-# finding a rule -------------------------------------------------------------------------------------------------------
+# finding a rule: or why there is none but to gather -------------------------------------------------------------------
 
 
-def _kernel_cuts(kernel: DistributedVariable) -> list[tuple[int, Axes]] | None:
-    """(dim, axes) of the cut dims, or None where a data axis cuts one: then the weights are gathered."""
+def _found(layer: Any) -> Rule | str:
+    finder = _FINDERS.get(computes_as(layer))
+    if finder is None:
+        name, base = type(layer).__name__, own_call(layer)
+        what = f"computes otherwise than the {base} that it inherits from" if base else "has no rule for shards"
+        return f"a {name} {what}"
+    more = more_than_its_kernel(layer)
+    return f"it {more}" if more else finder(layer)
+
+
+def _cut_of(kernel: Any) -> tuple[int, Axes] | str:
+    """(dim, axes) of the one cut that model axes make."""
+    if not _is_sharded(kernel):
+        return "its kernel is whole, and others of its weights are cut"
     layout, data = kernel._place.layout, kernel._place.world.data_axes
     cuts = [(dim, axes) for dim, axes in enumerate(layout.dims) if axes]
-    return None if any(axis in data for _, axes in cuts for axis in axes) else cuts
+    if any(axis in data for _, axes in cuts for axis in axes):
+        return "a data axis cuts its kernel"
+    return cuts[0] if len(cuts) == 1 else f"{len(cuts)} dims of its kernel are cut"
 
 
-def _find_dense(layer: Any) -> Rule | None:
-    if not _is_sharded(layer._kernel):
-        return None
-    cuts = _kernel_cuts(layer._kernel)
-    if cuts is None or len(cuts) != 1:
-        return None
-    dim, axes = cuts[0]
-    return Rule(layer, "column" if dim == 1 else "row", axes, in_dim=-1, out_dim=-1)
+def _find_dense(layer: Any) -> Rule | str:
+    cut = _cut_of(layer._kernel)
+    if isinstance(cut, str):
+        return cut
+    dim, axes = cut
+    return Rule(layer, "column" if dim == 1 else "row", axes, dim, in_dim=-1, out_dim=-1)
 
 
-def _find_einsum(layer: Any) -> Rule | None:
-    if not _is_sharded(layer._kernel):
-        return None
-    cuts = _kernel_cuts(layer._kernel)
-    if cuts is None or len(cuts) != 1:
-        return None
-    dim, axes = cuts[0]
+def _find_einsum(layer: Any) -> Rule | str:
+    cut = _cut_of(layer._kernel)
+    if isinstance(cut, str):
+        return cut
+    dim, axes = cut
+    no_rule = f"its equation {layer.equation!r} has no rule for shards"
     inputs, output = layer.equation.replace(" ", "").split("->")
     data, kernel = inputs.split(",")
     if "..." in kernel or any(len(set(t)) != len(t) for t in (data.replace(".", ""), kernel)):
-        return None
+        return no_rule
     letter = kernel[dim]
     if letter in output and letter not in data:
-        return Rule(layer, "column", axes, out_dim=_from_end(output, letter))
+        return Rule(layer, "column", axes, dim, out_dim=_from_end(output, letter))
     if letter in data and letter not in output:
-        return Rule(layer, "row", axes, in_dim=_from_end(data, letter))
-    return None
+        return Rule(layer, "row", axes, dim, in_dim=_from_end(data, letter))
+    return no_rule
 
 
 def _from_end(term: str, letter: str) -> int:
@@ -165,15 +178,15 @@ def _from_end(term: str, letter: str) -> int:
     return tail.index(letter) - len(tail) if letter in tail else head.index(letter)
 
 
-def _find_embedding(layer: Any) -> Rule | None:
-    cuts = _kernel_cuts(layer._embeddings)
-    if cuts is None or len(cuts) != 1:
-        return None
-    dim, axes = cuts[0]
-    return Rule(layer, "vocabulary" if dim == 0 else "column", axes, out_dim=-1)
+def _find_embedding(layer: Any) -> Rule | str:
+    cut = _cut_of(layer._embeddings)
+    if isinstance(cut, str):
+        return cut
+    dim, axes = cut
+    return Rule(layer, "vocabulary" if dim == 0 else "column", axes, dim, out_dim=-1)
 
 
-_FINDERS: dict[type | None, Callable[[Any], Rule | None]] = {
+_FINDERS: dict[type | None, Callable[[Any], Rule | str]] = {
     keras.layers.Dense: _find_dense,
     keras.layers.EinsumDense: _find_einsum,
     keras.layers.Embedding: _find_embedding,
@@ -225,9 +238,8 @@ def _column(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwa
     if isinstance(layer, keras.layers.Embedding):
         return _embedding_column(rule, frame, rest, inputs, *args, **kwargs)
     x = fan_out(frame, inputs, rule.axes)
-    dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
-    y = _product(layer, x, _shard(frame, layer._kernel, dim, rule.axes))
-    whole = _whole_shape(y, rule.out_dim, layer._kernel.shape[dim])
+    y = _product(layer, x, _shard(frame, layer._kernel, rule.dim, rule.axes))
+    whole = _whole_shape(y, rule.out_dim, layer._kernel.shape[rule.dim])
     if layer.bias is not None:
         bias_dim = _bias_dim(layer, rule.out_dim, y.ndim)
         y = ops.add(y, _shard(frame, layer.bias, bias_dim, rule.axes))
@@ -250,8 +262,7 @@ def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs
     if not rule.is_paired(frame):
         cut = cut_dim(inputs.ndim, rule.in_dim, rule.axes)
         inputs = move(frame, parts.whole(inputs), tuple(inputs.shape), Layout(), cut)
-    dim, _ = _kernel_cuts(layer._kernel)[0]  # type: ignore[index]
-    y = _product(layer, inputs, _shard(frame, layer._kernel, dim, rule.axes))
+    y = _product(layer, inputs, _shard(frame, layer._kernel, rule.dim, rule.axes))
     y = _joined(rule, frame, y, tuple(y.shape), Layout(partial=rule.axes))
     if layer.bias is not None:
         y = ops.add(y, _whole(frame, layer.bias))

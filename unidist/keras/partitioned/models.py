@@ -8,9 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from unidist.algebra import Layout
 from unidist.backends.protocol import Array
 from unidist.keras.partitioned import layouts, placing, processes
 from unidist.keras.rows import Row, rows_of
+from unidist.keras.strategy import adopt
+from unidist.keras.telling import of_partitioned
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -39,6 +42,19 @@ def rows(model: Any) -> Iterator[Row]:
     if distribution is not None and model.built:
         placing.check_rules(model, distribution)
     yield from rows_of(model, _row)
+
+
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(path, what is known of it) of each layer with cut weights: how it computes is left to the compiler."""
+    distribution = placing.distribution_of(model)
+    if distribution is None or not model.built:
+        return
+
+    def lies(variable: Any) -> tuple[Layout, Layout]:
+        found = layouts.placement(variable, distribution)
+        return layouts.of_native(found.storage), layouts.of_native(found.compute)
+
+    yield from of_partitioned(model, lies, adopt(distribution).strategy.data_axes, "XLA's partitioner")
 
 
 def _row(variable: Any, kind: str) -> Row:

@@ -15,6 +15,7 @@ from unidist.keras.making import active, made_under
 from unidist.keras.partitioned import layouts, processes
 from unidist.keras.planning.settling import PLACED, REFERENCE, to_place
 from unidist.keras.strategy import UnidistDistribution, adopt
+from unidist.keras.telling import applied
 
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _making = threading.local()
@@ -139,12 +140,14 @@ def place_model(model: Any, distribution: Any) -> None:
     """
     strangers = to_place(model, distribution)
     if not strangers:
+        applied(model, distribution)
         return
     with active(distribution):
         for variable in strangers:
             _place_variable(variable, distribution)
     made_under[model] = distribution
     model.train_function = model.test_function = model.predict_function = None
+    applied(model, distribution)
 
 
 def overwriting(original: Any) -> Any:

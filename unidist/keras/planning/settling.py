@@ -16,22 +16,27 @@ REFERENCE = "_unidist_reference"
 _MOVING = object()
 
 
+def waits(model: Any, distribution: Any) -> bool:
+    """Whether a built model's distribution finds layouts by itself, and has not found those of this model."""
+    found = getattr(distribution, "found", None)
+    if found is None or not model.built or not model.variables:
+        return False
+    return not found.knows((v.path, tuple(v.shape)) for v in model.variables)
+
+
 def settle(model: Any, distribution: Any) -> bool:
-    """Makes the plan of a built model where its distribution wants one and has none. Whether it made one.
+    """Makes the plan of a built model where its distribution waits for one. Whether it made one.
 
     No collective: every process finds the same, from shapes and configurations alone.
 
     Raises:
         LayoutError: the model cannot be run on a small random batch.
     """
-    found = getattr(distribution, "found", None)
-    if found is None or not model.built or not model.variables:
-        return False
-    if found.knows((v.path, tuple(v.shape)) for v in model.variables):
+    if not waits(model, distribution):
         return False
     strategy = distribution.strategy
     made = plan(model, strategy.mesh, data_axis=strategy.data_axes, model_axis=distribution.model_axes)
-    found.add(made.rows)
+    distribution.found.add(made.rows)
     return True
 
 

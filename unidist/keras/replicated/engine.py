@@ -23,6 +23,7 @@ from unidist.keras.datasets import Same
 from unidist.keras.processes import Processes
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.telling import applied
 
 _current: ContextVar[Engine | None] = ContextVar("unidist_replicated_engine", default=None)
 
@@ -93,6 +94,7 @@ class Engine:
                 value = tf.convert_to_tensor(variable.value)
                 if value.dtype != tf.string:
                     variable.assign(_from_first(self.traced, value))
+        applied(self.model, self.distribution)
 
     def _cut_call(self) -> None:
         """Makes the model compute this rank's rows of a batch and give the outputs of all."""

@@ -32,6 +32,11 @@ def _row(variable: Any, layout: Layout | None) -> Row:
     return Row(variable.path, shape, dtype, layout, shape, size)
 
 
+def reasons(model: Any) -> tuple[tuple[str, str], ...]:
+    """No layer has cut weights."""
+    return ()
+
+
 def gather_weights(model: Any) -> list[tuple[str, Array]]:
     """(path, full value) of every weight: every process holds them."""
     return [(v.path, np.asarray(v)) for v in model.weights]
