@@ -12,7 +12,7 @@ from functools import cache
 import keras
 
 from unidist.backends import registry
-from unidist.keras import clearing, files, loading, making
+from unidist.keras import clearing, files, loading, making, placed
 from unidist.keras.interception import Hook, Table
 
 _DRIVERS = {
@@ -36,7 +36,7 @@ def driver() -> str | None:
 @cache
 def table() -> Table:
     """Whatever the Keras backend."""
-    return Table((*loading.hooks(), *making.hooks(), *clearing.hooks(), *files.hooks()))
+    return Table((*loading.hooks(), *making.hooks(), *clearing.hooks(), *files.hooks(), *placed.hooks()))
 
 
 @cache

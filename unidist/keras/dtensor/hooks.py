@@ -16,8 +16,7 @@ from unidist.keras import saving as keras_saving
 from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.compat import tensorflow_core as keras_core
 from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
-from unidist.keras.compat import tensorflow_optimizer as keras_optimizer
-from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
+from unidist.keras.dtensor import parts, pinning, recurrent, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import Hook, Table, by
 
 
@@ -76,7 +75,5 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(TensorFlowTrainer, "get_metrics_result", trainer.telling_metrics, "metrics are read whole")
     yield Hook(keras.Model, "__call__", trainer.calling, "models are called on the mesh")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")
-    slots = "slots know their variables"
-    yield Hook(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot, slots)
     yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
     yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")

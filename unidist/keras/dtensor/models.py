@@ -8,6 +8,7 @@ from typing import Any
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array, itemsize
+from unidist.keras import placed
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.rows import Row, rows_of
 
@@ -48,6 +49,7 @@ def _place(model: Any) -> None:
 
 def _row(variable: Any, kind: str) -> Row:
     shape, dtype = tuple(variable.shape), str(variable.dtype)
+    layouts = placed.of(variable).layouts
     spread = isinstance(variable._value, values.SpreadVariable)
     held = [tuple(part.shape) for part in dtensor.unpack(variable._value.read_value())] if spread else [shape]
     sizes = []
@@ -60,7 +62,7 @@ def _row(variable: Any, kind: str) -> Row:
         path=variable.path,
         shape=shape,
         dtype=dtype,
-        layout=getattr(variable, placing.LAYOUTS).storage if spread else None,
+        layout=None if layouts is None else layouts.storage,
         local_shape=held[0],
         bytes_per_device=max(sizes),
         kind=kind,

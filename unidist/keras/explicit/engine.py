@@ -14,7 +14,7 @@ import torch
 from unidist.algebra import Layout
 from unidist.backends import ending
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import stateful
+from unidist.keras import placed, stateful
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import TorchModuleWrapper, Trainer, set_keras_mask, tree, unpack_x_y_sample_weight
 from unidist.keras.explicit import (
@@ -320,7 +320,7 @@ def engine_of(model: Any) -> Engine | None:
     found = vars(model).get("_unidist_engine")
     if found is not None:
         return found  # type: ignore[no-any-return]
-    built_in = next((v._unidist_distribution for v in model.variables if hasattr(v, "_unidist_distribution")), None)
+    built_in = next((found for v in model.variables if (found := placed.of(v).distribution) is not None), None)
     distribution = built_in or strategies.current()
     return None if distribution is None else engine_for(model, distribution)
 

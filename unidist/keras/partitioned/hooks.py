@@ -20,7 +20,7 @@ from unidist.keras.compat import (
 )
 from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
 from unidist.keras.compat import jax_trainer as keras_trainer
-from unidist.keras.interception import Hook, Table
+from unidist.keras.interception import Hook, Table, by
 from unidist.keras.partitioned import (
     data,
     layouts,
@@ -71,18 +71,16 @@ def align_seeds() -> None:
 
 def _of_variables() -> Iterator[Hook]:
     where = "values go to the devices of their layout"
-    yield Hook(JaxVariable, "_initialize_layout", placing.initializing_layout, where)
+    yield Hook(JaxVariable, "_initialize_layout", by(placing.initialize_layout), where)
     yield Hook(JaxVariable, "_direct_assign", placing.assigning, where)
     yield Hook(JaxVariable, "__array__", placing.reading, "shards of other processes are read too")
     yield Hook(keras_distribution_lib, "distribute_tensor", layouts.constraining, where)
     yield Hook(keras_distribution_lib, "initialize", processes.joining, "joining is unidist's")
-    yield Hook(BaseOptimizer, "add_variable_from_reference", placing.adding_slot, "slots know their variables")
     averaging = "_overwrite_model_variables_with_average_value"
     yield Hook(BaseOptimizer, averaging, placing.overwriting, "averages are laid out as their slots")
     yield Hook(BaseOptimizer, "stateless_apply", redistribution.updating, "gradients and updates by stage of ZeRO")
     yield Hook(Layer, "stateless_call", redistribution.calling, "values are gathered for the call")
     yield Hook(Operation, "__call__", regions.calling_layer, "layers under ZeRO: reduce-scatter of their gradients")
-    yield Hook(Metric, "add_variable", placing.adding_to_metric, "metrics are on all devices")
     yield Hook(Metric, "stateless_update_state", trainer.measuring, "metrics are on all devices")
 
 
