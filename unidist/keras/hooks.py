@@ -12,7 +12,7 @@ from functools import cache
 import keras
 
 from unidist.backends import registry
-from unidist.keras import clearing, files, loading, making, placed
+from unidist.keras import clearing, files, loading, making, placed, sessions
 from unidist.keras.interception import Hook, Table
 
 _DRIVERS = {
@@ -36,7 +36,8 @@ def driver() -> str | None:
 @cache
 def table() -> Table:
     """Whatever the Keras backend."""
-    return Table((*loading.hooks(), *making.hooks(), *clearing.hooks(), *files.hooks(), *placed.hooks()))
+    every = (loading, making, clearing, files, placed, sessions)
+    return Table(hook for module in every for hook in module.hooks())
 
 
 @cache

@@ -86,10 +86,11 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
         with super().scope():
             yield
 
-    def check_model(self, paths: list[str]) -> None:
-        """Raises LayoutError where a strict rule matches none of the model's variables."""
+    def check_model(self, paths: list[str], outputs: list[str]) -> None:
+        """Raises LayoutError where a strict rule matches none of the model's variables. Keras's maps also hold the
+        layouts of the outputs of layers."""
         if self.layout_map is not None:
-            self.layout_map.check_used(paths)
+            self.layout_map.check_used([*paths, *outputs] if isinstance(self.layout_map, _KerasRules) else paths)
 
 
 class DataParallel(UnidistDistribution):

@@ -14,6 +14,7 @@ import unidist
 from tests import preloaded
 from tests.keras.hub import tasks, zoo
 from tests.visible import QUICK_JAX, WITH_TENSORFLOW
+from unidist.keras import sessions
 from unidist.testing.processes import ProcessWorld
 
 
@@ -48,7 +49,7 @@ def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> No
     assert unidist.describe(model).sharded
     assert any(e.purpose == "generate" for e in traffic.events)
     # All pairs are in use, on a cache of this rank's heads.
-    assert model.call_with_cache.level(0) == (sum(len(p.rules) for p in model._unidist_engine.pairs), True)
+    assert model.call_with_cache.level(0) == (sum(len(p.rules) for p in sessions.of(model).engine.pairs), True)
     # Asked again, a sampler without chance gives the same tokens.
     if sampler != "top_k":
         again = model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"]

@@ -10,6 +10,7 @@ import numpy as np
 from keras import layers
 
 import unidist
+from unidist.keras import sessions
 
 TOLERANCE = 1e-5
 
@@ -88,4 +89,4 @@ def two_by_two():
 
 
 def pairs_of(model):
-    return model._unidist_engine.pairs
+    return sessions.of(model).engine.pairs

@@ -11,6 +11,7 @@ import pytest
 from keras import layers, ops
 
 import unidist
+from unidist.keras import sessions
 
 RNG = np.random.default_rng(3)
 
@@ -149,7 +150,7 @@ def test_a_model_without_a_rule_trains_as_on_one_device(name: str, sizes: dict[s
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=variable.path)
     assert unidist.describe(model).sharded
     assert any("model" in e.axes for e in traffic.events)
-    proven = model._unidist_engine.pairs
+    proven = sessions.of(model).engine.pairs
     if pairs is not None:
         assert len(proven) == pairs
     assert len(unidist.plan(model, unidist.Mesh(sizes)).pairs) == len(proven)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import keras
 import numpy as np
@@ -145,6 +147,24 @@ def test_fit_outside_the_scope_is_distributed_all_the_same():
     assert traffic.count("all_reduce", purpose="gradient") == 6
     for a, b in zip(model.weights, wanted.weights, strict=True):
         np.testing.assert_allclose(np.asarray(a), b, atol=1e-5)
+
+
+def test_a_model_without_variables_remembers_its_scope():
+    x, y = features()
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([layers.Dense(3)])
+    model.compile("sgd", loss="mse")
+    with unidist.ledger() as traffic:
+        model.fit(x, y, batch_size=4, verbose=0)
+    assert traffic.count("all_reduce", purpose="gradient") == 3
+
+
+def test_a_trained_model_is_let_go():
+    model = train(mlp, *features(), unidist.DataParallel(), epochs=1).model
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
 
 
 def test_parallelize_takes_a_trained_model_with_its_slots():

@@ -11,7 +11,7 @@ import keras
 from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
-from unidist.keras import distribution_lib, making
+from unidist.keras import distribution_lib
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.compat import tensorflow_core as keras_core
@@ -64,7 +64,6 @@ def _of_distribution() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield Hook(TensorFlowTrainer, "__init__", making.making_model, "a model remembers its distribution")
     for name in trainer.ENTRANCES:
         yield Hook(TensorFlowTrainer, name, trainer.entering, "all processes enter alike")
     building = "models are built under their distribution"

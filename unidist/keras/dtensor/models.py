@@ -8,7 +8,7 @@ from typing import Any
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array, itemsize
-from unidist.keras import placed
+from unidist.keras import placed, sessions
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.rows import Row, rows_of
 
@@ -20,7 +20,7 @@ def parallelize(model: Any, distribution: Any) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    placing.check_rules(model, distribution)
+    sessions.check_rules(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -43,7 +43,7 @@ def _place(model: Any) -> None:
     """What was made under a scope lies on its mesh from its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
-        placing.check_rules(model, distribution)
+        sessions.check_rules(model, distribution)
         placing.place_model(model, distribution)
 
 

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.array import as_layout
-from unidist.keras import placed
+from unidist.keras import placed, sessions
 from unidist.keras.compat import RNN, random_seed_dtype, tree
 from unidist.keras.dtensor import values, worlds
-from unidist.keras.making import made_under
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.planning.settling import to_place
 from unidist.keras.strategy import UnidistDistribution, adopt, current
 from unidist.strategies import VariableLayouts
 
-_checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
-
 
 def distribution_of(model: Any) -> UnidistDistribution | None:
-    """The active distribution, else the one that the model was made or placed under."""
+    """The active distribution, else the one that the model was told: in an entrance it is where it will lie."""
     found = current()
     if found is not None:
         return found
-    before = made_under.get(model)
+    before = sessions.of(model).told
     return None if before is None else adopt(before)
 
 
@@ -50,7 +46,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         CapabilityError: a layout that DTensor has not.
     """
     strangers = [*to_place(model, distribution), *_states(model)]
-    made_under[model] = distribution
+    sessions.of(model).told = distribution
     if not strangers:
         return
     ruled = {id(variable) for variable in model.weights}
@@ -134,30 +130,15 @@ def _key_anew(optimizer: Any) -> None:
             one._trainable_variables_indices = {one._var_key(v): i for i, v in enumerate(one._trainable_variables)}
 
 
-def check_rules(model: Any, distribution: UnidistDistribution) -> None:
-    """Raises LayoutError, once for a built model, where strict rules match none of its variables."""
-    if _checked.get(model) is distribution:
-        return
-    paths = [variable.path for variable in model.variables]
-    paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
-    distribution.check_model(paths)
-    _checked[model] = distribution
-
-
-def remember(model: Any, distribution: UnidistDistribution) -> None:
-    """Makes a distribution that of the model from here on."""
-    made_under[model] = distribution
-
-
 def placed_under(model: Any) -> UnidistDistribution | None:
     """The distribution on which the model lies, or None where it lies on one device."""
-    found = made_under.get(model)
+    found: UnidistDistribution | None = sessions.of(model).told
     return found if found is not None and is_placed(model) else None
 
 
 def prepare(model: Any, distribution: UnidistDistribution) -> None:
     """Checks the rules of a built model, builds its optimizer and places all."""
-    check_rules(model, distribution)
+    sessions.check_rules(model, distribution)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and hasattr(optimizer, "build"):
         optimizer.build(model.trainable_variables)

@@ -17,7 +17,7 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
-from unidist.keras import agreement, making
+from unidist.keras import agreement, making, sessions
 from unidist.keras.compat import in_stateless_scope
 from unidist.keras.dtensor import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
 from unidist.keras.lockstep import Part
@@ -42,7 +42,7 @@ def entering(original: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         here = parts.reading(distribution)
         with by_one(bound, worlds.processes()), making.active(None), worlds.telling(original.__name__), here:
-            placing.remember(self, distribution)
+            sessions.of(self).told = distribution
             agreement.begin(bound, original.__name__, worlds.peers)
             return original(*bound.args, **bound.kwargs)
 

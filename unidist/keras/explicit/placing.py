@@ -10,7 +10,7 @@ import torch
 
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
-from unidist.keras import placed
+from unidist.keras import placed, sessions
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import backend, in_stateless_scope
 from unidist.keras.explicit.context import frame, left
@@ -95,16 +95,14 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a strict rule matches no variable, or one does not fit.
     """
     world = world_of(distribution)
-    weights = list(model.variables)
-    distribution.check_model([v.path for v in weights])
-
+    sessions.check_rules(model, distribution)
     trained = _trained(model)
 
     def place_all(variables: Iterable[Any]) -> None:
         for variable in _unplaced(variables):
             _place(variable, distribution, id(variable) in trained, prepare=lambda x: _from_first(x, world))
 
-    place_all(weights)
+    place_all(model.variables)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)

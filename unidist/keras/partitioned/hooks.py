@@ -85,7 +85,6 @@ def _of_variables() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield Hook(JAXTrainer, "__init__", making.making_model, "a model remembers its distribution")
     for name in trainer.ENTRANCES:
         yield Hook(JAXTrainer, name, trainer.entering, "all processes enter alike")
     building = "models are built under their distribution"

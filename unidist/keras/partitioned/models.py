@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from unidist.backends.protocol import Array
+from unidist.keras import sessions
 from unidist.keras.partitioned import layouts, placing, processes
 from unidist.keras.rows import Row, rows_of
 
@@ -19,7 +20,7 @@ def parallelize(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
     """
-    placing.check_rules(model, distribution)
+    sessions.check_rules(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -35,9 +36,9 @@ def rows(model: Any) -> Iterator[Row]:
     Raises:
         LayoutError: a strict rule of the model's distribution matches none of its variables.
     """
-    distribution = placing.distribution_of(model)
+    distribution = sessions.distribution_of(model)
     if distribution is not None and model.built:
-        placing.check_rules(model, distribution)
+        sessions.check_rules(model, distribution)
     yield from rows_of(model, _row)
 
 

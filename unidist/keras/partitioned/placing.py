@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 from keras import distribution as keras_distribution
 
-from unidist.keras import placed
-from unidist.keras.making import active, made_under
+from unidist.keras import placed, sessions
+from unidist.keras.making import active
 from unidist.keras.partitioned import layouts, processes
 from unidist.keras.planning.settling import to_place
-from unidist.keras.strategy import UnidistDistribution, adopt
-
-_checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+from unidist.keras.strategy import adopt
 
 
 def current() -> Any:
@@ -68,15 +65,6 @@ def assigning(original: Any) -> Any:
     return _direct_assign
 
 
-def distribution_of(model: Any) -> Any:
-    """The distribution that a model's variables lie on, else that under which it was made, else None."""
-    for variable in model.variables:
-        found = placed.of(variable).distribution
-        if found is not None:
-            return found
-    return made_under.get(model)
-
-
 def place_model(model: Any, distribution: Any) -> None:
     """Places what does not lie on the distribution yet: variables, metrics, the optimizer's slots.
 
@@ -91,7 +79,7 @@ def place_model(model: Any, distribution: Any) -> None:
     with active(distribution):
         for variable in strangers:
             _place_variable(variable, distribution)
-    made_under[model] = distribution
+    sessions.of(model).told = distribution
     model.train_function = model.test_function = model.predict_function = None
 
 
@@ -135,17 +123,3 @@ def waits_for_plan(model: Any, distribution: Any) -> bool:
     """Whether the layouts of a model are still to be found: it was built after its fit began."""
     found = getattr(distribution, "found", None)
     return found is not None and not found.knows((v.path, tuple(v.shape)) for v in model.variables)
-
-
-def check_rules(model: Any, distribution: Any) -> None:
-    """Raises LayoutError, once for a built model, where strict rules match none of its variables.
-
-    Keras's own strategies also take rules for the outputs of layers.
-    """
-    if _checked.get(model) is distribution:
-        return
-    paths = [variable.path for variable in model.variables]
-    if not isinstance(distribution, UnidistDistribution):
-        paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
-    adopt(distribution).check_model(paths)
-    _checked[model] = distribution

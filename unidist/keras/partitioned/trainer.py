@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from unidist import events
-from unidist.keras import agreement, making
+from unidist.keras import agreement, making, sessions
 from unidist.keras.compat import jax_trainer
 from unidist.keras.partitioned import alike, data, ledger, pacing, placing, processes
 from unidist.keras.strategy import adopt
@@ -34,7 +34,7 @@ def entering(original: Any) -> Any:
     @functools.wraps(original)
     def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = placing.current()
-        distribution = outer if outer is not None else placing.distribution_of(self)
+        distribution = outer if outer is not None else sessions.distribution_of(self)
         if distribution is None:
             return original(self, *args, **kwargs)
         with processes.lost(original.__name__), pacing.kept():
@@ -161,7 +161,7 @@ def _making_and_compiling(original: Any) -> Any:
 def _check(model: Any) -> None:
     distribution = placing.current()
     if distribution is not None:
-        placing.check_rules(model, distribution)
+        sessions.check_rules(model, distribution)
         if placing.waits_for_plan(model, distribution):
             placing.place_model(model, distribution)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from unidist.keras import agreement, files
+from unidist.keras import agreement, files, sessions
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
@@ -53,7 +53,6 @@ def leave() -> None:
 def _of_training() -> Iterator[Hook]:
     for name in _ENTRANCES:
         yield Hook(TensorFlowTrainer, name, _in_session, "all processes enter alike")
-    yield Hook(TensorFlowTrainer, "__init__", _making, "a model remembers its distribution")
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
@@ -71,7 +70,7 @@ def _of_files() -> Iterator[Hook]:
 
 
 def _processes(model: Any) -> Processes | None:
-    held = model is not None and "_unidist_replicated" in vars(model)
+    held = model is not None and sessions.of(model).engine is not None
     return engine.processes() if held or strategies.current() is not None else None
 
 
@@ -90,19 +89,6 @@ def _in_session(original: Any) -> Any:
             return original(*bound.args, **bound.kwargs)
 
     return entrance
-
-
-def _making(original: Any) -> Any:
-    """A model that is made inside of a scope is distributed, wherever it is trained."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
-        original(self, *args, **kwargs)
-        distribution = strategies.current()
-        if distribution is not None:
-            object.__setattr__(self, "_unidist_distribution", distribution)
-
-    return __init__
 
 
 def _of_all_ranks(original: Any) -> Any:
@@ -178,7 +164,7 @@ def _by_one_process(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        several = engine.processes() if "_unidist_replicated" in vars(model) else None
+        several = engine.processes() if sessions.of(model).engine is not None else None
         if several is None:
             return original(model, *args, **kwargs)
         with several.saving():
