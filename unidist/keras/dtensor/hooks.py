@@ -11,12 +11,12 @@ import keras
 from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
-from unidist.keras import distribution_lib
+from unidist.keras import distribution_lib, entrances
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.compat import tensorflow_core as keras_core
 from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
-from unidist.keras.dtensor import parts, pinning, recurrent, saving, slicing, trainer, values, worlds
+from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import Hook, Table, by
 
 
@@ -64,8 +64,7 @@ def _of_distribution() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    for name in trainer.ENTRANCES:
-        yield Hook(TensorFlowTrainer, name, trainer.entering, "all processes enter alike")
+    yield from entrances.hooks(TensorFlowTrainer, placing.distribution_of, trainer.entering)
     building = "models are built under their distribution"
     yield Hook(TensorFlowTrainer, "_maybe_symbolic_build", trainer.building, building)
     for kind in ("train", "test", "predict"):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from unidist.backends import registry
-from unidist.keras import making
+from unidist.keras import entrances, making
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import (
     BaseOptimizer,
@@ -85,8 +85,7 @@ def _of_variables() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    for name in trainer.ENTRANCES:
-        yield Hook(JAXTrainer, name, trainer.entering, "all processes enter alike")
+    yield from entrances.hooks(JAXTrainer, placing.distribution_of, trainer.entering)
     building = "models are built under their distribution"
     yield Hook(JAXTrainer, "_symbolic_build", trainer.building, building)
     # Keras 3.16 leaves the other out where all is built.

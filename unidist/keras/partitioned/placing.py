@@ -65,6 +65,12 @@ def assigning(original: Any) -> Any:
     return _direct_assign
 
 
+def distribution_of(model: Any) -> Any:
+    """The active distribution, else the model's own."""
+    outer = current()
+    return outer if outer is not None else sessions.distribution_of(model)
+
+
 def place_model(model: Any, distribution: Any) -> None:
     """Places what does not lie on the distribution yet: variables, metrics, the optimizer's slots.
 

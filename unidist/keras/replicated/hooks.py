@@ -5,6 +5,7 @@ Made for Keras 3.15 and 3.16.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from unidist.keras import agreement, files, sessions
+from unidist.keras import entrances, files, sessions
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
@@ -29,10 +30,8 @@ from unidist.keras.interception import Hook, Table, kept
 from unidist.keras.processes import Processes
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
-from unidist.keras.writing import by_one
 
 _originals: dict[str, Any] = {}
-_ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 # Seeds are combined modulo 2**32; the golden ratio spreads the ranks' streams over it.
 SEED_STRIDE = 0x9E3779B1
 
@@ -51,8 +50,7 @@ def leave() -> None:
 
 
 def _of_training() -> Iterator[Hook]:
-    for name in _ENTRANCES:
-        yield Hook(TensorFlowTrainer, name, _in_session, "all processes enter alike")
+    yield from entrances.hooks(TensorFlowTrainer, _engine_outside_of_sessions, _entering)
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
@@ -74,21 +72,14 @@ def _processes(model: Any) -> Processes | None:
     return engine.processes() if held or strategies.current() is not None else None
 
 
-def _in_session(original: Any) -> Any:
-    """A trainer's entrance that finds the model's engine and works inside its session."""
-    signature = inspect.signature(original)
+def _engine_outside_of_sessions(model: Any) -> engine.Engine | None:
+    return None if engine.current() is not None else engine.engine_of(model)
 
-    @functools.wraps(original)
-    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = engine.engine_of(self)
-        if found is None or engine.current() is not None:
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        with by_one(bound, engine.processes()), found.session():
-            agreement.begin(bound, original.__name__, engine.peers)
-            return original(*bound.args, **bound.kwargs)
 
-    return entrance
+@contextlib.contextmanager
+def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    with found.session():
+        yield engine.processes(), engine.peers
 
 
 def _of_all_ranks(original: Any) -> Any:
