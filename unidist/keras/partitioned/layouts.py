@@ -86,7 +86,8 @@ def layouts_of(variable: Any, distribution: Any) -> VariableLayouts:
 
 def of_keras(layout: Layout, shape: tuple[int, ...], distribution: Any) -> Any:
     """A layout in a form that Keras's variables take."""
-    return keras_layout(layout, shape, adopt(distribution).mesh, distribution.device_mesh)
+    found = keras_layout(layout, shape, adopt(distribution).mesh, distribution.device_mesh)
+    return native(found, distribution) if isinstance(found, Sharding) else found
 
 
 def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
