@@ -16,6 +16,7 @@ import argparse
 import warnings
 
 import unidist
+from unidist.keras import sessions
 
 unidist.use("torch")
 
@@ -62,7 +63,7 @@ def fully_sharded() -> Step:
 def tell(zero: int, step: Step, model: keras.Model) -> None:
     with unidist.ledger() as traffic:
         step()
-    reducer = model._unidist_engine.traffic.reducer(unidist.process_index())
+    reducer = sessions.of(model).engine.traffic.reducer(unidist.process_index())
     whole = sum(bucket.nbytes for bucket in reducer.buckets)
     print(
         f"stage {zero}: {traffic.bytes():,} bytes a step in {traffic.count()} collectives; "

@@ -8,6 +8,7 @@ import numpy as np
 import unidist
 from tests.keras.contract import plain, rows
 from tests.support.runs import Result, fresh, scope, strategy
+from unidist.keras import sessions
 
 
 def looped(kind: str | None, before: str, own: bool) -> Result:
@@ -79,4 +80,4 @@ def is_prepared_within_a_graph() -> bool:
         inputs = keras.Input((4,))
         inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         keras.Model(inputs, inner(inputs))
-    return "_unidist_engine" in vars(inner)
+    return sessions.of(inner).engine is not None

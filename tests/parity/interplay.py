@@ -22,6 +22,7 @@ BEHAVIOURS = (
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
     "states_between_batches",
+    "laid_by_hand",
 )
 # Those in which processes could part.
 IN_PROCESSES = ("numpy_in_and_out", "custom_train_step", "single_batches", "keras_distribution", "slices_of_rows")
@@ -363,6 +364,39 @@ def states_between_batches() -> None:
             unidist.parallelize(model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, strict=False)))
         found.append(model.predict(x, batch_size=8, verbose=0))
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+
+
+def laid_by_hand() -> None:
+    """A variable with a layout of its own, and its slots, of an optimizer that was built before the hooks were on."""
+    from unittest import mock
+
+    import keras
+
+    import unidist
+    from unidist.keras.compat import BaseOptimizer
+
+    class Squaring(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            lies = keras.distribution.TensorLayout((None, "model"))
+            self.kernel = keras.Variable("glorot_uniform", (shape[-1],) * 2, layout=lies, name="kernel")
+
+        def call(self, x: Any) -> Any:
+            return x @ self.kernel
+
+    x, found = np.ones((8, 4), "float32"), []
+    hook: Any = BaseOptimizer.add_variable_from_reference
+    for mesh in (None, unidist.Mesh({"model": 4})):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), Squaring(), keras.layers.Dense(4)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        with mock.patch.object(BaseOptimizer, "add_variable_from_reference", getattr(hook, "__wrapped__", hook)):
+            model.optimizer.build(model.trainable_variables)
+        if mesh is not None:
+            unidist.parallelize(model, unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, strict=False)))
+        found.append(model.fit(x, x, batch_size=4, epochs=2, verbose=0).history["loss"])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+    cut = [row for row in unidist.describe(model).rows if row.layout == unidist.Layout(None, "model")]
+    assert [row.kind for row in cut] == ["weights", "slots"], cut
 
 
 def in_one_line() -> dict[str, Any]:

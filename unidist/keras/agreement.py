@@ -18,6 +18,7 @@ from keras.callbacks import Callback, CallbackList
 
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError
+from unidist.keras import sessions
 from unidist.keras.compat import tree
 from unidist.keras.processes import Processes
 
@@ -27,7 +28,6 @@ SAMPLE = 4096
 TOLERANCE = 1e-3
 # Of many calls of train_on_batch and its like, the first two are compared and one of so many.
 FIRST, EVERY = 2, 256
-_COUNT = "_unidist_calls"
 _PLAIN = (bool, int, float, str, type(None))
 _BITS = 0x7FFFFFFF
 
@@ -75,9 +75,9 @@ def begin(given: inspect.BoundArguments, name: str, find_peers: Callable[[], Pee
 
 
 def _is_turn(model: Any) -> bool:
-    number: int = vars(model).get(_COUNT, 0)
-    object.__setattr__(model, _COUNT, number + 1)
-    return number < FIRST or number % EVERY == 0
+    known = sessions.of(model)
+    known.calls += 1
+    return known.calls <= FIRST or (known.calls - 1) % EVERY == 0
 
 
 def _listen(given: inspect.BoundArguments, callback: Callback) -> None:

@@ -78,7 +78,6 @@ _PLACES = {
     "jax_trainer": "keras.src.backend.jax.trainer:",
     # TensorFlow
     "tensorflow_distribution_lib": "keras.src.backend.tensorflow.distribution_lib:",
-    "tensorflow_optimizer": "keras.src.backend.tensorflow.optimizer:",
 }
 # What has moved: a place for each of READ.
 _MOVED = {

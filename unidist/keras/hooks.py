@@ -5,46 +5,32 @@ Which attributes they are, and why, is in the tables: `table` here, and `table` 
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from functools import cache
 
 import keras
 
-from unidist.backends import registry
-from unidist.keras import clearing, files, loading, making
+from unidist.keras import clearing, files, loading, making, placed, sessions
+from unidist.keras.drivers import driver, hooks_of
 from unidist.keras.interception import Hook, Table
-from unidist.planner.layout_map import LayoutMap
-from unidist.strategies import Strategy
 
 _log = logging.getLogger(__name__)
 
-# Keras backend -> what trains there, unless the adapter in use has declared another driver.
-_DRIVERS = {
-    "torch": "unidist.keras.explicit",
-    "jax": "unidist.keras.partitioned",
-    "tensorflow": "unidist.keras.dtensor",
-}
 # Those whose hooks have been on.
 _used: set[str] = set()
-
-
-def driver() -> str | None:
-    """The package of the driver for the Keras backend that runs and the backend in use; None where there is none."""
-    name = keras.config.backend()
-    return registry.in_use().drivers.get(name) or _DRIVERS.get(name)
 
 
 @cache
 def table() -> Table:
     """Whatever the Keras backend."""
-    return Table((*loading.hooks(), *making.hooks(), *clearing.hooks(), *files.hooks()))
+    every = (loading, making, clearing, files, placed, sessions)
+    return Table(hook for module in every for hook in module.hooks())
 
 
 @cache
 def _table_of(package: str) -> Table:
-    make: Callable[[], Table] = importlib.import_module(f"{package}.hooks").table
+    make: Callable[[], Table] = hooks_of(package).table
     return make()
 
 
@@ -59,7 +45,7 @@ def install() -> None:
         _table_of(other).turn_off()
     table().turn_on()
     if found is not None:
-        importlib.import_module(f"{found}.hooks").prepare()
+        hooks_of(found).prepare()
         _used.add(found)
         _table_of(found).turn_on()
     if len(replaced()) != before:
@@ -72,7 +58,7 @@ def remove() -> None:
     before = len(replaced())
     for package in sorted(_used):
         _table_of(package).turn_off()
-        importlib.import_module(f"{package}.hooks").leave()
+        hooks_of(package).leave()
     table().turn_off()
     _log.debug("hooks off: %d attributes put back", before - len(replaced()))
 
@@ -81,15 +67,3 @@ def replaced() -> tuple[Hook, ...]:
     """The hooks that are on, in the order in which they were put on."""
     drivers = (hook for package in sorted(_used) for hook in _table_of(package).replaced)
     return (*table().replaced, *drivers)
-
-
-def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """Raises MeshError or CapabilityError where the driver cannot train by a strategy."""
-    if (found := driver()) is not None:
-        importlib.import_module(f"{found}.hooks").check(strategy, layout_map)
-
-
-def align_seeds() -> None:
-    """Lets all processes draw the same implicit seeds from here on: rank 0's."""
-    if (found := driver()) is not None:
-        importlib.import_module(f"{found}.hooks").align_seeds()

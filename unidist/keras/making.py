@@ -6,15 +6,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from keras import distribution as keras_distribution
 
 from unidist.keras.compat import data_adapters
 from unidist.keras.interception import Hook
-
-# The distribution under which a model object was made: all that is known of one that has no variables yet.
-made_under: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -43,19 +39,6 @@ def _reading_all(original: Any) -> Any:
             return original(*args, **kwargs)
 
     return get_data_adapter
-
-
-def making_model(original: Any) -> Any:
-    """A trainer's __init__: remembers Keras's distribution of this thread, under which a model was made."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
-        original(self, *args, **kwargs)
-        distribution = keras_distribution.distribution()
-        if distribution is not None:
-            made_under[self] = distribution
-
-    return __init__
 
 
 def all_variables(model: Any) -> list[Any]:

@@ -11,14 +11,14 @@ import keras
 
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import hooks
+from unidist.keras import drivers
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
 from unidist.keras.telling import joined
 
 
 def _engine() -> Any:
-    found = hooks.driver()
+    found = drivers.driver()
     if found is None:
         name = keras.config.backend()
         raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch, jax or tensorflow")

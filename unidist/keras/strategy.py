@@ -14,7 +14,7 @@ from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import hooks
+from unidist.keras import drivers
 from unidist.keras.compat import Distribution
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
@@ -35,7 +35,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
         session.backend().mesh(strategy.mesh)
-        hooks.check(strategy, layout_map)
+        drivers.check(strategy, layout_map)
         self.strategy = strategy
         self.layout_map = layout_map
         batch = strategy.data_axes[0] if strategy.data_axes else None
@@ -79,14 +79,15 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Makes this Keras's distribution: variables built inside are created in their layouts."""
-        hooks.align_seeds()
+        drivers.align_seeds()
         with super().scope():
             yield
 
-    def check_model(self, paths: list[str]) -> None:
-        """Raises LayoutError where a strict rule matches none of the model's variables."""
+    def check_model(self, paths: list[str], outputs: list[str]) -> None:
+        """Raises LayoutError where a strict rule matches none of the model's variables. Keras's maps also hold the
+        layouts of the outputs of layers."""
         if self.layout_map is not None:
-            self.layout_map.check_used(paths)
+            self.layout_map.check_used([*paths, *outputs] if isinstance(self.layout_map, _KerasRules) else paths)
 
 
 class DataParallel(UnidistDistribution):

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from unidist.algebra import Axes, Layout
-from unidist.keras import hooks
+from unidist.keras import drivers
 from unidist.keras.strategy import UnidistDistribution, adopt
 from unidist.strategies import VariableLayouts
 
@@ -116,7 +116,7 @@ def applied(model: Any, distribution: Any) -> None:
     for variable, layouts in lie:
         three = f"rests {layouts.storage}, is used {layouts.compute}, is updated {layouts.state}"
         _log.debug("%r of shape %s %s: %s", variable.path, tuple(variable.shape), three, _rule(variable.path, ours))
-    entries = importlib.import_module(f"{hooks.driver()}.models").reasons(model)
+    entries = importlib.import_module(f"{drivers.driver()}.models").reasons(model)
     said((name, text) for name, text in entries if not text.startswith(_LATER))
 
 

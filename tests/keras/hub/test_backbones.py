@@ -12,6 +12,7 @@ import pytest
 import unidist
 from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
+from unidist.keras import sessions
 
 
 @functools.cache
@@ -30,7 +31,7 @@ def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     with unidist.ledger() as traffic:
         found = zoo.train(zoo.BACKBONES[name], zoo.strategy(name, ranks))
     zoo.assert_equal(found, wanted)
-    engine = found.model._unidist_engine
+    engine = sessions.of(found.model).engine
     rows = {rule.name for rule in engine.rules if rule.kind == "row"}
     assert set(zoo.pairs_of(found.model)) == rows
     assert rows

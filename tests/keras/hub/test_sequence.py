@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import unidist
 from tests.keras.hub import zoo
+from unidist.keras import sessions
 
 # LENGTH is 6: on 4 devices its parts are 2, 2, 2 and 0 places.
 CASES = [
@@ -105,7 +106,7 @@ def test_norms_see_a_part_of_the_sequence(name: str, kernel: str, count: int, ra
         return tuple(shape[1] for shape in noted.seen)
 
     # The first rank's part, torch.chunk's.
-    assert model._unidist_engine.world.run(forward) == (-(-zoo.LENGTH // ranks),) * count
+    assert sessions.of(model).engine.world.run(forward) == (-(-zoo.LENGTH // ranks),) * count
 
 
 @pytest.mark.parametrize("name", ["bert", "llama gqa", "gpt2"])
@@ -148,7 +149,7 @@ def test_what_backward_keeps_of_the_activations_is_less() -> None:
 
 def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
     """Bytes that the first rank's forward pass keeps for backward, weights left out."""
-    engine = model._unidist_engine
+    engine = sessions.of(model).engine
     weights = {v._place.leaf(0).untyped_storage().data_ptr() for v in model.variables}
 
     def forward(frame) -> int:  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ import unidist
 from tests import preloaded
 from tests.keras.hub import tasks, zoo
 from tests.visible import QUICK_JAX, WITH_TENSORFLOW
+from unidist.keras import sessions
 from unidist.testing.processes import ProcessWorld
 
 
@@ -49,7 +50,7 @@ def test_generated_tokens_are_those_of_one_device(kind: str, sampler: str) -> No
     assert unidist.describe(model).sharded
     assert any(e.purpose == "generate" for e in traffic.events)
     # All pairs are in use, on a cache of this rank's heads.
-    assert model.call_with_cache.level(0) == (sum(len(p.rules) for p in model._unidist_engine.pairs), True)
+    assert model.call_with_cache.level(0) == (sum(len(p.rules) for p in sessions.of(model).engine.pairs), True)
     # Asked again, a sampler without chance gives the same tokens.
     if sampler != "top_k":
         again = model.generate(tasks.prompt(), stop_token_ids=None)["token_ids"]
@@ -154,7 +155,7 @@ def test_low_rank_kernels_added_between_generating_and_training() -> None:
     assert not any("self_attention" in row for row in zoo.pairs_of(found.model))
     assert found.model.call_with_cache.level(0) == (6, False)
     assert found.model.call_with_cache.why(0) == "6 layers on shards, the cache whole"
-    said = {v.path.split("/")[-1]: v.reason for v in found.model._unidist_engine.verdicts.values()}
+    said = {v.path.split("/")[-1]: v.reason for v in sessions.of(found.model).engine.verdicts.values()}
     low = "computes with low-rank kernels beside its own (LoRA)"
     assert said["value"] == said["query"] == f"it {low}"
     assert said["key"].endswith(f"/value' {low}")

@@ -13,6 +13,7 @@ import keras_hub
 import numpy as np
 
 import unidist
+from unidist.keras import sessions
 
 M = keras_hub.models
 ROWS, LENGTH, VOCABULARY, STEPS = 4, 6, 64, 3
@@ -164,4 +165,4 @@ def assert_equal(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> No
 
 def pairs_of(model: Any) -> dict[str, list[str]]:
     """Path of a row layer -> names of its column layers."""
-    return {pair.row.name: [c.layer.name for c in pair.columns] for pair in model._unidist_engine.pairs}
+    return {pair.row.name: [c.layer.name for c in pair.columns] for pair in sessions.of(model).engine.pairs}

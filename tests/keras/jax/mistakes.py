@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from unidist.keras.partitioned import data, fanning, layouts, placing, redistribution, rowwise
+from unidist.keras import placed, sessions
+from unidist.keras.partitioned import data, fanning, layouts, redistribution, rowwise
 from unidist.keras.processes import Processes
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "padding counts as rows": (data.Padded, "cut", lambda self: self.array),
-    "nothing is distributed outside of the scope": (placing, "distribution_of", lambda model: None),
-    "slots stay behind": (placing, "_kept_layout", lambda variable, distribution: None),
+    "nothing is distributed outside of the scope": (sessions, "distribution_of", lambda model: None),
+    "slots stay behind": (placed, "owner_of", lambda variable: None),
     "every device computes the whole batch": (
         layouts,
         "of_batch",

@@ -28,8 +28,7 @@ def test_every_place_is_as_in_the_version_it_was_made_for(one: ProcessWorld) -> 
             "(self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs)"
         ),
         "Operation.__call__": "(self, *args, **kwargs)",
-        "Metric.add_variable": "(self, shape, initializer, dtype=None, aggregation='sum', name=None)",
-        "JAXTrainer.__init__": "(self)",
+        "Trainer.__init__": "(self)",
         "JAXTrainer._make_function": MAKE_FUNCTION[version],
         "JAXTrainer.jax_state_sync": "(self)",
         "conversions.convert_to_numpy": "(x)",

@@ -10,6 +10,7 @@ import numpy as np
 from keras import layers
 
 import unidist
+from unidist.keras import sessions
 
 TOLERANCE = 1e-5
 
@@ -88,10 +89,10 @@ def two_by_two():
 
 
 def pairs_of(model):
-    return model._unidist_engine.pairs
+    return sessions.of(model).engine.pairs
 
 
 def said_of(model):
     """layer -> what the proof of pairs said of it."""
-    engine = model._unidist_engine
+    engine = sessions.of(model).engine
     return {rule.layer.name: str(engine.verdicts[id(rule)]) for rule in engine.rules if id(rule) in engine.verdicts}

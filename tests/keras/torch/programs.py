@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import unidist
+from unidist.keras import sessions
 
 RULES = {
     ".*(query|key|value)/kernel": (None, "model", None),
@@ -101,7 +102,7 @@ def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, i
         assert any(op == "reduce_scatter" for op, _, _ in sent)
     if kind != "data":
         assert unidist.describe(found[2]).sharded
-        assert found[2]._unidist_engine.pairs
+        assert sessions.of(found[2]).engine.pairs
     return dict(counters["stats"]), dict(counters["graph_break"])
 
 

@@ -11,6 +11,7 @@ import pytest
 from keras import layers, ops
 
 import unidist
+from unidist.keras import sessions
 
 RNG = np.random.default_rng(3)
 
@@ -169,7 +170,7 @@ TOLD = {
 def _planned_is_told(plan: unidist.Plan, model: keras.Model) -> None:
     """The pairs of the plan are those that training proved, and both say of each layer why it is cut so."""
     why = unidist.describe(model).why
-    proven = [(*sorted(rule.name for rule in pair.columns), pair.row.name) for pair in model._unidist_engine.pairs]
+    proven = [(*sorted(rule.name for rule in pair.columns), pair.row.name) for pair in sessions.of(model).engine.pairs]
     assert sorted(proven) == sorted((*sorted(columns), row) for *columns, row in plan.pairs)
     for *columns, row in plan.pairs:
         assert why[row].startswith("row, takes shards of ")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, train, two_by_two
+from unidist.keras.compat import BaseOptimizer
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -146,6 +149,24 @@ def test_fit_outside_the_scope_is_distributed_all_the_same():
         np.testing.assert_allclose(np.asarray(a), b, atol=1e-5)
 
 
+def test_a_model_without_variables_remembers_its_scope():
+    x, y = features()
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([layers.Dense(3)])
+    model.compile("sgd", loss="mse")
+    with unidist.ledger() as traffic:
+        model.fit(x, y, batch_size=4, verbose=0)
+    assert traffic.count("all_reduce", purpose="gradient") == 3
+
+
+def test_a_trained_model_is_let_go():
+    model = train(mlp, *features(), unidist.DataParallel(), epochs=1).model
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+
+
 def test_parallelize_takes_a_trained_model_with_its_slots():
     x, y = features()
     wanted = train(mlp, x, y)
@@ -161,6 +182,61 @@ def test_parallelize_takes_a_trained_model_with_its_slots():
         assert value.dtype == "float32"
     for a, b in zip(model.weights, wanted.model.weights, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+
+
+class Named(layers.Layer):
+    """A square kernel of each of some names."""
+
+    def __init__(self, *names, **options):
+        super().__init__(**options)
+        self.names = names
+
+    def build(self, shape):
+        self.kernels = [self.add_weight(shape=(shape[-1],) * 2, name=name) for name in self.names]
+
+    def call(self, x):
+        for kernel in self.kernels:
+            x = x @ kernel
+        return x
+
+
+def test_slots_of_an_optimizer_built_before_the_hooks_lie_as_their_variables(monkeypatch):
+    hook = keras.optimizers.Optimizer.add_variable_from_reference
+    monkeypatch.setattr(BaseOptimizer, "add_variable_from_reference", hook.__wrapped__)
+    parts = [Named("w", "w_b", name="n"), Named("b_c", name="a"), Named("c", name="a_b")]
+    model = keras.Sequential([layers.Input((8,)), *parts])
+    model.compile(keras.optimizers.Adam(use_ema=True), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    grid = unidist.Mesh({"model": 4})
+    rules = unidist.LayoutMap(grid, {".*/n/w_b": (None, "model"), ".*/a_b/c": ("model",)})
+    unidist.parallelize(model, unidist.ModelParallel(grid, rules))
+    optimizer = model.optimizer
+    for k, variable in enumerate(model.trainable_variables):
+        lies = variable._place.layout
+        assert bool(lies.dims) == (k in (1, 3))
+        tables = optimizer._momentums, optimizer._velocities, optimizer._model_variables_moving_average
+        assert [table[k]._place.layout for table in tables] == [lies] * 3
+
+
+def test_a_layout_given_by_hand_stays_where_layouts_are_found():
+    with unidist.ModelParallel(unidist.Mesh({"model": 4}), "auto").scope():
+        model = keras.Sequential([layers.Input((8,)), layers.Dense(16, name="a"), layers.Dense(8, name="b"), Given()])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+        model.fit(np.ones((4, 8)), np.ones((4, 8)), verbose=0)
+    assert model.layers[0].kernel._place.is_sharded
+    for variable in (model.layers[-1].kernel, model.optimizer.momentums[-1]):
+        assert variable._place.layout == unidist.Layout(None, "model")
+
+
+class Given(layers.Layer):
+    """A kernel with a layout of its own."""
+
+    def build(self, shape):
+        lies = keras.distribution.TensorLayout((None, "model"))
+        self.kernel = keras.Variable("glorot_uniform", (shape[-1],) * 2, layout=lies, name="kernel")
+
+    def call(self, x):
+        return x @ self.kernel
 
 
 def test_toggling_trainable_between_fits(strategy):

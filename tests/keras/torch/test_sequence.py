@@ -16,6 +16,7 @@ from keras import layers, ops
 
 import unidist
 from unidist.algebra import Layout
+from unidist.keras import sessions
 from unidist.keras.explicit import rowwise, sequence
 from unidist.keras.explicit.world import rank_world
 
@@ -120,7 +121,7 @@ def test_a_layer_that_mixes_places_is_given_all_of_them(trap: str, mesh: str) ->
     np.testing.assert_allclose(found, losses, atol=1e-5, rtol=1e-5)
     for variable, a, b in zip(model.weights, held, weights, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=variable.path)
-    assert len(model._unidist_engine.pairs) == 2
+    assert len(sessions.of(model).engine.pairs) == 2
     sums = Counter(e.op for e in traffic.events if e.purpose.endswith(("down0", "down1")))
     # 10 rows in batches of 4 are three steps; a step scatters each sum once.
     assert sums["reduce_scatter"] == 2 * 2 * 3

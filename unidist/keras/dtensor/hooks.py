@@ -12,12 +12,11 @@ from tensorflow.python.ops import array_ops
 
 from unidist.backends import registry
 from unidist.errors import MeshError
-from unidist.keras import distribution_lib, making
+from unidist.keras import distribution_lib, entrances
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.compat import tensorflow_core as keras_core
 from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
-from unidist.keras.compat import tensorflow_optimizer as keras_optimizer
 from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import Hook, Table, by
 from unidist.planner.layout_map import LayoutMap
@@ -77,9 +76,7 @@ def _of_distribution() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield Hook(TensorFlowTrainer, "__init__", making.making_model, "a model remembers its distribution")
-    for name in trainer.ENTRANCES:
-        yield Hook(TensorFlowTrainer, name, trainer.entering, "all processes enter alike")
+    yield from entrances.hooks(TensorFlowTrainer, placing.distribution_of, trainer.entering)
     building = "models are built under their distribution"
     yield Hook(TensorFlowTrainer, "_maybe_symbolic_build", trainer.building, building)
     for kind in ("train", "test", "predict"):
@@ -88,7 +85,5 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(TensorFlowTrainer, "get_metrics_result", trainer.telling_metrics, "metrics are read whole")
     yield Hook(keras.Model, "__call__", trainer.calling, "models are called on the mesh")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")
-    slots = "slots know their variables"
-    yield Hook(keras_optimizer.TFOptimizer, "add_variable_from_reference", placing.adding_slot, slots)
     yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
     yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")

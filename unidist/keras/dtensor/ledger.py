@@ -11,9 +11,9 @@ from keras import tree
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, ring_bytes
 from unidist.backends.protocol import itemsize
-from unidist.keras.dtensor import placing, worlds
+from unidist.keras import placed
+from unidist.keras.dtensor import worlds
 from unidist.keras.strategy import UnidistDistribution
-from unidist.strategies import VariableLayouts
 
 
 def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any) -> None:
@@ -35,7 +35,7 @@ def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any)
     trained = kind == "train_step"
     trainable = {id(variable) for variable in model.trainable_variables}
     for variable in model.weights:
-        found: VariableLayouts = getattr(variable, placing.LAYOUTS)
+        found: Any = placed.of(variable).layouts
         shape, size = tuple(variable.shape), itemsize(str(variable.dtype))
         full, read = prod(shape) * size, Layout(*found.compute.dims)
         _emit_gather(found.storage, read, mesh, full, purpose)

@@ -9,6 +9,7 @@ from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array, itemsize
+from unidist.keras import placed, sessions
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.rows import Row, rows_of
 from unidist.keras.telling import of_partitioned
@@ -21,7 +22,7 @@ def parallelize(model: Any, distribution: Any) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    placing.check_rules(model, distribution)
+    sessions.check_rules(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -47,8 +48,8 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
         return
 
     def lies(variable: Any) -> tuple[Layout, Layout]:
-        found = getattr(variable, placing.LAYOUTS)
-        return found.storage, found.compute
+        found = placed.of(variable).layouts
+        return (found.storage, found.compute) if found is not None else (Layout(), Layout())
 
     refused = "DTensor is given shards of the weights of products and look-ups alone"
     yield from of_partitioned(model, lies, distribution.strategy.data_axes, "DTensor", refused)
@@ -58,12 +59,13 @@ def _place(model: Any) -> None:
     """What was made under a scope lies on its mesh from its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
-        placing.check_rules(model, distribution)
+        sessions.check_rules(model, distribution)
         placing.place_model(model, distribution)
 
 
 def _row(variable: Any, kind: str) -> Row:
     shape, dtype = tuple(variable.shape), str(variable.dtype)
+    layouts = placed.of(variable).layouts
     spread = isinstance(variable._value, values.SpreadVariable)
     held = [tuple(part.shape) for part in dtensor.unpack(variable._value.read_value())] if spread else [shape]
     sizes = []
@@ -76,7 +78,7 @@ def _row(variable: Any, kind: str) -> Row:
         path=variable.path,
         shape=shape,
         dtype=dtype,
-        layout=getattr(variable, placing.LAYOUTS).storage if spread else None,
+        layout=None if layouts is None else layouts.storage,
         local_shape=held[0],
         bytes_per_device=max(sizes),
         kind=kind,

@@ -2,52 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
+from unidist.array import as_layout
+from unidist.keras import placed, sessions
 from unidist.keras.compat import RNN, random_seed_dtype, tree
 from unidist.keras.dtensor import values, worlds
-from unidist.keras.making import made_under
 from unidist.keras.planning.candidates import candidate
-from unidist.keras.planning.settling import PLACED, REFERENCE, to_place
+from unidist.keras.planning.settling import to_place
 from unidist.keras.strategy import UnidistDistribution, adopt, current
 from unidist.keras.telling import applied
 from unidist.strategies import VariableLayouts
 
-LAYOUTS = "_unidist_layouts"
-
-_checked: WeakKeyDictionary[Any, UnidistDistribution] = WeakKeyDictionary()
-
-
-def adding_slot(original: Any) -> Any:
-    """Optimizer.add_variable_from_reference: remembers whose slot it is."""
-
-    @functools.wraps(original)
-    def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(self, reference_variable, *args, **kwargs)
-        setattr(slot, REFERENCE, ref(reference_variable))
-        return slot
-
-    return add_variable_from_reference
-
 
 def distribution_of(model: Any) -> UnidistDistribution | None:
-    """The active distribution, else the one that the model was made or placed under."""
+    """The active distribution, else the one that the model was told: in an entrance it is where it will lie."""
     found = current()
     if found is not None:
         return found
-    before = made_under.get(model)
+    before = sessions.of(model).told
     return None if before is None else adopt(before)
 
 
 def is_placed(model: Any) -> bool:
-    return any(hasattr(variable, PLACED) for variable in model.variables)
+    return any(_is_spread(variable) for variable in model.variables)
+
+
+def _is_spread(variable: Any) -> bool:
+    return placed.of(variable).distribution is not None
 
 
 def place_model(model: Any, distribution: UnidistDistribution) -> None:
@@ -60,7 +47,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         CapabilityError: a layout that DTensor has not.
     """
     strangers = [*to_place(model, distribution), *_states(model)]
-    made_under[model] = distribution
+    sessions.of(model).told = distribution
     if not strangers:
         return
     ruled = {id(variable) for variable in model.weights}
@@ -79,7 +66,7 @@ def _states(model: Any) -> list[Any]:
     """States of recurrent layers that are not placed yet: Keras does not count them as variables of the model. A plain
     tf.Variable would be read and written by each device at its own time."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and layer.states is not None]
-    return [state for layer in layers for state in tree.flatten(layer.states) if not hasattr(state, PLACED)]
+    return [state for layer in layers for state in tree.flatten(layer.states) if not _is_spread(state)]
 
 
 def _read_whole(model: Any) -> set[int]:
@@ -95,26 +82,15 @@ def _used_as_shards(layer: Any) -> list[Any]:
 
 
 def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:
-    """A slot rests where the gradient of its variable is reduced to; what else is no weight is replicated."""
-    shape = tuple(variable.shape)
-    reference = getattr(variable, REFERENCE, lambda: None)()
-    if reference is not None:
-        same = tuple(reference.shape) == shape and hasattr(reference, LAYOUTS)
-        return _all_at(getattr(reference, LAYOUTS).state if same else Layout())
-    if not ruled or str(variable.dtype) == random_seed_dtype():
-        return _all_at(Layout())
-    if distribution.layout_map is not None:
-        distribution.layout_map.match(variable.path)
-    return distribution.strategy.variable(variable.path, shape)
-
-
-def _all_at(layout: Layout) -> VariableLayouts:
-    return VariableLayouts(storage=layout, compute=layout, state=layout)
+    if variable._layout is not None and placed.of(variable).given is None:
+        placed.note_given(variable, distribution.mesh, as_layout(variable._layout))
+    is_weight = ruled and str(variable.dtype) != random_seed_dtype()
+    return placed.layouts_of(variable, distribution, is_weight=is_weight, otherwise=Layout())
 
 
 def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution) -> None:
-    setattr(variable, PLACED, distribution)
-    setattr(variable, LAYOUTS, found)
+    record = placed.of(variable)
+    record.distribution, record.layouts = distribution, found
     value = variable._value
     if value is None:
         return
@@ -135,15 +111,16 @@ def _place_variable(variable: Any, found: VariableLayouts, distribution: Unidist
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
     """Builds and places an optimizer that is none of the model's own: a train_step may have several, of which Keras
     knows one. While a step is traced, outside of its program."""
-    distribution = next((found for v in variables if (found := getattr(v, PLACED, None)) is not None), None)
-    if distribution is None or (optimizer.built and all(hasattr(v, PLACED) for v in optimizer.variables)):
+    distribution = next((found for v in variables if (found := placed.of(v).distribution) is not None), None)
+    if distribution is None or (optimizer.built and all(map(_is_spread, optimizer.variables))):
         return
     # Not on DTensor's device, where a step is traced.
     with tf.init_scope(), tf.device("CPU:0"):
         if not optimizer.built:
             optimizer.build(variables)
+        placed.note_slots(optimizer)
         for variable in optimizer.variables:
-            if not hasattr(variable, PLACED):
+            if not _is_spread(variable):
                 _place_variable(variable, _layouts_of(variable, distribution, False), distribution)
         _key_anew(optimizer)
 
@@ -155,30 +132,15 @@ def _key_anew(optimizer: Any) -> None:
             one._trainable_variables_indices = {one._var_key(v): i for i, v in enumerate(one._trainable_variables)}
 
 
-def check_rules(model: Any, distribution: UnidistDistribution) -> None:
-    """Raises LayoutError, once for a built model, where strict rules match none of its variables."""
-    if _checked.get(model) is distribution:
-        return
-    paths = [variable.path for variable in model.variables]
-    paths += [f"{layer.path}/output" for layer in model._flatten_layers()]
-    distribution.check_model(paths)
-    _checked[model] = distribution
-
-
-def remember(model: Any, distribution: UnidistDistribution) -> None:
-    """Makes a distribution that of the model from here on."""
-    made_under[model] = distribution
-
-
 def placed_under(model: Any) -> UnidistDistribution | None:
     """The distribution on which the model lies, or None where it lies on one device."""
-    found = made_under.get(model)
+    found: UnidistDistribution | None = sessions.of(model).told
     return found if found is not None and is_placed(model) else None
 
 
 def prepare(model: Any, distribution: UnidistDistribution) -> None:
     """Checks the rules of a built model, builds its optimizer and places all."""
-    check_rules(model, distribution)
+    sessions.check_rules(model, distribution)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and hasattr(optimizer, "build"):
         optimizer.build(model.trainable_variables)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,36 +17,23 @@ from tensorflow.experimental import dtensor
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
-from unidist.keras import agreement, making
+from unidist.keras import making, sessions
 from unidist.keras.compat import in_stateless_scope
 from unidist.keras.dtensor import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
 from unidist.keras.lockstep import Part
 from unidist.keras.strategy import UnidistDistribution
-from unidist.keras.writing import by_one
 
-ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
 
 
-def entering(original: Any) -> Any:
-    """An entrance (fit, predict...) that works under the model's distribution. Only process 0 shows progress."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        distribution = placing.distribution_of(self)
-        if distribution is None:
-            return original(self, *args, **kwargs)
-        if original.__name__ == "fit":
-            worlds.align_seeds()
-        bound = signature.bind(self, *args, **kwargs)
-        here = parts.reading(distribution)
-        with by_one(bound, worlds.processes()), making.active(None), worlds.telling(original.__name__), here:
-            placing.remember(self, distribution)
-            agreement.begin(bound, original.__name__, worlds.peers)
-            return original(*bound.args, **bound.kwargs)
-
-    return entrance
+@contextlib.contextmanager
+def entering(distribution: UnidistDistribution, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    """Works under the model's distribution. What is to be placed is placed where a step is made."""
+    if name == "fit":
+        worlds.align_seeds()
+    with making.active(None), worlds.telling(name), parts.reading(distribution):
+        sessions.of(given.arguments["self"]).told = distribution
+        yield worlds.processes(), worlds.peers
 
 
 def building(original: Any) -> Any:

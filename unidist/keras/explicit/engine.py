@@ -13,9 +13,8 @@ import torch
 
 from unidist.algebra import Layout
 from unidist.backends import ending
-from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import stateful, telling
-from unidist.keras import strategy as strategies
+from unidist.errors import CapabilityError
+from unidist.keras import sessions, stateful, telling
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import (
     TorchModuleWrapper,
@@ -48,8 +47,6 @@ from unidist.keras.strategy import UnidistDistribution
 
 _log = logging.getLogger(__name__)
 PROBE_ROWS = 2
-# Of a model that was called with gradients: whether it is distributed was looked up.
-_SEEN = "_unidist_seen"
 
 
 class Engine:
@@ -320,7 +317,7 @@ class StepFunction:
 
 
 def world_of_model(model: Any) -> Any:
-    found = vars(model).get("_unidist_engine")
+    found = sessions.of(model).engine
     return found.world if found is not None else _world_of_variables(model)
 
 
@@ -329,25 +326,27 @@ def _world_of_variables(model: Any) -> Any:
 
 
 def engine_of(model: Any) -> Engine | None:
-    """The engine of a model: the one it has, or one by the distribution it was built in or that is active."""
-    found = vars(model).get("_unidist_engine")
-    if found is not None:
-        return found  # type: ignore[no-any-return]
-    built_in = next((v._unidist_distribution for v in model.variables if hasattr(v, "_unidist_distribution")), None)
-    distribution = built_in or strategies.current()
-    return None if distribution is None else engine_for(model, distribution)
+    """The engine of a model: the one it has, or one by the distribution that it has or that is active."""
+    found: Engine | None = sessions.engine_of(model, Engine)
+    return found
+
+
+def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
+    """The engine of a model under a distribution. Raises LayoutError: it is distributed already, in another way."""
+    found: Engine = sessions.engine_for(model, distribution, Engine)
+    return found
 
 
 def prepare_for_loop(model: Any, given: Any) -> None:
     """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes; not where
     it becomes a part of a graph."""
-    held = vars(model)
-    if "_unidist_engine" in held or held.get(_SEEN) or context.engine_at_work.get() is not None or not model.built:
+    known = sessions.of(model)
+    if known.engine is not None or known.is_seen or context.engine_at_work.get() is not None or not model.built:
         return
     if any(isinstance(x, keras.KerasTensor) for x in tree.flatten(given)):
         return
     # Looked through once: a built model's variables stay where they are, or it gets an engine.
-    object.__setattr__(model, _SEEN, True)
+    known.is_seen = True
     world = _world_of_variables(model)
     if world is None or world.is_virtual or world.mesh.size == 1:
         return
@@ -355,24 +354,6 @@ def prepare_for_loop(model: Any, given: Any) -> None:
     if found is not None:
         with found.session():
             found.prepare()
-
-
-def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
-    """The engine of a model under a distribution.
-
-    Raises:
-        LayoutError: the model is distributed already, in another way.
-    """
-    found = vars(model).get("_unidist_engine")
-    if found is None:
-        found = Engine(model, distribution)
-        object.__setattr__(model, "_unidist_engine", found)
-    elif found.distribution is not distribution and found.distribution.strategy != distribution.strategy:
-        raise LayoutError(
-            f"model {model.name!r} is distributed over {found.distribution.mesh} already; "
-            "save it and load it under the other strategy"
-        )
-    return found  # type: ignore[no-any-return]
 
 
 def _is_own_step(model: Any, kind: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 
 from unidist import session
 from unidist.errors import CapabilityError
-from unidist.keras import agreement
+from unidist.keras import entrances
 from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
 from unidist.keras.compat import backend as keras_backend
 from unidist.keras.compat import distribution_lib as keras_distribution_lib
@@ -36,12 +37,11 @@ from unidist.keras.explicit import (
 )
 from unidist.keras.explicit.world import leave_worlds, rank_world
 from unidist.keras.interception import Hook, Table, by
-from unidist.keras.writing import by_one, silence
+from unidist.keras.writing import silence
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 
 _LOW_PRECISION = ("bfloat16", "float16")
-_ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _MAKERS = (
     ("make_train_function", "train_function", "train"),
     ("make_test_function", "test_function", "test"),
@@ -113,34 +113,26 @@ def _of_distribution() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    for name in _ENTRANCES:
-        yield Hook(TorchTrainer, name, _in_session, "all processes enter alike")
+    yield from entrances.hooks(TorchTrainer, _engine_outside_of_frames, _entering)
     for maker, attribute, kind in _MAKERS:
         making = functools.partial(_making_steps, attribute=attribute, kind=kind)
         yield Hook(TorchTrainer, maker, making, "steps run on every rank")
 
 
-def _in_session(original: Any) -> Any:
-    """A trainer's entrance that finds the model's engine and works inside its session."""
-    signature = inspect.signature(original)
+def _engine_outside_of_frames(model: Any) -> engine.Engine | None:
+    return None if context.frame() is not None else engine.engine_of(model)
 
-    @functools.wraps(original)
-    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = engine.engine_of(self)
-        if found is None or context.frame() is not None:
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        with found.session(_logs_are_read(self, original.__name__, bound.arguments, found)):
-            if self.built and self.variables:
-                found.prepare()
-            if not found.world.writes:
-                # Also where a mesh of one rank makes it its own writer (data.processes): there is one terminal.
-                silence(bound)
-            with by_one(bound, data.processes(found.world)):
-                agreement.begin(bound, original.__name__, functools.partial(data.peers, found.world))
-                return original(*bound.args, **bound.kwargs)
 
-    return entrance
+@contextlib.contextmanager
+def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    model, world = found.model, found.world
+    with found.session(_logs_are_read(model, name, given.arguments, found)):
+        if model.built and model.variables:
+            found.prepare()
+        if not world.writes:
+            # Also where a mesh of one rank makes it its own writer (data.processes): there is one terminal.
+            silence(given)
+        yield data.processes(world), functools.partial(data.peers, world)
 
 
 def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.keras import numbers
+from unidist.keras import numbers, sessions
 from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame, Rows, frame
@@ -34,7 +34,7 @@ def hooks() -> tuple[Hook, ...]:
 
 def _get_metrics_result(self: Any) -> Any:
     here = frame()
-    engine = vars(self).get("_unidist_engine")
+    engine = sessions.of(self).engine
     if here is not None:
         # Where nobody reads the logs of a step, its results stay this rank's: those of the epoch are merged below.
         return _merged(self, here) if engine is None or engine.logs_are_read else _unmerged(self, here)

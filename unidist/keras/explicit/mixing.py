@@ -16,6 +16,7 @@ import keras
 import torch
 
 from unidist.errors import CapabilityError
+from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage, without
 from unidist.keras.compat import (
     INSIDE,
@@ -178,7 +179,7 @@ def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:
     Raises:
         CapabilityError: a layer or an operation looks at several rows.
     """
-    mixers = vars(model)["_unidist_engine"].mixers
+    mixers = sessions.of(model).engine.mixers
     if not mixers:
         return
     with torch.no_grad(), StatelessScope(collect_losses=True):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from unidist.backends.protocol import Array
+from unidist.keras import sessions
 from unidist.keras.explicit import engine, mixing, rules, verdicts
 from unidist.keras.explicit.cached import CachedCalls
 from unidist.keras.explicit.placing import is_placed
@@ -35,7 +36,7 @@ def rows(model: Any) -> list[Row]:
     """
     found = engine.engine_of(model)
     if found is not None and model.built:
-        found.distribution.check_model([v.path for v in model.variables])
+        sessions.check_rules(model, found.distribution)
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
     return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]

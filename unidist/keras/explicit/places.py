@@ -35,9 +35,13 @@ class Lies:
     held: Sharding
     state: Sharding
 
+    @property
+    def layouts(self) -> VariableLayouts:
+        return VariableLayouts(self.stored.layout, self.held.layout, self.state.layout)
+
     @staticmethod
     def alike(sharding: Sharding) -> Lies:
-        """One layout for everything: slots, states of metrics, what is not trained."""
+        """One layout for everything."""
         return Lies(sharding, sharding, sharding)
 
     @staticmethod

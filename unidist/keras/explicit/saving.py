@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unidist.keras import saving as keras_saving
+from unidist.keras import sessions
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
 from unidist.keras.explicit import data, placing, walks
@@ -64,7 +65,7 @@ def _processes(model: Any) -> Processes | None:
 
 
 def _settle(model: Any) -> None:
-    found = vars(model).get("_unidist_engine")
+    found = sessions.of(model).engine
     if found is not None:
         found.settle()
 

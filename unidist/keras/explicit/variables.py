@@ -9,6 +9,7 @@ import torch
 from keras.distribution import TensorLayout
 
 from unidist.algebra import Sharding
+from unidist.keras import placed
 from unidist.keras.compat import (
     backend,
     get_device,
@@ -26,13 +27,12 @@ from unidist.keras.strategy import keras_mesh
 
 
 class PlacedLayout(TensorLayout):  # type: ignore[misc]
-    """A placed variable's layout as Keras tells it. A slot that is made with it finds its own there: the state's."""
+    """A placed variable's layout as Keras tells it."""
 
-    def __init__(self, sharding: Sharding, state: Sharding | None = None) -> None:
+    def __init__(self, sharding: Sharding) -> None:
         axes = [sharding.layout.dim_axes(dim) for dim in range(len(sharding.shape))]
         super().__init__([(a[0] if len(a) == 1 else a) or None for a in axes])
         self.sharding = sharding
-        self.state = state or sharding
 
     @property
     def device_mesh(self) -> Any:
@@ -224,7 +224,13 @@ def place(
         held.keep(parameter)
     else:
         held.fill(value, trainable=variable._trainable)
-    variable._layout = PlacedLayout(lies.stored, lies.state)
     del variable.__dict__["_value"]
     variable.__class__ = DistributedVariable
+    lay(variable, held)
+
+
+def lay(variable: Any, held: Place) -> None:
+    """Gives a variable its place."""
     variable._place = held
+    variable._layout = PlacedLayout(held.lies.stored)
+    placed.of(variable).layouts = held.lies.layouts

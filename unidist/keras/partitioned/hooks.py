@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from unidist.backends import registry
 from unidist.backends.jax.virtual import prepare_devices
-from unidist.keras import making
+from unidist.keras import entrances, making
 from unidist.keras import saving as keras_saving
 from unidist.keras.compat import (
     BaseOptimizer,
@@ -21,7 +21,7 @@ from unidist.keras.compat import (
 )
 from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
 from unidist.keras.compat import jax_trainer as keras_trainer
-from unidist.keras.interception import Hook, Table
+from unidist.keras.interception import Hook, Table, by
 from unidist.keras.partitioned import (
     data,
     layouts,
@@ -75,25 +75,21 @@ def align_seeds() -> None:
 
 def _of_variables() -> Iterator[Hook]:
     where = "values go to the devices of their layout"
-    yield Hook(JaxVariable, "_initialize_layout", placing.initializing_layout, where)
+    yield Hook(JaxVariable, "_initialize_layout", by(placing.initialize_layout), where)
     yield Hook(JaxVariable, "_direct_assign", placing.assigning, where)
     yield Hook(JaxVariable, "__array__", placing.reading, "shards of other processes are read too")
     yield Hook(keras_distribution_lib, "distribute_tensor", layouts.constraining, where)
     yield Hook(keras_distribution_lib, "initialize", processes.joining, "joining is unidist's")
-    yield Hook(BaseOptimizer, "add_variable_from_reference", placing.adding_slot, "slots know their variables")
     averaging = "_overwrite_model_variables_with_average_value"
     yield Hook(BaseOptimizer, averaging, placing.overwriting, "averages are laid out as their slots")
     yield Hook(BaseOptimizer, "stateless_apply", redistribution.updating, "gradients and updates by stage of ZeRO")
     yield Hook(Layer, "stateless_call", redistribution.calling, "values are gathered for the call")
     yield Hook(Operation, "__call__", regions.calling_layer, "layers under ZeRO: reduce-scatter of their gradients")
-    yield Hook(Metric, "add_variable", placing.adding_to_metric, "metrics are on all devices")
     yield Hook(Metric, "stateless_update_state", trainer.measuring, "metrics are on all devices")
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield Hook(JAXTrainer, "__init__", making.making_model, "a model remembers its distribution")
-    for name in trainer.ENTRANCES:
-        yield Hook(JAXTrainer, name, trainer.entering, "all processes enter alike")
+    yield from entrances.hooks(JAXTrainer, placing.distribution_of, trainer.entering)
     building = "models are built under their distribution"
     yield Hook(JAXTrainer, "_symbolic_build", trainer.building, building)
     # Keras 3.16 leaves the other out where all is built.

@@ -13,9 +13,10 @@ from keras.distribution import TensorLayout
 
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import LayoutError
+from unidist.keras import placed
 from unidist.keras.compat import random_seed_dtype
-from unidist.keras.strategy import UnidistDistribution, adopt, keras_layout
-from unidist.planner.layout_map import check_variable
+from unidist.keras.strategy import adopt, keras_layout
+from unidist.strategies import VariableLayouts
 
 
 def named(mesh: Any, *dims: Any) -> NamedSharding:
@@ -51,11 +52,6 @@ def places(mesh: Any, axes: Axes) -> int:
     return prod(mesh.shape[axis] for axis in axes)
 
 
-# On a variable: the layout that it was given by hand, or None; and that it belongs to a metric.
-GIVEN = "_unidist_given_layout"
-OF_METRIC = "_unidist_of_metric"
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where a variable rests, where layers use it, and where its gradient and its slots lie."""
@@ -66,49 +62,32 @@ class Placement:
 
 
 def placement(variable: Any, distribution: Any) -> Placement:
-    """The three layouts of a placed variable. One that was given a layout by hand has only that, and so has what
-    is no weight: the state of a metric or of a seed generator."""
+    """The three layouts of a placed variable. Those of which all are one are where it rests."""
     rests = native(variable._layout, distribution) if variable._layout is not None else replicated(distribution)
-    if getattr(variable, GIVEN, None) is not None or not _is_weight(variable):
+    found, shape = layouts_of(variable, distribution), tuple(variable.shape)
+    if found == placed.alike(found.storage):
         return Placement(rests, rests, rests)
-    shape = tuple(variable.shape)
-    chosen = adopt(distribution).strategy.variable(variable.path, shape)
-    return Placement(
-        storage=rests,
-        compute=_as_native(chosen.compute, shape, distribution),
-        state=_as_native(chosen.state, shape, distribution),
-    )
+    compute, state = (native(of_keras(x, shape, distribution), distribution) for x in (found.compute, found.state))
+    return Placement(rests, compute, state)
 
 
-def _is_weight(variable: Any) -> bool:
-    return not getattr(variable, OF_METRIC, False) and str(variable.dtype) != random_seed_dtype()
-
-
-def _as_native(layout: Layout, shape: tuple[int, ...], distribution: Any) -> NamedSharding:
-    return native(keras_layout(layout, shape, adopt(distribution).mesh, distribution.device_mesh), distribution)
-
-
-def of_variable(variable: Any, distribution: Any) -> Any:
-    """The layout of a new variable, checked, in a form that Keras's variable takes.
+def layouts_of(variable: Any, distribution: Any) -> VariableLayouts:
+    """How a variable lies on a distribution, or would.
 
     Raises:
         LayoutError: two rules match its path, or a dim does not divide; for Keras's own strategies too.
     """
-    path, shape = variable.path, tuple(variable.shape)
-    ours = isinstance(distribution, UnidistDistribution)
-    rules = adopt(distribution).layout_map
-    if not ours and rules is not None:
-        rules.match(path)
-    if ours and not _is_weight(variable):
-        return _as_native(distribution.strategy.rule(path, shape), shape, distribution)
-    layout = distribution.get_variable_layout(variable)
-    if layout is None:
-        return None
-    if isinstance(layout, Sharding):
-        layout = native(layout, distribution)
-    if not ours:
-        check_variable(path, shape, of_native(native(layout, distribution)), adopt(distribution).mesh)
-    return layout
+    record = placed.of(variable)
+    if record.lies_on(distribution) and record.layouts is not None:
+        return record.layouts
+    is_weight = not placed.is_state_of_metric(variable) and str(variable.dtype) != random_seed_dtype()
+    return placed.layouts_of(variable, distribution, is_weight=is_weight)
+
+
+def of_keras(layout: Layout, shape: tuple[int, ...], distribution: Any) -> Any:
+    """A layout in a form that Keras's variables take."""
+    found = keras_layout(layout, shape, adopt(distribution).mesh, distribution.device_mesh)
+    return native(found, distribution) if isinstance(found, Sharding) else found
 
 
 def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array
+from unidist.keras import sessions
 from unidist.keras.partitioned import layouts, placing, processes
 from unidist.keras.rows import Row, rows_of
 from unidist.keras.strategy import adopt
@@ -22,7 +23,7 @@ def parallelize(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
     """
-    placing.check_rules(model, distribution)
+    sessions.check_rules(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -38,9 +39,9 @@ def rows(model: Any) -> Iterator[Row]:
     Raises:
         LayoutError: a strict rule of the model's distribution matches none of its variables.
     """
-    distribution = placing.distribution_of(model)
+    distribution = sessions.distribution_of(model)
     if distribution is not None and model.built:
-        placing.check_rules(model, distribution)
+        sessions.check_rules(model, distribution)
     yield from rows_of(model, _row)
 
 

@@ -15,7 +15,7 @@ from unidist.keras.processes import Processes
 
 def loading(model: Any) -> Processes | None:
     """The processes of the world, if there are several and the model is on them, or would be once it is made."""
-    found = placing.current() or (None if model is None else placing.distribution_of(model))
+    found = placing.current() if model is None else placing.distribution_of(model)
     return None if found is None else processes.processes()
 
 

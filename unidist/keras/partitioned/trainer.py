@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from unidist import events
-from unidist.keras import agreement, making
+from unidist.keras import making, sessions
 from unidist.keras.compat import jax_trainer
 from unidist.keras.partitioned import alike, data, ledger, pacing, placing, processes
 from unidist.keras.strategy import adopt
-from unidist.keras.writing import by_one
 
-ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 # Keras's steps are told by the state they take: fit's has optimizer variables, evaluate's only metrics.
 _STEPS = {4: "train step", 3: "test step", 2: "predict step"}
 
 
-def entering(original: Any) -> Any:
-    """An entrance (fit, predict...) that works under the model's distribution, wherever it is called.
-
-    The model's distribution is the active one, else the one its variables were created under: in another thread,
-    outside of the scope and after keras.utils.clear_session() too. A model from elsewhere is placed first. Only
-    process 0 shows progress.
-    """
-    aligned = original.__name__ == "fit"
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = placing.current()
-        distribution = outer if outer is not None else placing.distribution_of(self)
-        if distribution is None:
-            return original(self, *args, **kwargs)
-        with processes.lost(original.__name__), pacing.kept():
-            placing.place_model(self, distribution)
-            several = processes.processes()
-            if aligned and several is not None:
-                several.align_seeds()
-            bound = signature.bind(self, *args, **kwargs)
-            with by_one(bound, several), making.active(distribution):
-                agreement.begin(bound, original.__name__, processes.peers)
-                return original(*bound.args, **bound.kwargs)
-
-    return entrance
+@contextlib.contextmanager
+def entering(distribution: Any, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    """Works under the model's distribution, wherever it is called: in another thread, outside of the scope and after
+    keras.utils.clear_session() too. A model from elsewhere is placed first."""
+    with processes.lost(name), pacing.kept():
+        placing.place_model(given.arguments["self"], distribution)
+        several = processes.processes()
+        if name == "fit" and several is not None:
+            several.align_seeds()
+        with making.active(distribution):
+            yield several, processes.peers
 
 
 def compiling(original: Any) -> Any:
@@ -161,7 +144,7 @@ def _making_and_compiling(original: Any) -> Any:
 def _check(model: Any) -> None:
     distribution = placing.current()
     if distribution is not None:
-        placing.check_rules(model, distribution)
+        sessions.check_rules(model, distribution)
         if placing.waits_for_plan(model, distribution):
             placing.place_model(model, distribution)
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from unidist.keras import placed
 from unidist.keras.making import all_variables
 from unidist.keras.planning.planning import plan
-
-# Keras's variables compare by value and so cannot be keys: what is known of one is told by attributes on it. Here the
-# distribution that it lies on, and of an optimizer's slot the variable that it belongs to.
-PLACED = "_unidist_distribution"
-REFERENCE = "_unidist_reference"
-# In place of the distribution, where a plan moves a variable: its value is the same on every process already.
-_MOVING = object()
 
 
 def waits(model: Any, distribution: Any) -> bool:
@@ -48,7 +42,8 @@ def to_place(model: Any, distribution: Any) -> list[Any]:
     """
     if settle(model, distribution):
         for variable in all_variables(model):
-            if getattr(variable, PLACED, None) is distribution:
-                setattr(variable, PLACED, _MOVING)
-    strangers = [v for v in all_variables(model) if getattr(v, PLACED, None) is not distribution]
-    return sorted(strangers, key=lambda v: hasattr(v, REFERENCE))
+            placed.of(variable).layouts = None
+    strangers = [v for v in all_variables(model) if not placed.of(v).lies_on(distribution)]
+    if strangers:
+        placed.note_slots(getattr(model, "optimizer", None))
+    return sorted(strangers, key=lambda v: placed.owner_of(v) is not None)

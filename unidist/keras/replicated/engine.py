@@ -14,8 +14,7 @@ from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import stateful
-from unidist.keras import strategy as strategies
+from unidist.keras import sessions, stateful
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
@@ -137,26 +136,9 @@ def _cut(x: Any, start: Any, length: Any) -> Any:
 
 
 def engine_of(model: Any) -> Engine | None:
-    """The engine of a model: the one it has, or one by the distribution that is active."""
-    found = vars(model).get("_unidist_replicated")
-    if found is not None:
-        return found  # type: ignore[no-any-return]
-    distribution = vars(model).get("_unidist_distribution") or strategies.current()
-    return None if distribution is None else engine_for(model, distribution)
-
-
-def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
-    """The engine of a model under a distribution. Raises LayoutError: it is distributed already, in another way."""
-    found = vars(model).get("_unidist_replicated")
-    if found is None:
-        found = Engine(model, distribution)
-        object.__setattr__(model, "_unidist_replicated", found)
-    elif found.distribution is not distribution and found.distribution.strategy != distribution.strategy:
-        raise LayoutError(
-            f"model {model.name!r} is distributed over {found.distribution.mesh} already; "
-            "save it and load it under the other strategy"
-        )
-    return found  # type: ignore[no-any-return]
+    """The engine of a model: the one it has, or one by the distribution that it has or that is active."""
+    found: Engine | None = sessions.engine_of(model, Engine)
+    return found
 
 
 def align_seeds() -> None:

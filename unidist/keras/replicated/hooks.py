@@ -5,6 +5,7 @@ Made for Keras 3.15 and 3.16.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from unidist.errors import CapabilityError
-from unidist.keras import agreement, files, numbers
+from unidist.keras import entrances, files, numbers, sessions
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
@@ -29,13 +30,11 @@ from unidist.keras.interception import Hook, Table, kept
 from unidist.keras.processes import Processes
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
-from unidist.keras.writing import by_one
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 from unidist.strategies.zero import STAGES
 
 _originals: dict[str, Any] = {}
-_ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def prepare() -> None:
@@ -66,9 +65,7 @@ def leave() -> None:
 
 
 def _of_training() -> Iterator[Hook]:
-    for name in _ENTRANCES:
-        yield Hook(TensorFlowTrainer, name, _in_session, "all processes enter alike")
-    yield Hook(TensorFlowTrainer, "__init__", _making, "a model remembers its distribution")
+    yield from entrances.hooks(TensorFlowTrainer, _engine_outside_of_sessions, _entering)
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
@@ -86,38 +83,18 @@ def _of_files() -> Iterator[Hook]:
 
 
 def _processes(model: Any) -> Processes | None:
-    held = model is not None and "_unidist_replicated" in vars(model)
+    held = model is not None and sessions.of(model).engine is not None
     return engine.processes() if held or strategies.current() is not None else None
 
 
-def _in_session(original: Any) -> Any:
-    """A trainer's entrance that finds the model's engine and works inside its session."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = engine.engine_of(self)
-        if found is None or engine.current() is not None:
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        with by_one(bound, engine.processes()), found.session():
-            agreement.begin(bound, original.__name__, engine.peers)
-            return original(*bound.args, **bound.kwargs)
-
-    return entrance
+def _engine_outside_of_sessions(model: Any) -> engine.Engine | None:
+    return None if engine.current() is not None else engine.engine_of(model)
 
 
-def _making(original: Any) -> Any:
-    """A model that is made inside of a scope is distributed, wherever it is trained."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
-        original(self, *args, **kwargs)
-        distribution = strategies.current()
-        if distribution is not None:
-            object.__setattr__(self, "_unidist_distribution", distribution)
-
-    return __init__
+@contextlib.contextmanager
+def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    with found.session():
+        yield engine.processes(), engine.peers
 
 
 def _of_all_ranks(original: Any) -> Any:
@@ -178,7 +155,7 @@ def _by_one_process(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        several = engine.processes() if "_unidist_replicated" in vars(model) else None
+        several = engine.processes() if sessions.of(model).engine is not None else None
         if several is None:
             return original(model, *args, **kwargs)
         with several.saving():

@@ -8,6 +8,7 @@ import numpy as np
 
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array
+from unidist.keras import sessions
 from unidist.keras.replicated import engine
 from unidist.keras.rows import Row
 from unidist.keras.strategy import UnidistDistribution
@@ -15,7 +16,7 @@ from unidist.keras.strategy import UnidistDistribution
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
     """Makes a built model data parallel, in place: from here on every process has rank 0's weights."""
-    engine.engine_for(model, distribution).prepare()
+    sessions.engine_for(model, distribution, engine.Engine).prepare()
 
 
 def rows(model: Any) -> list[Row]:

@@ -1,0 +1,49 @@
+"""The entrances of Keras's trainer: what all drivers do where a distributed model is trained, evaluated or asked."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from unidist.keras import agreement
+from unidist.keras.agreement import Peers
+from unidist.keras.interception import Hook
+from unidist.keras.processes import Processes
+from unidist.keras.writing import by_one
+
+ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+# Inside, Keras's own entrance runs. Gives the processes that take part, and what finds the peers that must agree.
+Entering = AbstractContextManager[tuple[Processes | None, Callable[[], Peers | None]]]
+
+
+def hooks(
+    trainer: Any, find: Callable[[Any], Any], enter: Callable[[Any, inspect.BoundArguments, str], Entering]
+) -> Iterator[Hook]:
+    """Hooks of a driver's trainer. One process shows progress and writes, and all compare what they were given.
+
+    Args:
+        trainer: Keras's class.
+        find: gives what the driver works with for a model, or None where Keras goes on alone.
+        enter: is given that, the arguments of the entrance and its name. It aligns seeds, and places what is to be.
+    """
+    entering = functools.partial(_entering, find=find, enter=enter)
+    return (Hook(trainer, name, entering, "all processes enter alike") for name in ENTRANCES)
+
+
+def _entering(original: Any, find: Any, enter: Any) -> Any:
+    name, signature = original.__name__, inspect.signature(original)
+
+    @functools.wraps(original)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = find(self)
+        if found is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        with enter(found, given, name) as (processes, find_peers), by_one(given, processes):
+            agreement.begin(given, name, find_peers)
+            return original(*given.args, **given.kwargs)
+
+    return entrance

@@ -1,0 +1,111 @@
+"""What is known of a Keras model: one record on each, whatever the driver.
+
+Which distribution a model has: that of the driver's own object (torch's and Horovod's engine), which it keeps; else
+that on which its variables lie; else that which it was made under, or told since: all that is known of a model without
+variables. JAX and TensorFlow put the active one before all others, and move the model there.
+
+The record is an attribute, outside of Keras's tracking, and not an entry of a weak map: an engine holds its model, and
+such an entry would never go. Keras copies and pickles models as files, which have no word of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keras import distribution as keras_distribution
+
+from unidist.errors import LayoutError
+from unidist.keras import placed
+from unidist.keras import strategy as strategies
+from unidist.keras.compat import Trainer
+from unidist.keras.interception import Hook
+from unidist.keras.strategy import UnidistDistribution, adopt
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one model.
+
+    Attributes:
+        told: the distribution that it was made under, or told since.
+        engine: the driver's own object of it.
+        checked: the distribution of which strict rules are known to match its variables.
+        calls: how many calls of an entrance for one batch there were.
+        is_seen: it was called with gradients, and whether it is distributed was looked up.
+    """
+
+    told: Any = None
+    engine: Any = None
+    checked: Any = None
+    calls: int = 0
+    is_seen: bool = False
+
+
+def of(model: Any) -> Known:
+    """The record of a model."""
+    found: Known | None = vars(model).get("_unidist")
+    if found is None:
+        found = Known()
+        object.__setattr__(model, "_unidist", found)
+    return found
+
+
+def hooks() -> tuple[Hook, ...]:
+    return (Hook(Trainer, "__init__", _making, "a model remembers its distribution"),)
+
+
+def _making(original: Any) -> Any:
+    """A trainer's __init__: remembers Keras's distribution of this thread, under which a model is made."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Keras's name)
+        original(self, *args, **kwargs)
+        distribution = keras_distribution.distribution()
+        if distribution is not None:
+            of(self).told = distribution
+
+    return __init__
+
+
+def distribution_of(model: Any) -> Any:
+    """The distribution that a model's variables lie on, else that which it was made under or told, else None."""
+    lain = (found for v in model.variables if (found := placed.of(v).distribution) is not None)
+    return next(lain, None) or of(model).told
+
+
+def check_rules(model: Any, distribution: Any) -> None:
+    """Raises LayoutError, once for a built model, where strict rules match none of its variables."""
+    known, ours = of(model), adopt(distribution)
+    if known.checked is not ours:
+        ours.check_model([v.path for v in model.variables], [f"{x.path}/output" for x in model._flatten_layers()])
+        known.checked = ours
+
+
+def engine_of(model: Any, make: Callable[[Any, UnidistDistribution], Any]) -> Any:
+    """The engine of a model: the one it has, or one by the distribution that it has or that is active, or None."""
+    known = of(model)
+    if known.engine is not None:
+        return known.engine
+    distribution = distribution_of(model) or strategies.current()
+    return None if distribution is None else engine_for(model, adopt(distribution), make)
+
+
+def engine_for(model: Any, distribution: UnidistDistribution, make: Callable[[Any, UnidistDistribution], Any]) -> Any:
+    """The engine of a model under a distribution.
+
+    Raises:
+        LayoutError: the model is distributed already, in another way.
+    """
+    known = of(model)
+    if known.engine is None:
+        known.engine = make(model, distribution)
+    found = known.engine.distribution
+    if found is not distribution and found.strategy != distribution.strategy:
+        raise LayoutError(
+            f"model {model.name!r} is distributed over {found.mesh} already; "
+            "save it and load it under the other strategy"
+        )
+    return known.engine
