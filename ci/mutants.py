@@ -184,7 +184,9 @@ class Workshop:
         for one in chosen:
             if found := self.book.of(one):
                 say(found, " (known)")
-        todo = [one for one in chosen if not self.book.of(one)]
+        if todo := [one for one in chosen if not self.book.of(one)]:
+            self.look_for_tests(todo)
+        todo = [one for one in todo if not self.book.of(one)]
         # The second of two breakages with the same tests waits until these are known to pass.
         self.locks = {one.tests: threading.Lock() for one in todo}
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(self.workers) as pool:
@@ -195,6 +197,21 @@ class Workshop:
                     done.result()
             finally:
                 self.stop.set()
+
+    def look_for_tests(self, todo: list[Breakage]) -> None:
+        """Before anything is planted: matrices of cases are sampled, so that a named case may not be there any more."""
+        paths = sorted({path for one in todo for name in one.tests if (ROOT / (path := name.split("::")[0])).exists()})
+        command = (self.python, *PYTEST, "--maxfail=0", "--collect-only", *paths)
+        output = subprocess.run(command, cwd=ROOT, env=surroundings(self.python, ROOT), capture_output=True, text=True)
+        there = set()
+        for case in output.stdout.splitlines():
+            parts = case.partition("[")[0].split("::")
+            there |= {case, *("::".join(parts[:length]) for length in range(1, len(parts) + 1))}
+        for one in todo:
+            if missing := [name for name in one.tests if name not in there]:
+                result = Result(key(one), one.name, ERROR, 0.0, f"not there: {' '.join(missing)}")
+                self.book.add(result)
+                say(result)
 
     def try_out(self, one: Breakage) -> None:
         if self.stop.is_set():

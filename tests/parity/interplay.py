@@ -33,7 +33,7 @@ def _data(rows: int = 32) -> tuple[Any, Any]:
     return rng.normal(size=(rows, 16)).astype("float32"), rng.integers(0, 10, rows).astype("int32")
 
 
-def _model(optimizer: str = "adam", cls: Any = None, **options: Any) -> Any:
+def _model(optimizer: Any = "adam", cls: Any = None, **options: Any) -> Any:
     import keras
 
     keras.utils.set_random_seed(0)
@@ -547,12 +547,29 @@ def traffic(
     model.fit(x, y, batch_size=8, verbose=0)
     with unidist.ledger() as book:
         model.fit(x, y, batch_size=8, verbose=0)
-        model.predict(x, batch_size=8, verbose=0)
+        model.predict(x[:6], batch_size=4, verbose=0)
     tf.summary.trace_off()
     told: dict[str, list[Any]] = {}
     for event in book.events:
         told.setdefault(event.purpose, []).append((event.op, event.axes, event.ranks, float(event.bytes)))
     return told
+
+
+def averages() -> list[float]:
+    """Bytes of a step at stage 3, without averages of the weights and with."""
+    import keras
+
+    import unidist
+
+    x, y = _data(8)
+    sent = []
+    for use_ema in (False, True):
+        with unidist.DataParallel(zero=3).scope():
+            model = _model(keras.optimizers.SGD(0.1, use_ema=use_ema, ema_momentum=0.5))
+        with unidist.ledger() as book:
+            model.fit(x, y, batch_size=8, verbose=0)
+        sent.append(float(book.bytes(purpose="train step (compiled)")))
+    return sent
 
 
 def combined(combiner: str, relay: bool) -> float:

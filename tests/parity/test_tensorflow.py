@@ -220,7 +220,10 @@ def test_what_was_sent_is_read_from_the_compiled_program(setting: str, worlds: W
         for wanted in (logits, kernel, bias, gathered, (data, 4.0 * 10), (data, 4.0 * 4 * 10)):
             assert wanted in found, found
         predicted = [(tuple(rest), size) for *rest, size in told.pop("predict step (compiled)")]
-        assert predicted == [logits, (data, 4.0 * 8 * 10)]
+        # Of four rows, then of two.
+        assert predicted == [
+            (axis, 4.0 * rows * 10) for rows in (4, 2) for axis, rows in ((model, rows / 2), (data, rows))
+        ]
         assert set(told) <= {"random state", "views of the data", "agreement"}
 
 

@@ -86,6 +86,12 @@ def test_every_stage_on_dtensor(spec: Spec, zero: int, alone: Alone, worlds: Wor
     assert found.traffic["all_reduce"][1] > plain.traffic["all_reduce"][1] > 0
 
 
+def test_an_optimizer_on_dtensor_reads_the_parts_that_it_updates(worlds: Worlds) -> None:
+    """Averages are made of values that the update has changed: gathered, they would be sent once more."""
+    without, averaged = worlds.get("tensorflow-4").call("tests.parity.interplay:averages")[0]
+    assert averaged == without > 0
+
+
 def test_a_stopped_run_goes_on_under_another_mesh_and_stage(alone: Alone, worlds: Worlds, tmp_path_factory) -> None:
     """Saved by two processes at stage 3, gone on with by four at stage 1, by the simulator, and by one device."""
     case, folder = "mlp_ragged_adam", str(tmp_path_factory.mktemp("zero"))

@@ -81,6 +81,8 @@ def test_on_two_axes_gradients_are_scattered_over_the_data(four: ProcessWorld, e
         count, size = found["sent"]["reduce_scatter"]
         assert count == 3 * len(found["weights' bytes"])
         assert size >= 3 * sum(found["weights' bytes"]) / 2 / 2
+        # A bias that both axes cut is scattered to where its parts lie: none is sent on.
+        assert set(found["sent"]) == {"all_gather", "all_reduce", "reduce_scatter"}
 
 
 def test_a_layer_that_mixes_rows_is_left_to_the_compiler(four: ProcessWorld, expected: Any) -> None:
@@ -134,8 +136,9 @@ def test_a_step_written_by_hand(four: ProcessWorld, expected: Any, kind: str, ze
     spread(found, kind, zero, "adam")
 
 
-def test_a_call_outside_of_fit(four: ProcessWorld) -> None:
-    assert four.call(RUN("outside"), 3)[0]
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_call_and_an_update_outside_of_fit(four: ProcessWorld, zero: int) -> None:
+    assert four.call(RUN("outside"), zero)[0]
 
 
 def test_states_that_stay_whole_are_noticed(four: ProcessWorld) -> None:
