@@ -119,7 +119,7 @@ def by_hand(kind: str | None, zero: int, eagerly: bool) -> Result:
 
 
 def outside(zero: int) -> bool:
-    """Whether a call outside of fit gives what predict gives, and what an optimizer updates there rests where it did."""
+    """Whether a call outside of fit gives what predict gives, and what an optimizer updates there rests as before."""
     fresh()
     data = CASES["mlp"].data()
     with strategy("dp", zero=zero).scope():
