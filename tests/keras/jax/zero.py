@@ -118,7 +118,7 @@ def by_hand(kind: str | None, zero: int, eagerly: bool) -> Result:
 
 
 def outside(zero: int) -> bool:
-    """Whether a call outside of fit gives what predict gives, and what an optimizer updates there rests where it did."""
+    """Whether outside of fit a call gives what predict gives, and what an optimizer updates rests where it did."""
     fresh()
     data = CASES["mlp"].data()
     with strategy("dp", zero=zero).scope():
