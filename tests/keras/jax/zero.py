@@ -12,8 +12,7 @@ import numpy as np
 
 import unidist
 from tests.keras.jax.models import BATCH, CASES, compile_case
-from tests.keras.jax.programs import made
-from tests.support.runs import Result, fresh, scope, strategy, told
+from tests.keras.jax.programs import Result, fresh, made, scope, strategy, told
 
 
 def train(name: str, kind: str | None, zero: int, optimizer: str = "adam") -> Result:
@@ -119,7 +118,7 @@ def by_hand(kind: str | None, zero: int, eagerly: bool) -> Result:
 
 
 def outside(zero: int) -> bool:
-    """Whether a call outside of fit gives what predict gives, and what an optimizer updates there rests as before."""
+    """Whether outside of fit a call gives what predict gives, and what an optimizer updates rests where it did."""
     fresh()
     data = CASES["mlp"].data()
     with strategy("dp", zero=zero).scope():
