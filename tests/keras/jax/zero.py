@@ -12,7 +12,8 @@ import numpy as np
 
 import unidist
 from tests.keras.jax.models import BATCH, CASES, compile_case
-from tests.keras.jax.programs import Result, fresh, made, scope, strategy, told
+from tests.keras.jax.programs import made
+from tests.support.runs import Result, fresh, scope, strategy, told
 
 
 def train(name: str, kind: str | None, zero: int, optimizer: str = "adam") -> Result:
