@@ -346,3 +346,26 @@ def test_layers_of_a_pair_that_a_step_calls_by_themselves_give_the_whole(found_l
     wanted = train(lambda: Apart(mlp().layers), x, y, epochs=2)
     assert set(Apart.shapes) == {((4, 16), (4, 8))}
     assert_equal(found, wanted)
+
+
+def test_pairs_that_do_not_go_together_are_not_all_in_use(monkeypatch):
+    """Each is right alone; the second is gathered."""
+    alone = pairs._against
+
+    def against(model, tried, *rest):
+        return alone(model, tried, *rest) if len(tried) == 1 else pairs.DIFFERENT
+
+    monkeypatch.setattr(pairs, "_against", against)
+
+    def build():
+        widths = {"a": 16, "b": 8, "c": 16, "d": 3}
+        return keras.Sequential([layers.Input((12,)), *(layers.Dense(n, "tanh", name=k) for k, n in widths.items())])
+
+    x, y = features()
+    rules = {".*[ac]/kernel": (None, "model"), ".*[bd]/kernel": ("model", None)}
+    found = train(build, x, y, model_parallel(rules))
+    assert_equal(found, train(build, x, y))
+    assert len(pairs_of(found.model)) == 1
+    said = said_of(found.model)
+    assert said["c"] == f"column, gathered: {pairs.DIFFERENT}"
+    assert said["b"].startswith("row, takes shards of")

@@ -315,17 +315,17 @@ def _against_column(reach: _Reach, against_rows: dict[int, str]) -> str:
 
 
 def _equal(model: Any, pairs: list[Pair], frame: Frame, x: Any, reasons: dict[int, str]) -> list[Pair]:
-    """The pairs under which outputs and gradients stay what they are; tried together, then one by one."""
+    """The pairs under which outputs and gradients stay what they are; all at once, else each with those before it."""
     if not pairs:
         return []
     reference = _outputs_and_gradients(model, frame, x)
     against = _against(model, pairs, frame, x, reference)
     if not against:
         return pairs
-    proven = []
+    proven: list[Pair] = []
     for pair in pairs:
         if len(pairs) > 1:
-            against = _against(model, [pair], frame, x, reference)
+            against = _against(model, [*proven, pair], frame, x, reference)
         if not against:
             proven.append(pair)
         reasons |= {id(rule): against for rule in pair.rules if not reasons[id(rule)]}
