@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -521,6 +522,23 @@ def seeded_apart() -> dict[str, Any]:
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         model.fit(x, y, batch_size=8, verbose=0)
     return _weights(model)
+
+
+def made_apart(place: int | None) -> dict[str, Any]:
+    """The weights after a training of a model that each process made by itself, with a seed of its own. With a
+    place: what the process there would have trained alone."""
+    import keras
+
+    import unidist
+
+    x, y = _data()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(5 + (unidist.process_index() if place is None else place))
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(10)], name="net")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with unidist.DataParallel().scope() if place is None else contextlib.nullcontext():
+        model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    return {variable.path: np.array(variable) for variable in model.variables}
 
 
 def sum_of_saved(path: str) -> float:

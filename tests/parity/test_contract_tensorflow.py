@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.parity.compare import assert_same_values
 from tests.parity.test_contract import OTHERS, PROMISES
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same, same_bits, same_in_half_precision
@@ -200,6 +201,12 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert second["heard"] == f"SavingFailedError: process 0 could not save for all: {first['heard']}"
     for found in (first, second):
         same({**found, "heard": ""}, alone)
+
+
+def test_models_that_processes_made_apart_begin_with_the_firsts_weights(alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("tensorflow").call("tests.parity.interplay:made_apart", 0)[0]
+    for found in worlds.get("horovod-2-tensorflow").call("tests.parity.interplay:made_apart", None):
+        assert_same_values(found, wanted)
 
 
 def test_a_state_of_whole_batches_over_horovod(worlds: Worlds) -> None:
