@@ -130,7 +130,7 @@ def test_a_run_that_fails_is_shown_with_what_it_said(tmp_path: Path) -> None:
         (("train.py",), "write FILE.py:function"),
         (("other.py:train",), "no such file: 'other.py'"),
         (("train.py:in_scope", "--mesh", "data"), "write axes and sizes, each once"),
-        (("train.py:in_scope", "--backends", "mine"), "say on which Keras backend it runs"),
+        (("train.py:in_scope", "--backends", "mine"), "unknown backend 'mine'"),
         (("train.py:in_scope", "--backends", "mine:torch"), "unknown backend 'mine'"),
         (("train.py:in_scope", "--steps", "0"), "--steps must be at least 1"),
     ],

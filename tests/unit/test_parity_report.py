@@ -15,7 +15,7 @@ import pytest
 from unidist.backends import registry
 from unidist.parity import command
 from unidist.parity.report import Outcome, report
-from unidist.parity.spec import Spec
+from unidist.parity.spec import ParityError, Spec, parse_backends
 
 
 def outcome(
@@ -155,3 +155,10 @@ def test_a_run_is_a_process_without_the_shells_backend_and_with_a_limit(
     assert (seen["env"].get("UNIDIST_BACKEND"), seen["env"]["KERAS_BACKEND"]) == (backend, "torch")
     assert "RANK" not in seen["env"]
     assert (seen["command"][-5:-3] == ["-n", "6"]) == launched
+
+
+def test_an_adapter_that_says_nothing_of_keras_is_asked_with_the_keras_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", {**registry._entries, "mine": registry.Entry(target="mine:Mine")})
+    assert parse_backends("sim,mine:jax") == [("sim", "torch"), ("mine", "jax")]
+    with pytest.raises(ParityError, match="say on which Keras backend it runs, as mine:torch"):
+        parse_backends("mine")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+from unidist.algebra import Layout
 from unidist.keras import placed, sessions
 from unidist.keras.partitioned import data, fanning, layouts, redistribution, rowwise
 from unidist.keras.processes import Processes
@@ -21,11 +22,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda shape, distribution: layouts.replicated(distribution),
     ),
     "seeds differ by process": (Processes, "align_seeds", lambda self: None),
-    "states stay whole": (
-        layouts,
-        "placement",
-        lambda variable, distribution: layouts.Placement(*[layouts.replicated(distribution)] * 3),
-    ),
+    "states stay whole": (layouts, "layouts_of", lambda variable, distribution: placed.alike(Layout())),
     "rows are taken for alone": (rowwise, "is_row_wise", lambda *programs: True),
     "gradients come twice": (fanning.Cut, "joined", lambda self, value: value * 2),
     "gradients in part": (redistribution, "_to_state", lambda placed, value: value / 2),
