@@ -9,9 +9,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from unidist.algebra import Axes, Layout
-from unidist.keras import drivers
+from unidist.keras import drivers, placed
 from unidist.keras.strategy import UnidistDistribution, adopt
-from unidist.strategies import VariableLayouts
 
 _NAMES = 3
 _log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ def applied(model: Any, distribution: Any) -> None:
     ours = adopt(distribution)
     strategy = ours.strategy
     weights = {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
-    lie = [(v, _layouts(v, ours, id(v) in weights)) for v in model.variables]
+    lie = [(v, placed.layouts_of(v, distribution, is_weight=id(v) in weights)) for v in model.variables]
     _log.info(
         "model %r under %s on %r: %d of %d variables cut, batches over %s, zero=%d",
         model.name,
@@ -133,14 +132,6 @@ def said(entries: Iterable[tuple[str, str]]) -> None:
         _log.info("%s: %s", text, listed(map(repr, found)))
     if len(odd) > _LINES:
         _log.info("and %d reasons more: UNIDIST_LOG=debug and describe(model).why tell all", len(odd) - _LINES)
-
-
-def _layouts(variable: Any, distribution: UnidistDistribution, is_weight: bool) -> VariableLayouts:
-    shape, strategy = tuple(variable.shape), distribution.strategy
-    if is_weight:
-        return strategy.variable(variable.path, shape)
-    ruled = strategy.rule(variable.path, shape)
-    return VariableLayouts(ruled, ruled, ruled)
 
 
 def _is_cut(layout: Layout, distribution: UnidistDistribution) -> bool:

@@ -7,6 +7,7 @@ batches, and gradients are summed, not averaged.
 
 from __future__ import annotations
 
+import functools
 import re
 from math import prod
 from typing import Any, cast
@@ -51,7 +52,7 @@ def _needs_denominators(here: Frame | None) -> bool:
 
 def global_sum(here: Frame, value: torch.Tensor) -> torch.Tensor:
     with events.for_purpose("loss denominators"):
-        return here.world.sum_over_data(value)
+        return here.world.sum_over(value, here.world.data_axes)
 
 
 def global_count(here: Frame, rows: Rows, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,8 @@ def told(here: Frame, contributions: list[torch.Tensor]) -> list[torch.Tensor]:
     """What a step gets of losses: this rank's contributions. A step of the model's own, which may look at them, gets
     the losses themselves: P -> I over the data axes by one all_reduce of scalars, whose adjoint sends nothing."""
     if here.tells_losses and contributions:
-        row = torch.stack([part.to(torch.float32) for part in contributions])
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in contributions), torch.float32)
+        row = torch.stack([part.to(dtype) for part in contributions])
         partial = Sharding(here.world.mesh, Layout(partial=here.world.data_axes), tuple(row.shape))
         with events.for_purpose("losses"):
             whole = here.world.backend.redistribute(row, partial, partial.with_layout(Layout()))

@@ -53,11 +53,10 @@ def logs_of_all(here: Frame, logs: Any) -> Any:
     if not own:
         return logs
     share = here.rows.share
-    with torch.no_grad():
-        parts = [_of_share(here, value, share) for value in own.values()]
-        with events.for_purpose("logs"):
-            total = here.world.sum_over_data(torch.stack([part.to(torch.float64) for part in parts]))
-    return {**logs, **{name: x.to(own[name].dtype) for name, x in zip(own, total.unbind(), strict=True)}}
+    with torch.no_grad(), events.for_purpose("logs"):
+        parts = [_of_share(here, value, share).to(torch.float64) for value in own.values()]
+        totals = here.world.summed(parts, here.world.data_axes)
+    return {**logs, **{name: total.to(own[name].dtype) for name, total in zip(own, totals, strict=True)}}
 
 
 def _is_of_own_rows(value: Any) -> bool:

@@ -93,9 +93,9 @@ class RankWorld:
 
     # what a rank asks of its data group ---------------------------------------------------------------------------
 
-    def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the data axes of a tensor that needs no gradient."""
-        partial = Sharding(self.mesh, Layout(partial=self.data_axes), tuple(x.shape))
+    def sum_over(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """The sum over axes of a tensor that needs no gradient."""
+        partial = Sharding(self.mesh, Layout(partial=axes), tuple(x.shape))
         with torch.no_grad():
             return self.backend.redistribute(x.detach(), partial, partial.with_layout(Layout()))
 
@@ -104,10 +104,7 @@ class RankWorld:
         out = [x.detach() for x in tensors]
         for dtype in dict.fromkeys(x.dtype for x in out):
             alike = [k for k, x in enumerate(out) if x.dtype == dtype]
-            flat = torch.cat([out[k].reshape(-1) for k in alike])
-            partial = Sharding(self.mesh, Layout(partial=axes), tuple(flat.shape))
-            with torch.no_grad():
-                total = self.backend.redistribute(flat, partial, partial.with_layout(Layout()))
+            total = self.sum_over(torch.cat([out[k].reshape(-1) for k in alike]), axes)
             for k, part in zip(alike, total.split([out[k].numel() for k in alike]), strict=True):
                 out[k] = part.view(out[k].shape)
         return out
