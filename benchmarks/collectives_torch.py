@@ -62,7 +62,7 @@ def pairs_of(elements: int) -> Iterator[tuple[str, Pair]]:
     """(what, (ours, theirs)) for a full tensor of so many floats."""
     mesh = Mesh({"x": -1})
     group = mesh.group("x", backend().rank)
-    n, comm, theirs = group.size, backend().comm, TorchComm(backend().comm.wire, BufferedCollectives(Eager()))
+    n, comm, theirs = group.size, backend().comm, TorchComm(backend().comm.transport, BufferedCollectives(Eager()))
     x, part = torch.ones(elements), torch.ones(elements // n)
     sizes = (elements // n,) * n
     square = torch.ones(n, elements // n)
@@ -122,8 +122,8 @@ def python_cost(count: int = 2000) -> tuple[float, float]:
     src = Sharding(mesh, Layout(partial="x"), (8,))
     dst, x, move, comm = src.with_layout(Layout()), torch.ones(8), backend().redistribute, backend().comm
     # As over gloo.
-    wire = replace(comm.wire(mesh.group("x", 0)), is_gloo=True)
-    comm.wire = lambda group: wire  # type: ignore[method-assign]
+    transport = replace(comm.transport(mesh.group("x", 0)), is_gloo=True)
+    comm.transport = lambda group: transport  # type: ignore[method-assign]
     return block(lambda: move(x, src, dst), lambda: dist.all_reduce(x.clone()), count)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from unidist.algebra import Group
 from unidist.backends.sim.ranks import VirtualRanks
-from unidist.backends.sim.world import World
+from unidist.backends.sim.world import VirtualWorld
 
 RATE = 0.01
 
@@ -59,7 +59,7 @@ def one_device(x: torch.Tensor, y: torch.Tensor, width: int, steps: int) -> tupl
 
 
 def simulated(x: torch.Tensor, y: torch.Tensor, width: int, steps: int, ranks: int) -> tuple[float, torch.Tensor]:
-    backend, everyone = VirtualRanks(World(ranks)), tuple(range(ranks))
+    backend, everyone = VirtualRanks(VirtualWorld(ranks)), tuple(range(ranks))
     parts, wanted = x.tensor_split(ranks), y.tensor_split(ranks)
     nets = [Net(width) for _ in everyone]
 
@@ -78,7 +78,7 @@ def simulated(x: torch.Tensor, y: torch.Tensor, width: int, steps: int, ranks: i
 
 def hand_over(ranks: int) -> float:
     """Seconds from one rank to the next, in a collective that does nothing."""
-    world, everyone = World(ranks), tuple(range(ranks))
+    world, everyone = VirtualWorld(ranks), tuple(range(ranks))
     count = max(4, 4096 // ranks)
 
     def fn(rank: int) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import unidist
 from tests import preloaded
 from unidist import DistributedArray, Layout, Mesh
-from unidist.algebra import Sharding, plan
+from unidist.algebra import Sharding, redistribution
 from unidist.backends.jax.hlo import collectives_of
 from unidist.backends.sim import reference
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, LayoutError, MeshError
@@ -285,7 +285,7 @@ def uneven_parts_go_where_the_reference_puts_them() -> None:
             there, here = (Sharding(MESH, layout, shape) for layout in (src, dst))
             _, shards = samples.legal_shards(there, RNG, "float32")
             out = backend.redistribute(backend.from_local([shards[rank] for rank in range(8)], there), there, here)
-            wanted = reference.run(plan(there, here), shards)
+            wanted = reference.run(redistribution(there, here), shards)
             for rank, shard in backend.to_local(out, here).items():
                 np.testing.assert_array_equal(shard, wanted[rank], err_msg=f"{src} -> {dst} of {shape}, rank {rank}")
 

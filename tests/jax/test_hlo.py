@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import unidist
 from tests import preloaded
-from unidist.algebra import Layout, Mesh, Sharding, plan
+from unidist.algebra import Layout, Mesh, Sharding, redistribution
 from unidist.backends.jax.hlo import CompiledCollective, collectives_of, events_of
 from unidist.backends.jax.hlo_groups import groups_of, pairs_of
 from unidist.testing.processes import ProcessWorld
@@ -206,7 +206,7 @@ def test_groups_along_a_mesh_of_the_partitioners(eight: ProcessWorld) -> None:
 def test_what_redistribute_compiles_to_is_what_the_plan_predicts(eight: ProcessWorld, src: Layout, dst: Layout) -> None:
     there, here = (Sharding(PERMUTED, layout, (16, 8)) for layout in (src, dst))
     events = events_of(eight.call(redistributed, there, here)[0], PERMUTED, rank=2)
-    predicted = [(step.op, set(step.axes), step.bytes(4, 2)) for step in plan(there, here).collectives]
+    predicted = [(step.op, set(step.axes), step.bytes(4, 2)) for step in redistribution(there, here).collectives]
     assert [(event.op, set(event.axes), event.bytes) for event in events] == predicted
 
 

@@ -329,7 +329,7 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(waiting, "poll", lambda x, world, what: polled.append(x))
     x, places = jax.numpy.ones(()), ("_value", "block_until_ready")
     before = [vars(reading.ArrayImpl)[place] for place in places]  # type: ignore[attr-defined]
-    reading.watch(joining.World(2, 0, 1.0))
+    reading.watch(joining.Membership(2, 0, 1.0))
     try:
         reads = [float, bool, str, jax.device_get, jax.block_until_ready, lambda x: x.block_until_ready()]
         for count, read in enumerate(reads, 1):
@@ -354,7 +354,7 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_only_xlas_errors_are_read_as_a_loss(error: Exception, is_loss: bool) -> None:
-    found = waiting.loss(error, joining.World(2, 0, 1.0), "fit")
+    found = waiting.loss(error, joining.Membership(2, 0, 1.0), "fit")
     assert isinstance(found, ProcessLostError) == is_loss
 
 

@@ -127,14 +127,14 @@ def held(zero: int) -> list[dict[str, float]]:
         model = even(width=64)
         model.compile(contract._adam(), "mse")
         model.fit(x, y, batch_size=8, verbose=0)
-    places = [v._place for v in model.trainable_variables]
+    storages = [v._storage for v in model.trainable_variables]
     told_ = []
-    for rank in places[0].world.ranks:
-        kept = [getattr(p, name)[rank] for p in places for name in ("shards", "leaves", "states")]
+    for rank in storages[0].world.ranks:
+        kept = [getattr(p, name)[rank] for p in storages for name in ("shards", "leaves", "states")]
         kinds = {
             "values": kept,
             "gradients": [tensor.grad for tensor in kept if tensor.grad is not None],
-            "slots": [slot._place.shards[rank] for slot in model.optimizer.variables if slot.shape],
+            "slots": [slot._storage.shards[rank] for slot in model.optimizer.variables if slot.shape],
         }
         seen: set[int] = set()
         told_.append({"whole": sum(_sizes(model)), **{kind: _memory(found, seen) for kind, found in kinds.items()}})
@@ -226,8 +226,8 @@ def _copies(variable: Any) -> list[tuple[str, Any]]:
     if backend == "jax":
         return [(str(shard.index), np.asarray(shard.data)) for shard in variable.value.addressable_shards]
     if backend == "torch":
-        place = variable._place
-        pairs = [(place.lies.stored.region(rank), shard) for rank, shard in place.shards.items()]
+        storage = variable._storage
+        pairs = [(storage.shardings.stored.region(rank), shard) for rank, shard in storage.shards.items()]
         return [(str(region), shard.detach().numpy()) for region, shard in pairs if "seed" not in variable.path]
     value = variable._value
     if not hasattr(value, "layout"):

@@ -155,13 +155,13 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **option
 
 def train_loosely(name: str, spec: Spec) -> Result:
     """Trains a case while every tensor that can moves by itself, as large ones do."""
-    from unidist.keras.explicit import parcels
+    from unidist.keras.explicit import flat
 
-    usual, parcels.LOOSE_BYTES = parcels.LOOSE_BYTES, 1
+    usual, flat.LOOSE_BYTES = flat.LOOSE_BYTES, 1
     try:
         return train(name, spec)
     finally:
-        parcels.LOOSE_BYTES = usual
+        flat.LOOSE_BYTES = usual
 
 
 def fitted(

@@ -12,7 +12,7 @@ import pytest
 
 import unidist
 from unidist import events
-from unidist.algebra import Layout, Sharding, plan
+from unidist.algebra import Layout, Sharding, redistribution
 from unidist.backends import registry
 from unidist.backends.protocol import Capabilities
 from unidist.backends.sim import reference
@@ -57,7 +57,7 @@ class Taped(SimBackend):
     back: Callable[[Any], Any]
 
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
-        self.back = lambda y: reference.run(plan(src, dst).adjoint, y)
+        self.back = lambda y: reference.run(redistribution(src, dst).adjoint, y)
         return super().redistribute(x, src, dst)
 
     def broadcast(self, x: Any, sharding: Sharding, axes: Any, root: int) -> Any:
@@ -141,7 +141,7 @@ class WrongGradient(Taped):
 class WidensHalves(Taped):
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
         out = super().redistribute(x, src, dst)
-        if not plan(src, dst).collectives:
+        if not redistribution(src, dst).collectives:
             return out
         return {r: s.astype("float32") if s.dtype == "float16" else s for r, s in out.items()}
 
@@ -155,7 +155,7 @@ class TakesEverything(Taped):
 
 class SendsSilently(Taped):
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
-        return reference.run(plan(src, dst), x)
+        return reference.run(redistribution(src, dst), x)
 
 
 class CountsTwice(Taped):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from unidist.algebra import Group, Layout, Mesh, Sharding, plan
+from unidist.algebra import Group, Layout, Mesh, Sharding, redistribution
 from unidist.backends import registry
 from unidist.backends.protocol import Cluster
 from unidist.backends.sim import reference
 from unidist.backends.sim.ranks import VirtualRanks
-from unidist.backends.sim.world import World
+from unidist.backends.sim.world import VirtualWorld
 from unidist.errors import BackendMismatchError, CapabilityError, DesyncError
 from unidist.events import for_purpose
 from unidist.ledger import ledger
@@ -28,7 +28,7 @@ OTHER_LAWS = {"devices", "ledger", "ledger_of_broadcast_and_permute"}
 
 
 def ranks_of(count: int) -> Iterator[VirtualRanks]:
-    backend = VirtualRanks(World(count))
+    backend = VirtualRanks(VirtualWorld(count))
     yield backend
     everyone = tuple(range(count))
     found = backend.run(lambda r: backend.comm.all_reduce(torch.tensor(r), Group(everyone, r), "sum"))
@@ -73,7 +73,7 @@ def test_every_rank_finds_the_laws_obeyed(six: VirtualRanks, law: str) -> None:
 @pytest.mark.parametrize("dims", [1, 2])
 def test_all_pairs_of_layouts_and_their_gradients_at_once(dims: int) -> None:
     """Every pair of layouts on a 2x3 mesh with permuted devices, uneven: forward and gradient against NumPy."""
-    backend = VirtualRanks(World(6))
+    backend = VirtualRanks(VirtualWorld(6))
     mesh = Mesh({"a": 2, "b": 3}, devices=[4, 0, 5, 2, 1, 3])
     kinds = list(samples.layouts(mesh.axis_names, dims))
     for src, dst in itertools.product(kinds, kinds) if dims == 1 else zip(kinds, reversed(kinds), strict=True):
@@ -85,7 +85,7 @@ def compare(backend: VirtualRanks, src: Sharding, dst: Sharding) -> None:
     rng = np.random.default_rng(3)
     _, x = samples.legal_shards(src, rng)
     _, y = samples.legal_shards(dst.with_layout(dst.layout.dual()), rng)
-    wanted, back = reference.run(plan(src, dst), x), reference.run(plan(src, dst).adjoint, y)
+    wanted, back = reference.run(redistribution(src, dst), x), reference.run(redistribution(src, dst).adjoint, y)
 
     def fn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         mine = torch.tensor(x[rank], requires_grad=True)
@@ -279,7 +279,7 @@ def test_gradients_of_gradients_cross_ranks(four: VirtualRanks) -> None:
 
 def test_two_trainings_are_bitwise_equal() -> None:
     def train() -> list[torch.Tensor]:
-        backend, mesh = VirtualRanks(World(8)), Mesh({"data": 8})
+        backend, mesh = VirtualRanks(VirtualWorld(8)), Mesh({"data": 8})
         torch.manual_seed(0)
         x, y = torch.randn(64, 16), torch.randn(64, 4)
         shared = torch.randn(16, 4)
@@ -451,7 +451,7 @@ def test_many_ranks_share_the_computing_threads() -> None:
     torch.set_num_threads(3)
     try:
         for count, each in ((4, 3), (32, 2), (64, 1)):
-            backend = VirtualRanks(World(count))
+            backend = VirtualRanks(VirtualWorld(count))
             assert backend.run(lambda rank: torch.get_num_threads()) == [each] * count
             assert torch.get_num_threads() == 3
             backend.shutdown()

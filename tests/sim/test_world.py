@@ -1,4 +1,4 @@
-"""World: virtual ranks take turns, meet, and are told at once when they disagree."""
+"""VirtualWorld: virtual ranks take turns, meet, and are told at once when they disagree."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ import pytest
 
 from unidist import events
 from unidist.backends.desync import Call, ranks_text
-from unidist.backends.sim.world import Abort, World, current_rank
+from unidist.backends.sim.world import Abort, VirtualWorld, current_rank
 from unidist.errors import CapabilityError, DesyncError, MeshError
 
 FOUR = (0, 1, 2, 3)
 
 
-def total(world: World, ranks: tuple[int, ...], value: int, tag: Any = "sum") -> int:
+def total(world: VirtualWorld, ranks: tuple[int, ...], value: int, tag: Any = "sum") -> int:
     return int(world.exchange(ranks, tag, value, lambda values: [sum(values)] * len(values)))
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World(4)
+def world() -> Iterator[VirtualWorld]:
+    world = VirtualWorld(4)
     yield world
     # Whatever happened to it, it works.
     assert world.run(lambda rank: total(world, FOUR, rank)) == [6, 6, 6, 6]
     world.close()
 
 
-def desync(world: World, fn: Callable[[int], Any], *words: str) -> DesyncError:
+def desync(world: VirtualWorld, fn: Callable[[int], Any], *words: str) -> DesyncError:
     """What run raises; its text has all the words."""
     with pytest.raises(DesyncError) as caught:
         world.run(fn)
@@ -50,7 +50,7 @@ def desync(world: World, fn: Callable[[int], Any], *words: str) -> DesyncError:
 # Running -----------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_in_rank_order_and_ranks_get_their_elements(world: World) -> None:
+def test_results_are_in_rank_order_and_ranks_get_their_elements(world: VirtualWorld) -> None:
     assert world.run(lambda rank, letter, n: (rank, letter, n), "abcd", [5, 6, 7, 8]) == [
         (0, "a", 5),
         (1, "b", 6),
@@ -61,13 +61,13 @@ def test_results_are_in_rank_order_and_ranks_get_their_elements(world: World) ->
         world.run(lambda rank, n: n, [1, 2, 3])
 
 
-def test_a_rank_knows_itself_and_the_main_thread_is_none(world: World) -> None:
+def test_a_rank_knows_itself_and_the_main_thread_is_none(world: VirtualWorld) -> None:
     assert current_rank() is None
     assert world.run(lambda rank: current_rank()) == [0, 1, 2, 3]
     assert current_rank() is None
 
 
-def test_threads_stay_between_runs_and_end_with_the_world(world: World) -> None:
+def test_threads_stay_between_runs_and_end_with_the_world(world: VirtualWorld) -> None:
     first = world.run(lambda rank: threading.current_thread())
     assert world.run(lambda rank: threading.current_thread()) == first
     assert all(thread.daemon for thread in first)
@@ -77,7 +77,7 @@ def test_threads_stay_between_runs_and_end_with_the_world(world: World) -> None:
 
 
 def test_a_world_that_is_forgotten_ends_its_threads() -> None:
-    world = World(3)
+    world = VirtualWorld(3)
     threads = world.run(lambda rank: threading.current_thread())
     gone = weakref.ref(world)
     del world
@@ -91,8 +91,8 @@ def test_a_world_that_is_forgotten_ends_its_threads() -> None:
 def test_the_interpreter_ends_with_an_open_world() -> None:
     code = """
 import threading
-from unidist.backends.sim.world import World
-world = World(64)
+from unidist.backends.sim.world import VirtualWorld
+world = VirtualWorld(64)
 world.run(lambda rank: world.exchange(tuple(range(64)), "x", rank, list))
 print(threading.active_count())
 """
@@ -104,8 +104,8 @@ def test_a_forked_child_has_a_world_of_its_own() -> None:
     """In a program of its own: what other tests import here may object to being forked."""
     code = """
 import os, signal, warnings
-from unidist.backends.sim.world import World
-world = World(4)
+from unidist.backends.sim.world import VirtualWorld
+world = VirtualWorld(4)
 def total():
     return world.run(lambda rank: world.exchange((0, 1, 2, 3), "sum", rank, lambda values: [sum(values)] * 4))
 total()
@@ -120,7 +120,7 @@ print(os.waitpid(child, 0)[1], total())
     assert (done.stdout, done.stderr) == ("child [6, 6, 6, 6]\n0 [6, 6, 6, 6]\n", "")
 
 
-def test_one_rank_runs_at_a_time_and_hands_over_in_turn(world: World) -> None:
+def test_one_rank_runs_at_a_time_and_hands_over_in_turn(world: VirtualWorld) -> None:
     trace: list[int] = []
     inside = 0
 
@@ -143,7 +143,7 @@ def test_two_runs_take_the_same_turns() -> None:
     groups = ([(0, 1, 2, 3), (4, 5, 6, 7)], [(k, k + 4) for k in range(4)], [tuple(range(8))])
 
     def trace() -> list[tuple[int, int, int]]:
-        world = World(8)
+        world = VirtualWorld(8)
         seen: list[tuple[int, int, int]] = []
 
         def fn(rank: int) -> None:
@@ -161,7 +161,7 @@ def test_two_runs_take_the_same_turns() -> None:
     assert trace() == first
 
 
-def test_context_and_hooks_reach_the_ranks_and_do_not_come_back(world: World) -> None:
+def test_context_and_hooks_reach_the_ranks_and_do_not_come_back(world: VirtualWorld) -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
     local = threading.local()
 
@@ -193,8 +193,8 @@ def test_context_and_hooks_reach_the_ranks_and_do_not_come_back(world: World) ->
     assert world.run(lambda rank: hasattr(local, "state")) == [False] * 4
 
 
-def test_a_world_in_a_rank_of_another(world: World) -> None:
-    inner = World(2)
+def test_a_world_in_a_rank_of_another(world: VirtualWorld) -> None:
+    inner = VirtualWorld(2)
 
     def fn(rank: int) -> int:
         parts = inner.run(lambda r: total(inner, (0, 1), 10 * rank + r))
@@ -205,9 +205,9 @@ def test_a_world_in_a_rank_of_another(world: World) -> None:
     inner.close()
 
 
-def test_refusals(world: World) -> None:
+def test_refusals(world: VirtualWorld) -> None:
     with pytest.raises(MeshError, match="at least one rank, found 0"):
-        World(0)
+        VirtualWorld(0)
     with pytest.raises(CapabilityError, match="running already"):
         world.run(lambda rank: world.run(lambda r: r))
     with pytest.raises(CapabilityError, match="cannot be closed"):
@@ -215,7 +215,7 @@ def test_refusals(world: World) -> None:
     with pytest.raises(CapabilityError, match=r"sum was called in thread 'MainThread', which is no virtual rank"):
         total(world, FOUR, 1)
     with pytest.raises(CapabilityError, match="no virtual rank of this world"):
-        world.run(lambda rank: total(World(4), FOUR, rank))
+        world.run(lambda rank: total(VirtualWorld(4), FOUR, rank))
     with pytest.raises(MeshError, match=r"rank 0 called sum for the ranks \(1, 2\), of which it is none"):
         world.run(lambda rank: total(world, (1, 2), rank))
     for ranks in ((0, 0), (0, 4)):
@@ -226,7 +226,7 @@ def test_refusals(world: World) -> None:
 # Meeting -----------------------------------------------------------------------------------------------------------
 
 
-def test_values_are_combined_once_in_the_order_of_the_group(world: World) -> None:
+def test_values_are_combined_once_in_the_order_of_the_group(world: VirtualWorld) -> None:
     calls: list[list[int]] = []
 
     def combine(values: list[int]) -> list[str]:
@@ -237,7 +237,7 @@ def test_values_are_combined_once_in_the_order_of_the_group(world: World) -> Non
     assert calls == [[2, 0, 3, 1]]
 
 
-def test_groups_of_a_mesh_meet_apart_and_a_group_of_one_at_once(world: World) -> None:
+def test_groups_of_a_mesh_meet_apart_and_a_group_of_one_at_once(world: VirtualWorld) -> None:
     def fn(rank: int) -> tuple[int, int, int]:
         row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
         return total(world, row, rank), total(world, column, rank), total(world, (rank,), rank)
@@ -245,7 +245,7 @@ def test_groups_of_a_mesh_meet_apart_and_a_group_of_one_at_once(world: World) ->
     assert world.run(fn) == [(1, 2, 0), (1, 4, 1), (5, 2, 2), (5, 4, 3)]
 
 
-def test_what_combine_raises_every_rank_of_the_group_raises(world: World) -> None:
+def test_what_combine_raises_every_rank_of_the_group_raises(world: VirtualWorld) -> None:
     def refuse(values: list[int]) -> list[int]:
         raise ValueError("cannot combine")
 
@@ -264,7 +264,7 @@ def all_reduce(shape: tuple[int, ...] = (2, 3), dtype: str = "float32", op: str 
     return Call("all_reduce", shape, dtype, (("op", op),), ("data",))
 
 
-def test_a_rank_that_returns_early(world: World) -> None:
+def test_a_rank_that_returns_early(world: VirtualWorld) -> None:
     def fn(rank: int) -> None:
         with events.for_purpose("dense/kernel"):
             if rank != 2:
@@ -281,14 +281,14 @@ def test_a_rank_that_returns_early(world: World) -> None:
     assert (error.ranks, error.collective, error.variable) == (FOUR, "all_reduce", "dense/kernel")
 
 
-def rows_and_columns(world: World, rank: int, columns_first: tuple[int, ...]) -> None:
+def rows_and_columns(world: VirtualWorld, rank: int, columns_first: tuple[int, ...]) -> None:
     row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
     with events.for_purpose("bias"):
         for group in (column, row) if rank in columns_first else (row, column):
             total(world, group, rank, "row" if group is row else "column")
 
 
-def test_groups_of_a_2x2_mesh_that_wait_for_each_other_in_a_ring(world: World) -> None:
+def test_groups_of_a_2x2_mesh_that_wait_for_each_other_in_a_ring(world: VirtualWorld) -> None:
     error = desync(
         world,
         lambda rank: rows_and_columns(world, rank, columns_first=(1, 2)),
@@ -304,11 +304,11 @@ def test_groups_of_a_2x2_mesh_that_wait_for_each_other_in_a_ring(world: World) -
     assert (error.ranks, error.collective, error.variable) == (FOUR, "row", "bias")
 
 
-def test_groups_of_a_2x2_mesh_in_another_order_that_resolves(world: World) -> None:
+def test_groups_of_a_2x2_mesh_in_another_order_that_resolves(world: VirtualWorld) -> None:
     world.run(lambda rank: rows_and_columns(world, rank, columns_first=(3,)))
 
 
-def test_a_missing_participant_of_one_group_only(world: World) -> None:
+def test_a_missing_participant_of_one_group_only(world: VirtualWorld) -> None:
     def fn(rank: int) -> None:
         total(world, ((0, 1), (2, 3))[rank // 2], rank, "row")
         if rank != 3:
@@ -328,7 +328,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_ranks_that_call_different_things(world: World, kind: str) -> None:
+def test_ranks_that_call_different_things(world: VirtualWorld, kind: str) -> None:
     other, purpose, words = MISMATCHES[kind]
 
     def fn(rank: int) -> None:
@@ -346,12 +346,12 @@ def test_ranks_that_call_different_things(world: World, kind: str) -> None:
     assert (error.ranks, error.collective, error.variable) == ((0, 1, 2), "all_reduce", "kernel")
 
 
-def test_axes_are_told_but_not_compared(world: World) -> None:
+def test_axes_are_told_but_not_compared(world: VirtualWorld) -> None:
     calls = [Call("barrier", axes=("one", "x") if rank else ("x",)) for rank in FOUR]
     assert world.run(lambda rank: total(world, FOUR, rank, calls[rank])) == [6] * 4
 
 
-def test_a_rank_that_raises_is_raised_as_itself_with_a_note(world: World) -> None:
+def test_a_rank_that_raises_is_raised_as_itself_with_a_note(world: VirtualWorld) -> None:
     ended: list[int] = []
 
     def fn(rank: int) -> None:
@@ -370,13 +370,13 @@ def test_a_rank_that_raises_is_raised_as_itself_with_a_note(world: World) -> Non
     assert ended == [2, 0, 1]  # rank 3 had not begun
 
 
-def test_a_rank_may_end_the_program(world: World) -> None:
+def test_a_rank_may_end_the_program(world: VirtualWorld) -> None:
     with pytest.raises(SystemExit) as caught:
         world.run(lambda rank: sys.exit(7) if rank == 1 else total(world, FOUR, rank))
     assert caught.value.code == 7
 
 
-def test_unwinding_passes_through_collectives_in_finally(world: World) -> None:
+def test_unwinding_passes_through_collectives_in_finally(world: VirtualWorld) -> None:
     aborted: list[int] = []
 
     def fn(rank: int) -> None:
@@ -395,7 +395,7 @@ def test_unwinding_passes_through_collectives_in_finally(world: World) -> None:
     assert aborted == [0, 1, 2]
 
 
-def test_what_led_to_a_collective_that_nobody_joins_is_told_too(world: World) -> None:
+def test_what_led_to_a_collective_that_nobody_joins_is_told_too(world: VirtualWorld) -> None:
     def fn(rank: int) -> None:
         try:
             if rank == 1:
@@ -408,7 +408,7 @@ def test_what_led_to_a_collective_that_nobody_joins_is_told_too(world: World) ->
     assert isinstance(error.__context__, ValueError)
 
 
-def test_no_failure_outlives_its_run(world: World) -> None:
+def test_no_failure_outlives_its_run(world: VirtualWorld) -> None:
     class Big:
         pass
 
@@ -441,7 +441,7 @@ def interrupt() -> None:
     signal.pthread_kill(main, signal.SIGINT)
 
 
-def test_ctrl_c_unwinds_the_ranks(world: World) -> None:
+def test_ctrl_c_unwinds_the_ranks(world: VirtualWorld) -> None:
     ended: list[int] = []
 
     def fn(rank: int) -> None:
@@ -462,7 +462,7 @@ def test_ctrl_c_unwinds_the_ranks(world: World) -> None:
     assert world.run(lambda rank: threading.current_thread()) == before
 
 
-def test_a_second_ctrl_c_leaves_a_rank_that_does_not_stop(world: World) -> None:
+def test_a_second_ctrl_c_leaves_a_rank_that_does_not_stop(world: VirtualWorld) -> None:
     stuck, going_on, left = threading.Event(), threading.Event(), threading.Event()
     pressed = 0
 
@@ -506,7 +506,7 @@ def test_a_second_ctrl_c_leaves_a_rank_that_does_not_stop(world: World) -> None:
 # Many --------------------------------------------------------------------------------------------------------------
 
 
-def seconds(world: World, collectives: int) -> float:
+def seconds(world: VirtualWorld, collectives: int) -> float:
     everyone = tuple(range(world.size))
 
     def fn(rank: int) -> int:
@@ -518,7 +518,7 @@ def seconds(world: World, collectives: int) -> float:
 
 
 def test_64_ranks_do_100_collectives_in_a_second() -> None:
-    world = World(64)
+    world = VirtualWorld(64)
     world.run(lambda rank: None)
     # About 0.1 s on two idle cores; once in ten suffices, for other programs may run beside this one.
     assert any(seconds(world, 100) < 1 for _ in range(10))
@@ -526,7 +526,7 @@ def test_64_ranks_do_100_collectives_in_a_second() -> None:
 
 
 def test_512_ranks_work() -> None:
-    world = World(512)
+    world = VirtualWorld(512)
     seconds(world, 3)
     with pytest.raises(DesyncError, match=r"ranks 0-299, 301-511 wait in sum .* where rank 300 is missing"):
         world.run(lambda rank: None if rank == 300 else total(world, tuple(range(512)), 1))

@@ -58,7 +58,7 @@ def everyone(reverse: bool = False) -> Group:
 
 def comm(way: Way) -> TorchComm:
     """Our way over gloo, and the way that CUDA tensors go over NCCL, here over gloo."""
-    return TorchComm(backend().comm.wire, DirectCollectives() if way == "direct" else BufferedCollectives(Eager()))
+    return TorchComm(backend().comm.transport, DirectCollectives() if way == "direct" else BufferedCollectives(Eager()))
 
 
 def part(place: int, shape: tuple[int, ...], dtype: str = "float32", op: str = "sum") -> torch.Tensor:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unidist.algebra import Mesh, Plan, Sharding, Step, plan
+from unidist.algebra import Mesh, Redistribution, Sharding, Step, redistribution
 from unidist.algebra import sharding as sharding_module
 from unidist.algebra import step as step_module
 from unidist.algebra.layout import REDUCE_OPS
@@ -51,7 +51,7 @@ CLOSED_FORM: dict[str, Callable[[int, int, int], Fraction]] = {
 # The laws ----------------------------------------------------------------------------------------------------------
 
 
-def obey_chain(moves: Plan) -> None:
+def obey_chain(moves: Redistribution) -> None:
     now = moves.src
     for step in moves:
         assert step.before == now
@@ -66,7 +66,7 @@ def obey_chain(moves: Plan) -> None:
 def obey_value_and_replica(src: Sharding, dst: Sharding, rng: np.random.Generator, dtype: str = "float64") -> None:
     value, shards = samples.legal_shards(src, rng, dtype)
     before = {rank: shard.copy() for rank, shard in shards.items()}
-    out = reference.run(plan(src, dst), shards)
+    out = reference.run(redistribution(src, dst), shards)
     for rank, shard in before.items():
         np.testing.assert_array_equal(shards[rank], shard)
     for rank, shard in out.items():
@@ -98,7 +98,7 @@ def contribution(shards: dict[int, Any], sharding: Sharding, rank: int) -> Any:
 
 
 def obey_adjoint(src: Sharding, dst: Sharding, rng: np.random.Generator) -> None:
-    moves = plan(src, dst)
+    moves = redistribution(src, dst)
     obey_chain(moves.adjoint)
     back = dst.with_layout(dst.layout.dual())
     _, x = samples.legal_shards(src, rng)
@@ -110,7 +110,7 @@ def obey_adjoint(src: Sharding, dst: Sharding, rng: np.random.Generator) -> None
 
 def obey_bytes(src: Sharding, dst: Sharding, rng: np.random.Generator) -> None:
     _, shards = samples.legal_shards(src, rng)
-    for step in plan(src, dst):
+    for step in redistribution(src, dst):
         after = reference.run_step(step, shards)
         for rank in src.mesh.devices:
             n = step.group_size
@@ -121,7 +121,7 @@ def obey_bytes(src: Sharding, dst: Sharding, rng: np.random.Generator) -> None:
 
 
 def obey_all(src: Sharding, dst: Sharding, rng: np.random.Generator) -> None:
-    obey_chain(plan(src, dst))
+    obey_chain(redistribution(src, dst))
     obey_value_and_replica(src, dst, rng)
     obey_adjoint(src, dst, rng)
     obey_bytes(src, dst, rng)
@@ -154,7 +154,7 @@ def test_axes_of_size_one_obey_the_laws_and_send_nothing(sizes: tuple[int, int])
     for src, dst in every_pair(mesh, (3, 4)):
         obey_all(src, dst, rng)
         if mesh.size == 1:
-            assert plan(src, dst).collectives == ()
+            assert redistribution(src, dst).collectives == ()
 
 
 @pytest.mark.parametrize("op", ["mean", "max", "min", "prod"])
@@ -163,7 +163,7 @@ def test_other_reductions_keep_the_value(op: Any) -> None:
     for shape in [(5, 7), (4,), ()]:
         kinds = [Sharding(SMALL, layout, shape) for layout in samples.layouts(("a", "b"), len(shape), op=op)]
         for src, dst in itertools.product(kinds, repeat=2):
-            obey_chain(plan(src, dst))
+            obey_chain(redistribution(src, dst))
             obey_value_and_replica(src, dst, rng)
             obey_bytes(src, dst, rng)
             if op == "mean":
@@ -176,7 +176,7 @@ def test_a_value_moves_from_one_reduction_to_another(first: Any, second: Any) ->
     sources = [Sharding(SMALL, layout, (5, 7)) for layout in samples.layouts(("a", "b"), 2, op=first)]
     targets = [Sharding(SMALL, layout, (5, 7)) for layout in samples.layouts(("a", "b"), 2, op=second)]
     for src, dst in itertools.product(sources[::2], targets[1::2]):
-        obey_chain(plan(src, dst))
+        obey_chain(redistribution(src, dst))
         obey_value_and_replica(src, dst, rng)
 
 
@@ -327,7 +327,7 @@ MISTAKES: dict[str, Patch] = {
 
 @pytest.fixture
 def cold_caches() -> Iterator[None]:
-    caches = [plan, sharding_module._region]
+    caches = [redistribution, sharding_module._region]
     for cache in caches:
         cache.cache_clear()
     yield

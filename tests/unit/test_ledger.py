@@ -11,7 +11,7 @@ import pytest
 
 import unidist
 from unidist import Layout, Ledger, Mesh, events
-from unidist.algebra import Sharding, plan
+from unidist.algebra import Sharding, redistribution
 from unidist.backends import registry
 from unidist.events import Event
 
@@ -52,7 +52,7 @@ def test_gathering_is_recorded_and_predicted() -> None:
     x = unidist.distribute(VALUE, MESH, src.layout)
     with unidist.ledger() as book:
         x.numpy()
-    assert book.bytes() == plan(src, dst).bytes(4, 0) > 0
+    assert book.bytes() == redistribution(src, dst).bytes(4, 0) > 0
 
 
 def test_nothing_is_recorded_outside_or_over_axes_of_size_one() -> None:

@@ -5,8 +5,8 @@ from unidist.algebra.layout import ReduceOp as ReduceOp
 from unidist.algebra.mesh import Axes as Axes
 from unidist.algebra.mesh import Group as Group
 from unidist.algebra.mesh import Mesh as Mesh
-from unidist.algebra.plan import Plan as Plan
-from unidist.algebra.plan import plan as plan
+from unidist.algebra.redistribution import Redistribution as Redistribution
+from unidist.algebra.redistribution import redistribution as redistribution
 from unidist.algebra.sharding import Sharding as Sharding
 from unidist.algebra.sharding import chunk as chunk
 from unidist.algebra.step import Step as Step

@@ -1,6 +1,6 @@
 """LocalViewBackend: what all adapters share in which a rank holds its own shard.
 
-It folds a Plan over the adapter's group collectives and makes it differentiable by the plan's adjoint, once for all
+It folds a Redistribution over the adapter's group collectives, and makes it differentiable by the adjoint, once for all
 of them. An adapter gives `comm` (group collectives on its native arrays) and `ops` (cut, join, scale).
 """
 
@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from unidist import events
-from unidist.algebra import Axes, Group, Mesh, Plan, Sharding, Step, plan, ring_bytes
+from unidist.algebra import Axes, Group, Mesh, Redistribution, Sharding, Step, redistribution, ring_bytes
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.protocol import Array, Capabilities, DistributionBackend, dtype_name, itemsize
 from unidist.errors import CapabilityError, LayoutError, MeshError
@@ -23,7 +23,7 @@ from unidist.errors import CapabilityError, LayoutError, MeshError
 A = TypeVar("A")
 B = TypeVar("B", contravariant=True)
 T = TypeVar("T")
-MOVES_KEPT = 16384  # plans made ready for a rank; as many as plan() keeps
+MOVES_KEPT = 16384  # redistributions made ready for a rank; as many as redistribution() keeps
 
 
 # A move and its adjoint.
@@ -247,14 +247,14 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         return set()
 
     def _move(self, src: Sharding, dst: Sharding) -> Move[A]:
-        """plan(src, dst) made ready for this rank; made once."""
+        """redistribution(src, dst) made ready for this rank; made once."""
         key = (src, dst, self.rank)
         move = self._moves.get(key)
         if move is None:
             if len(self._moves) >= MOVES_KEPT:
                 self._moves.clear()
             self.check_mesh(src.mesh)
-            move = self._moves[key] = Move(self, plan(src, dst), self.comm)
+            move = self._moves[key] = Move(self, redistribution(src, dst), self.comm)
         return move
 
     def resolve(self, step: Step, group: Group, comm: Collectives[A]) -> Callable[[A], A]:
@@ -332,12 +332,12 @@ class Move(Generic[A]):
     Steps over groups of one rank change nothing and are left out.
     """
 
-    __slots__ = ("_adjoint", "_backend", "_comm", "_functions", "is_identity", "local_shape", "plan", "steps")
+    __slots__ = ("_adjoint", "_backend", "_comm", "_functions", "is_identity", "local_shape", "moves", "steps")
 
-    def __init__(self, backend: LocalViewBackend[A], moves: Plan, comm: Collectives[A]) -> None:
+    def __init__(self, backend: LocalViewBackend[A], moves: Redistribution, comm: Collectives[A]) -> None:
         rank, mesh = backend.rank, moves.src.mesh
         grouped = [(step, mesh.group(step.axes, rank)) for step in moves.steps]
-        self.plan = moves
+        self.moves = moves
         self.steps = tuple((step, group) for step, group in grouped if group.size > 1)
         self.is_identity = not self.steps
         self.local_shape = moves.src.local_shape(rank)
@@ -362,7 +362,7 @@ class Move(Generic[A]):
     def adjoint(self) -> Move[A]:
         """The move of the gradient. Raises LayoutError where a step reduces by max, min or prod."""
         if self._adjoint is None:
-            self._adjoint = Move(self._backend, self.plan.adjoint, self._comm)
+            self._adjoint = Move(self._backend, self.moves.adjoint, self._comm)
         return self._adjoint
 
     def backward(self, grad: A) -> A:

@@ -120,7 +120,7 @@ class DistributionBackend(Protocol):
 
     @abstractmethod
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
-        """X at `dst`: runs plan(src, dst). Differentiable by plan(src, dst).adjoint."""
+        """X at `dst`: runs redistribution(src, dst). Differentiable by redistribution(src, dst).adjoint."""
 
     @abstractmethod
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:

@@ -58,12 +58,12 @@ def in_parts(variables: Iterable[Any]) -> str:
 
 
 def of_partitioned(
-    model: Any, lies: Callable[[Any], tuple[Layout, Layout]], data_axes: Axes, partitioner: str, refused: str = ""
+    model: Any, layouts: Callable[[Any], tuple[Layout, Layout]], data_axes: Axes, partitioner: str, refused: str = ""
 ) -> Iterator[tuple[str, str]]:
     """(name, what it does) of each layer with cut weights, where another than unidist chooses how it computes.
 
     Args:
-        lies: where a variable rests, and where its layer reads it.
+        layouts: where a variable rests, and where its layer reads it.
         partitioner: who chooses how a layer computes with shards.
         refused: what it does not compute with, so that the weights are gathered.
     """
@@ -72,7 +72,7 @@ def of_partitioned(
         resting: list[Any] = []
         gathered: list[Any] = []
         for variable in own_variables(layer):
-            rests, read = lies(variable)
+            rests, read = layouts(variable)
             if read.dims:
                 on_shards.append(variable)
             elif rests.dims:

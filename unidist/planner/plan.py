@@ -13,7 +13,7 @@ from unidist.ledger import Ledger
 from unidist.planner.choosing import Choice, Chooser, size_text
 from unidist.planner.facts import Facts, VariableFact, local_bytes
 from unidist.planner.layout_map import LayoutMap
-from unidist.planner.predicting import Step, pairs, predict, roles
+from unidist.planner.predicting import Workload, pairs, predict, roles
 from unidist.strategies import Strategy, VariableLayouts
 
 
@@ -177,7 +177,7 @@ def make_plan(
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
     slots = facts.slots or [0] * len(facts.variables)
     rows = [_row(*found, strategy) for found in zip(facts.variables, choices, slots, strict=True)]
-    step = Step(mesh, data_axes, batch, sequence, strategy.sequence_parallel)
+    step = Workload(mesh, data_axes, batch, sequence, strategy.sequence_parallel)
     return Plan(
         name=facts.name,
         mesh=mesh,

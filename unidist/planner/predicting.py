@@ -83,7 +83,7 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Workload:
     """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence; with
     `in_parts`, one under sequence parallelism."""
 
@@ -118,11 +118,11 @@ class Step:
         return self.in_parts and length.at(self.sequence) >= self.mesh.axis_size(axes)
 
 
-def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Ledger:
+def predict(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> Ledger:
     """The collectives of one training step of the first device, in no order; none over axes of one place.
 
     Args:
-        layouts: as layers see the variables. lies: where these rest and where their gradients are reduced to.
+        layouts: as layers see the variables. triples: where these rest and where their gradients are reduced to.
     """
     ledger = Ledger()
     shared: set[tuple[int, Axes]] = set()
@@ -137,7 +137,7 @@ def predict(facts: Facts, layouts: list[Layout], step: Step, lies: list[Variable
         if index not in known and layout.sharded_axes:
             for event in _gathering(facts, layouts, index, 1, step):
                 ledger.add(event)
-    for event in _gradients(facts, layouts, step, lies):
+    for event in _gradients(facts, layouts, step, triples):
         ledger.add(event)
     ledger.events = [event for event in ledger.events if len(event.ranks) > 1]
     return ledger
@@ -148,7 +148,7 @@ def _of_layer(
     layouts: list[Layout],
     layer: LayerFact,
     role: Role,
-    step: Step,
+    step: Workload,
     shared: set[tuple[int, Axes]],
     tables_cut: bool,
 ) -> Iterator[Event]:
@@ -179,7 +179,7 @@ def _of_layer(
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, calls.count, why)
 
 
-def _looking_up(layer: LayerFact, role: Role, step: Step, given_cut: bool) -> Iterator[Event]:
+def _looking_up(layer: LayerFact, role: Role, step: Workload, given_cut: bool) -> Iterator[Event]:
     """What a table sends whose words or features are cut."""
     calls, axes, why = layer.calls, role.axes, layer.path
     if role.name == "vocabulary":
@@ -199,7 +199,7 @@ def _behind(calls: Calls, tables_cut: bool) -> Affine:
 
 
 def _scores(
-    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Step, tables_cut: bool
+    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload, tables_cut: bool
 ) -> Iterator[Event]:
     """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
     calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
@@ -211,7 +211,7 @@ def _scores(
         yield from _gathering(facts, layouts, index, calls.count, step)
 
 
-def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step: Step) -> Iterator[Event]:
+def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step: Workload) -> Iterator[Event]:
     variable, axes = facts.variables[index], layouts[index].sharded_axes
     for _ in range(count if axes else 0):
         yield step.event("all_gather", axes, variable.bytes, variable.path)
@@ -220,11 +220,11 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
             yield step.event("reduce_scatter", axes, variable.bytes, variable.path)
 
 
-def _gradients(facts: Facts, layouts: list[Layout], step: Step, lies: list[VariableLayouts]) -> Iterator[Event]:
+def _gradients(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> Iterator[Event]:
     """One sum for each set of data axes that leave variables whole, and of what is spread over them one gathering for
     each pass; engines may cut them into buckets and units."""
     sizes: dict[tuple[str, Axes, str], int] = {}
-    for variable, layout, three in zip(facts.variables, layouts, lies, strict=True):
+    for variable, layout, three in zip(facts.variables, layouts, triples, strict=True):
         axes = tuple(axis for axis in step.data_axes if layout.state(axis) == "I")
         spread = tuple(axis for axis in axes if three.state.state(axis) == "S")
         size, rest = local_bytes(variable, layout, step.mesh), tuple(axis for axis in axes if axis not in spread)

@@ -123,8 +123,8 @@ def test_dropout_in_a_layer_for_shards_and_wholes_is_gathered() -> None:
     found = zoo.train(build, zoo.strategy("bloom", 2))
     assert not any("self_attention" in row for row in zoo.pairs_of(found.model))
     for variable in found.model.weights:
-        if not variable._place.is_sharded:
-            first, *others = variable._place.shards.values()
+        if not variable._storage.is_sharded:
+            first, *others = variable._storage.shards.values()
             assert all(np.array_equal(first.detach(), other.detach()) for other in others), variable.path
 
 

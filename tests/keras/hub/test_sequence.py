@@ -150,7 +150,7 @@ def test_what_backward_keeps_of_the_activations_is_less() -> None:
 def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
     """Bytes that the first rank's forward pass keeps for backward, weights left out."""
     engine = sessions.of(model).engine
-    weights = {v._place.leaf(0).untyped_storage().data_ptr() for v in model.variables}
+    weights = {v._storage.leaf(0).untyped_storage().data_ptr() for v in model.variables}
 
     def forward(frame) -> int:  # type: ignore[no-untyped-def]
         found = {}

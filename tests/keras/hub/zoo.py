@@ -132,7 +132,7 @@ class _Forgets(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         for variable in self.model.trainable_variables:
-            if not hasattr(variable, "_place"):
+            if not hasattr(variable, "_storage"):
                 variable.value.grad = None
 
 

@@ -304,8 +304,8 @@ def own_loop():
         return [np.asarray(v) for v in model.weights]
 
     def local(variable):
-        place = getattr(variable, "_place", None)
-        return variable.value if place is None else place.local(None)
+        storage = getattr(variable, "_storage", None)
+        return variable.value if storage is None else storage.local(None)
 
     wanted = run(None)
     for a, b in zip(run(model_parallel(mesh=unidist.Mesh({"model": 2}))), wanted, strict=True):

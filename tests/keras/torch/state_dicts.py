@@ -54,8 +54,8 @@ def holds_dtensors(kind: str) -> None:
         assert found["perceptron/down/bias"].placements == (Replicate(),)
     kernel = next(v for v in model.weights if v.path == "perceptron/up/kernel")
     local = found[kernel.path].to_local()
-    assert local.data_ptr() == kernel._place.parameter().data_ptr()
-    assert local.numel() < kernel._place.lies.stored.shape[0] * kernel._place.lies.stored.shape[1]
+    assert local.data_ptr() == kernel._storage.parameter().data_ptr()
+    assert local.numel() < kernel._storage.shardings.stored.shape[0] * kernel._storage.shardings.stored.shape[1]
 
 
 def moves(folder: str, source: str, target: str) -> None:

@@ -212,10 +212,10 @@ def test_slots_of_an_optimizer_built_before_the_hooks_lie_as_their_variables(mon
     unidist.parallelize(model, unidist.ModelParallel(grid, rules))
     optimizer = model.optimizer
     for k, variable in enumerate(model.trainable_variables):
-        lies = variable._place.layout
+        lies = variable._storage.layout
         assert bool(lies.dims) == (k in (1, 3))
         tables = optimizer._momentums, optimizer._velocities, optimizer._model_variables_moving_average
-        assert [table[k]._place.layout for table in tables] == [lies] * 3
+        assert [table[k]._storage.layout for table in tables] == [lies] * 3
 
 
 def test_a_layout_given_by_hand_stays_where_layouts_are_found():
@@ -223,9 +223,9 @@ def test_a_layout_given_by_hand_stays_where_layouts_are_found():
         model = keras.Sequential([layers.Input((8,)), layers.Dense(16, name="a"), layers.Dense(8, name="b"), Given()])
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
         model.fit(np.ones((4, 8)), np.ones((4, 8)), verbose=0)
-    assert model.layers[0].kernel._place.is_sharded
+    assert model.layers[0].kernel._storage.is_sharded
     for variable in (model.layers[-1].kernel, model.optimizer.momentums[-1]):
-        assert variable._place.layout == unidist.Layout(None, "model")
+        assert variable._storage.layout == unidist.Layout(None, "model")
 
 
 class Given(layers.Layer):
@@ -303,7 +303,7 @@ def test_describe_tells_the_bytes_that_are_held():
     table = unidist.describe(model)
     held = {}
     for variable in [*model.variables, *model.optimizer.variables]:
-        held[variable.path] = max(p.numel() * p.element_size() for p in variable._place.shards.values())
+        held[variable.path] = max(p.numel() * p.element_size() for p in variable._storage.shards.values())
     assert {row.path: row.bytes_per_device for row in table.rows} == held
     kernels = {row.path.split("/", 1)[1]: row for row in table.rows if row.path.endswith("kernel")}
     assert kernels["a/kernel"].bytes_per_device == 12 * 16 * 4 // 4

@@ -12,7 +12,7 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
 from tests.keras.torch.test_steps import OwnStep
-from unidist.keras.explicit import parcels
+from unidist.keras.explicit import flat
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -36,9 +36,9 @@ def poisoned(request, monkeypatch):
         found = original(*args, **options)
         return found.fill_(float("nan")) if found.is_floating_point() and not found.is_meta else found
 
-    monkeypatch.setattr(parcels.torch, "empty", empty)  # type: ignore[attr-defined]
+    monkeypatch.setattr(flat.torch, "empty", empty)  # type: ignore[attr-defined]
     if request.param == "loose":
-        monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
+        monkeypatch.setattr(flat, "LOOSE_BYTES", 1)
 
 
 # missing --------------------------------------------------------------------------------------------------------------

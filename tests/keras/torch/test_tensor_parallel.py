@@ -100,7 +100,7 @@ def test_its_figures_are_those_of_the_arrays() -> None:
     assert (slots["gradient_bytes_per_device"], slots["gradient_bytes_on_one_device"]) == (held, whole)
     # Adam's two slots, its iteration and its learning rate.
     assert 0 <= slots["optimizer_bytes_per_device"] - 2 * held <= 16
-    shards = [v._place.shards for v in found.model.weights]
+    shards = [v._storage.shards for v in found.model.weights]
     assert sum(next(iter(s.values())).nbytes for s in shards) == held
 
 

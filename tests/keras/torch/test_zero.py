@@ -14,7 +14,7 @@ import unidist
 from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
-from unidist.keras.explicit import fused, optimizers, parcels, reducer, units
+from unidist.keras.explicit import flat, fused, optimizers, reducer, units
 
 STAGES = (1, 2, 3)
 
@@ -161,7 +161,7 @@ def uneven():
 def test_large_tensors_move_by_themselves(strategy, monkeypatch):
     """The same bytes, but for padding, in more collectives, and the same numbers bit by bit."""
     packed, before = loosely(strategy)
-    monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
+    monkeypatch.setattr(flat, "LOOSE_BYTES", 1)
     found, book = loosely(strategy)
     x, y = features()
     assert_equal(found, train(uneven, x, y, optimizer=adam))
@@ -183,11 +183,11 @@ def test_values_updated_in_parts_come_by_units_of_their_own_size(monkeypatch):
 
 def test_what_is_under_way_is_not_written_to(monkeypatch):
     """Values are sent from where the optimizer writes: it waits for those that no layer has read since."""
-    monkeypatch.setattr(parcels, "LOOSE_BYTES", 1)
+    monkeypatch.setattr(flat, "LOOSE_BYTES", 1)
     x, y = features(rows=8, out=4)
     model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=1).model
     first = model.trainable_variables[0]
-    place = first._place
+    storage = first._storage
     sent = {}
 
     class Slow:
@@ -197,16 +197,16 @@ def test_what_is_under_way_is_not_written_to(monkeypatch):
             self.rank = rank
 
         def wait(self):
-            sent[self.rank] = place.states[self.rank].detach().clone()
+            sent[self.rank] = storage.states[self.rank].detach().clone()
 
     def on_rank(frame):
-        place.units[frame.rank]._coming = Slow(frame.rank)
+        storage.units[frame.rank]._coming = Slow(frame.rank)
         with torch.no_grad():
-            model.optimizer.apply([torch.ones_like(place.own(frame))], [first])
+            model.optimizer.apply([torch.ones_like(storage.own(frame))], [first])
 
-    before = {rank: part.detach().clone() for rank, part in place.states.items()}
-    place.world.run(on_rank)
-    for rank, part in place.states.items():
+    before = {rank: part.detach().clone() for rank, part in storage.states.items()}
+    storage.world.run(on_rank)
+    for rank, part in storage.states.items():
         assert torch.equal(sent[rank], before[rank])
         assert not torch.equal(part, before[rank])
 
@@ -228,7 +228,7 @@ def test_bytes_held_are_the_ideal(zero, devices):
     for rank in range(devices):
         held = {}
         for variable in model.trainable_variables:
-            place = variable._place
+            place = variable._storage
             for name in ("shards", "leaves", "states"):
                 parameter = getattr(place, name)[rank]
                 for tensor in (parameter, parameter.grad):
@@ -236,7 +236,7 @@ def test_bytes_held_are_the_ideal(zero, devices):
                         storage = tensor.untyped_storage()
                         held[storage._cdata] = storage.size()
         for slot in model.optimizer.variables:
-            storage = slot._place.shards[rank].untyped_storage()
+            storage = slot._storage.shards[rank].untyped_storage()
             held[storage._cdata] = storage.size()
         assert sum(held.values()) <= 1.05 * (values + gradients + 2 * whole / devices)
     told = unidist.describe(model)
@@ -257,7 +257,7 @@ def test_fetched_values_are_let_go(monkeypatch):
         from unidist.keras.explicit.context import frame
 
         if frame() is not None:
-            fetcher = next(iter(self.kernel._place.units.values())).fetcher
+            fetcher = next(iter(self.kernel._storage.units.values())).fetcher
             seen.append(sum(unit.is_here or unit.is_coming for unit in fetcher.fetched))
         return original(self, *args, **kwargs)
 
@@ -268,7 +268,7 @@ def test_fetched_values_are_let_go(monkeypatch):
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
     assert 0 < max(seen) <= 3
     for variable in model.trainable_variables:
-        assert all(leaf.untyped_storage().size() == 0 for leaf in variable._place.leaves.values())
+        assert all(leaf.untyped_storage().size() == 0 for leaf in variable._storage.leaves.values())
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_adams_fused_update_is_kerass(name, monkeypatch):
 
     monkeypatch.setattr(torch, "_fused_adam_", counted)
     found = train(uneven, x, y, unidist.DataParallel(zero=1), optimizer=ADAMS[name])
-    parts = [p for v in found.model.trainable_variables for p in v._place.states.values() if p.numel()]
+    parts = [p for v in found.model.trainable_variables for p in v._storage.states.values() if p.numel()]
     updates = 6 // (found.model.optimizer.gradient_accumulation_steps or 1)
     assert 0 < len(taken) == updates * sum(part.is_contiguous() for part in parts) < updates * len(parts)
     monkeypatch.setattr(fused, "takes", lambda optimizer: False)

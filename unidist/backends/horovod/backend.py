@@ -18,7 +18,7 @@ from unidist.algebra import Axes, Group, Mesh, Sharding, Step
 from unidist.backends import environment
 from unidist.backends.ending import has_failed
 from unidist.backends.horovod.comm import HorovodComm
-from unidist.backends.horovod.joining import World, join, leave
+from unidist.backends.horovod.joining import Membership, join, leave
 from unidist.backends.horovod.sets import HorovodMesh, ProcessSets
 from unidist.backends.local import Both, Collectives, LocalViewBackend
 from unidist.backends.protocol import ALL_DTYPES, Capabilities, Cluster
@@ -51,9 +51,9 @@ class HorovodBackend(LocalViewBackend[Any]):
     unidist.initialize, or Slurm's) process 0 serves Horovod's rendezvous. A program that has called
     hvd.init(process_sets="dynamic") itself keeps its world. Without any of these this process is a world of one.
 
-    Gradients are unidist's own: the adjoints of plans. (Horovod's own backward of allgather and broadcast gives 1/n of
-    the gradient, that of reducescatter n times.) A process that ends is told by Horovod; one that is alive and does
-    not come to a collective is told after `timeout` seconds.
+    Gradients are unidist's own: the adjoints of redistributions. (Horovod's own backward of allgather and broadcast
+    gives 1/n of the gradient, that of reducescatter n times.) A process that ends is told by Horovod; one that
+    is alive and does not come to a collective is told after `timeout` seconds.
 
     Args:
         devices: how many devices the program is written for, or their names ("cpu:0"...). The world must have as many
@@ -86,10 +86,10 @@ class HorovodBackend(LocalViewBackend[Any]):
         self._side = _side(self.framework)
         self._hvd: Any = self._side.hvd
         self.ops = self._side.make_ops()
-        self._world: World | None = None
+        self._world: Membership | None = None
         self._has_joined = False
         self._sets: ProcessSets | None = None
-        self.comm = self._side.make_comm(self._wire, environment.timeout())
+        self.comm = self._side.make_comm(self._transport, environment.timeout())
 
     # the world ------------------------------------------------------------------------------------------------
 
@@ -113,14 +113,14 @@ class HorovodBackend(LocalViewBackend[Any]):
         self._moves.clear()
         self._sets = None
         self._world = join(cluster, self._hvd)
-        self.comm = self._side.make_comm(self._wire, self._world.timeout)
+        self.comm = self._side.make_comm(self._transport, self._world.timeout)
         if self._world.is_ours and self._world.size > 1:
             atexit.register(self._part)
 
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait. HOROVOD_GLOO_TIMEOUT_SECONDS, for a process that is stopped, stays."""
         self._world = replace(self.world, timeout=seconds)
-        self.comm = self._side.make_comm(self._wire, seconds)
+        self.comm = self._side.make_comm(self._transport, seconds)
         if self._sets is not None:
             self._sets.timeout = seconds
 
@@ -128,7 +128,7 @@ class HorovodBackend(LocalViewBackend[Any]):
         """At the end of the program: waits a while for the others. The first process to leave ends Horovod for all,
         those that are still in a collective of another group included."""
         if not has_failed():
-            self.comm = self._side.make_comm(self._wire, PARTING_SECONDS)
+            self.comm = self._side.make_comm(self._transport, PARTING_SECONDS)
             # They tell of it themselves.
             with contextlib.suppress(ProcessLostError, DesyncError), events.for_purpose("the end of the program"):
                 self.barrier()
@@ -141,7 +141,7 @@ class HorovodBackend(LocalViewBackend[Any]):
             leave(world, self._hvd)
 
     @property
-    def world(self) -> World:
+    def world(self) -> Membership:
         """The world joined; before any was joined, that of the program's own hvd.init() or of this process alone."""
         if self._world is None or (not self._has_joined and self._world.size == 1 and self._stale()):
             self._enter(Cluster())
@@ -195,7 +195,7 @@ class HorovodBackend(LocalViewBackend[Any]):
             self._sets = ProcessSets(self._hvd, self.world.timeout)
         return self._sets
 
-    def _wire(self, group: Group) -> Any:
+    def _transport(self, group: Group) -> Any:
         return self._process_sets()(group)
 
     def _prepare(self, mesh: Mesh) -> None:

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.horovod.sets import Wire
+from unidist.backends.horovod.sets import Transport
 from unidist.backends.local import Handle
 from unidist.errors import CapabilityError
 
@@ -17,21 +17,27 @@ A = TypeVar("A")
 class Ways(Protocol[A]):
     """Collectives over one process set, by a framework's Horovod. As `Collectives` in backends/local.py."""
 
-    def all_reduce(self, x: A, wire: Wire, op: ReduceOp) -> A: ...
+    def all_reduce(self, x: A, transport: Transport, op: ReduceOp) -> A: ...
 
-    def all_gather(self, x: A, wire: Wire, dim: int, sizes: Sequence[int]) -> A: ...
+    def all_gather(self, x: A, transport: Transport, dim: int, sizes: Sequence[int]) -> A: ...
 
-    def reduce_scatter(self, x: A, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> A: ...
+    def reduce_scatter(self, x: A, transport: Transport, dim: int, sizes: Sequence[int], op: ReduceOp) -> A: ...
 
     def all_to_all(
-        self, x: A, wire: Wire, split: int, split_sizes: Sequence[int], concat: int, concat_sizes: Sequence[int]
+        self,
+        x: A,
+        transport: Transport,
+        split: int,
+        split_sizes: Sequence[int],
+        concat: int,
+        concat_sizes: Sequence[int],
     ) -> A: ...
 
-    def broadcast(self, x: A, wire: Wire, root: int) -> A: ...
+    def broadcast(self, x: A, transport: Transport, root: int) -> A: ...
 
-    def permute(self, x: A, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> A: ...
+    def permute(self, x: A, transport: Transport, pairs: tuple[tuple[int, int], ...]) -> A: ...
 
-    def barrier(self, wire: Wire) -> None: ...
+    def barrier(self, transport: Transport) -> None: ...
 
     def zeros_like(self, x: A) -> A: ...
 
@@ -44,18 +50,18 @@ class HorovodComm(Generic[A]):
         DesyncError: the members came with different shapes or dtypes.
     """
 
-    def __init__(self, wire: Callable[[Group], Wire], ways: Ways[A]) -> None:
-        self.wire = wire
+    def __init__(self, transport: Callable[[Group], Transport], ways: Ways[A]) -> None:
+        self.transport = transport
         self._ways = ways
 
     def all_reduce(self, x: A, group: Group, op: ReduceOp) -> A:
-        return x if group.size == 1 else self._ways.all_reduce(x, self.wire(group), op)
+        return x if group.size == 1 else self._ways.all_reduce(x, self.transport(group), op)
 
     def all_gather(self, x: A, group: Group, dim: int, sizes: Sequence[int]) -> A:
-        return x if group.size == 1 else self._ways.all_gather(x, self.wire(group), dim, sizes)
+        return x if group.size == 1 else self._ways.all_gather(x, self.transport(group), dim, sizes)
 
     def reduce_scatter(self, x: A, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp) -> A:
-        return x if group.size == 1 else self._ways.reduce_scatter(x, self.wire(group), dim, sizes, op)
+        return x if group.size == 1 else self._ways.reduce_scatter(x, self.transport(group), dim, sizes, op)
 
     def all_to_all(
         self,
@@ -68,7 +74,7 @@ class HorovodComm(Generic[A]):
     ) -> A:
         if group.size == 1:
             return x
-        return self._ways.all_to_all(x, self.wire(group), split, split_sizes, concat, concat_sizes)
+        return self._ways.all_to_all(x, self.transport(group), split, split_sizes, concat, concat_sizes)
 
     # What works on buffers: only where the framework's arrays can be written to.
 
@@ -82,13 +88,13 @@ class HorovodComm(Generic[A]):
         raise CapabilityError(f"{type(x).__name__} cannot be filled: use all_gather")
 
     def broadcast(self, x: A, group: Group, root: int) -> A:
-        return x if group.size == 1 else self._ways.broadcast(x, self.wire(group), root)
+        return x if group.size == 1 else self._ways.broadcast(x, self.transport(group), root)
 
     def permute(self, x: A, group: Group, pairs: tuple[tuple[int, int], ...]) -> A:
         if group.size == 1:
             return x if pairs else self._ways.zeros_like(x)
-        return self._ways.permute(x, self.wire(group), pairs)
+        return self._ways.permute(x, self.transport(group), pairs)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:
-            self._ways.barrier(self.wire(group))
+            self._ways.barrier(self.transport(group))

@@ -19,7 +19,7 @@ _servers: dict[tuple[str, int], Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Membership:
     """The processes that this one belongs to.
 
     Attributes:
@@ -37,7 +37,7 @@ class World:
     before: Mapping[str, str | None] = field(default_factory=dict)
 
 
-def join(cluster: Cluster, hvd: Any) -> World:
+def join(cluster: Cluster, hvd: Any) -> Membership:
     """The world that the program, the cluster or the launcher describes; else a world of one, without Horovod.
 
     Raises:
@@ -62,20 +62,20 @@ def join(cluster: Cluster, hvd: Any) -> World:
             f"`unidist run --backend horovod -n {count} script.py` or `horovodrun -np {count} python script.py`"
         )
     if count == 1 or address is None:
-        return World(0, 1, cluster.timeout, False)
+        return Membership(0, 1, cluster.timeout, False)
     return _initialised(hvd, index, count, cluster.timeout, _at(address, count, index, cluster.timeout))
 
 
-def leave(world: World, hvd: Any) -> None:
+def leave(world: Membership, hvd: Any) -> None:
     if world.is_ours and hvd.is_initialized():
         hvd.shutdown()
     _put(world.before)
 
 
-def _existing(cluster: Cluster, hvd: Any) -> World:
+def _existing(cluster: Cluster, hvd: Any) -> Membership:
     rank, size = hvd.rank(), hvd.size()
     _check(cluster, rank, size)
-    return World(rank, size, cluster.timeout, False)
+    return Membership(rank, size, cluster.timeout, False)
 
 
 def _check(cluster: Cluster, rank: int, size: int) -> None:
@@ -105,7 +105,7 @@ def _at(address: str, count: int, index: int, timeout: float) -> dict[str, str]:
         ) from error
 
 
-def _initialised(hvd: Any, index: int, count: int, timeout: float, variables: dict[str, str]) -> World:
+def _initialised(hvd: Any, index: int, count: int, timeout: float, variables: dict[str, str]) -> Membership:
     # The first is for a process that has stopped; one that is elsewhere is found by lost.wait. Names of collectives
     # are numbers here, so that ranks that part are told at once; Horovod's cache only knows names that come again.
     defaults = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout)), "HOROVOD_CACHE_CAPACITY": "0"}
@@ -123,7 +123,7 @@ def _initialised(hvd: Any, index: int, count: int, timeout: float, variables: di
             f"({time.monotonic() - begun:.0f} s; {str(error).splitlines()[0]}): check that all {count} processes were "
             "started and that the machines reach each other"
         ) from error
-    return World(hvd.rank(), hvd.size(), timeout, True, before)
+    return Membership(hvd.rank(), hvd.size(), timeout, True, before)
 
 
 def _put(variables: Mapping[str, str | None]) -> None:

@@ -19,7 +19,7 @@ from unidist.algebra import Group, chunk
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.horovod import lost
 from unidist.backends.horovod.comm import HorovodComm
-from unidist.backends.horovod.sets import Wire
+from unidist.backends.horovod.sets import Transport
 from unidist.backends.protocol import Array, plain_array
 from unidist.errors import CapabilityError
 
@@ -65,19 +65,21 @@ class Waiter:
         self._timeout = timeout
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
 
-    def __call__(self, what: str, wire: Wire, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def __call__(
+        self, what: str, transport: Transport, operation: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
         """operation(*args, **options) over a process set.
 
         Raises:
             ProcessLostError: another member ended or did not come in time.
             DesyncError: the members came with different shapes or dtypes.
         """
-        at = lost.Call(what, wire.ranks, events.purpose())
+        at = lost.Call(what, transport.ranks, events.purpose())
         if self._work is None:
             self._work = _start()
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        name = wire.name()
-        self._work.put((lambda: operation(*args, **options, name=name, process_set=wire.native), answer))
+        name = transport.name()
+        self._work.put((lambda: operation(*args, **options, name=name, process_set=transport.native), answer))
         try:
             result, error = answer.get(timeout=self._timeout)
         except queue.Empty:
@@ -124,96 +126,102 @@ class TensorFlowWays:
     def __init__(self, timeout: float) -> None:
         self._do = Waiter(timeout)
 
-    def all_reduce(self, x: Tensor, wire: Wire, op: ReduceOp) -> Tensor:
+    def all_reduce(self, x: Tensor, transport: Transport, op: ReduceOp) -> Tensor:
         if prod(x.shape) == 0:
             return x
         if op in ("max", "min") and x.dtype.is_floating:
-            return self._all_reduce_in_parts(x, wire, op)
+            return self._all_reduce_in_parts(x, transport, op)
         native = NATIVE[_OF_BOOLS.get(op, op) if x.dtype == tf.bool else op]
         values = tf.cast(x, REDUCED_AS.get(x.dtype, x.dtype))
-        out = tf.cast(self._do("all_reduce", wire, hvd.allreduce, values, op=native), x.dtype)
-        return out / wire.size if op == "mean" else out
+        out = tf.cast(self._do("all_reduce", transport, hvd.allreduce, values, op=native), x.dtype)
+        return out / transport.size if op == "mean" else out
 
-    def _all_reduce_in_parts(self, x: Tensor, wire: Wire, op: ReduceOp) -> Tensor:
+    def _all_reduce_in_parts(self, x: Tensor, transport: Transport, op: ReduceOp) -> Tensor:
         """Each place reduces one part of all, then they are joined: Horovod's own max and min lose NaN. Sends 2(n-1)/n
         of x, as a ring's all_reduce does."""
         flat = tf.reshape(x, [-1])
-        sizes = [length for _, length in chunk(int(flat.shape[0]), wire.size)]
-        own = self.reduce_scatter(flat, wire, 0, sizes, op)
-        return tf.reshape(self.all_gather(own, wire, 0, sizes), x.shape)
+        sizes = [length for _, length in chunk(int(flat.shape[0]), transport.size)]
+        own = self.reduce_scatter(flat, transport, 0, sizes, op)
+        return tf.reshape(self.all_gather(own, transport, 0, sizes), x.shape)
 
-    def all_gather(self, x: Tensor, wire: Wire, dim: int, sizes: Sequence[int]) -> Tensor:
+    def all_gather(self, x: Tensor, transport: Transport, dim: int, sizes: Sequence[int]) -> Tensor:
         shapes = [_resized(x, {dim: n}) for n in sizes]
         counts = [prod(shape) for shape in shapes]
         if sum(counts) == 0:
             return tf.zeros(_resized(x, {dim: sum(sizes)}), x.dtype)
-        joined = self._do("all_gather", wire, hvd.allgather, _carried(x))
-        pieces = tf.split(joined, [counts[place] for place in _order(wire)])
-        return self._joined(pieces, shapes, wire, dim, x.dtype)
+        joined = self._do("all_gather", transport, hvd.allgather, _carried(x))
+        pieces = tf.split(joined, [counts[place] for place in _order(transport)])
+        return self._joined(pieces, shapes, transport, dim, x.dtype)
 
-    def reduce_scatter(self, x: Tensor, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> Tensor:
-        shape = _resized(x, {dim: sizes[wire.index]})
+    def reduce_scatter(self, x: Tensor, transport: Transport, dim: int, sizes: Sequence[int], op: ReduceOp) -> Tensor:
+        shape = _resized(x, {dim: sizes[transport.index]})
         if prod(x.shape) == 0:
             return tf.zeros(shape, x.dtype)
         parts = [tf.reshape(part, [-1]) for part in tf.split(x, list(sizes), dim)]
-        came = self._exchange("reduce_scatter", wire, parts, [prod(shape)] * wire.size, x.dtype)
+        came = self._exchange("reduce_scatter", transport, parts, [prod(shape)] * transport.size, x.dtype)
         out = reduce((_FOLD_BOOLS if x.dtype == tf.bool else _FOLD)[op], came)
-        return tf.reshape(out / wire.size if op == "mean" else out, shape)
+        return tf.reshape(out / transport.size if op == "mean" else out, shape)
 
     def all_to_all(
-        self, x: Tensor, wire: Wire, split: int, split_sizes: Sequence[int], concat: int, concat_sizes: Sequence[int]
+        self,
+        x: Tensor,
+        transport: Transport,
+        split: int,
+        split_sizes: Sequence[int],
+        concat: int,
+        concat_sizes: Sequence[int],
     ) -> Tensor:
-        own = split_sizes[wire.index]
+        own = split_sizes[transport.index]
         # What the group holds together tells whether anyone sends anything: all members must decide alike.
         if prod(_resized(x, {concat: sum(concat_sizes)})) == 0:
             return tf.zeros(_resized(x, {split: own, concat: sum(concat_sizes)}), x.dtype)
         shapes = [_resized(x, {split: own, concat: n}) for n in concat_sizes]
         parts = [tf.reshape(part, [-1]) for part in tf.split(x, list(split_sizes), split)]
-        came = self._exchange("all_to_all", wire, parts, [prod(shape) for shape in shapes], x.dtype)
+        came = self._exchange("all_to_all", transport, parts, [prod(shape) for shape in shapes], x.dtype)
         return tf.concat([tf.reshape(p, shape) for p, shape in zip(came, shapes, strict=True)], concat)
 
-    def broadcast(self, x: Tensor, wire: Wire, root: int) -> Tensor:
+    def broadcast(self, x: Tensor, transport: Transport, root: int) -> Tensor:
         if prod(x.shape) == 0:
             return x
         # Horovod's root is a rank of the world, not of the process set.
-        out = self._do("broadcast", wire, hvd.broadcast, _carried(x), root_rank=wire.ranks[root])
+        out = self._do("broadcast", transport, hvd.broadcast, _carried(x), root_rank=transport.ranks[root])
         return tf.reshape(_restored(out, x.dtype), x.shape)
 
-    def permute(self, x: Tensor, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> Tensor:
+    def permute(self, x: Tensor, transport: Transport, pairs: tuple[tuple[int, int], ...]) -> Tensor:
         if prod(x.shape) == 0 or not pairs:
             return tf.zeros_like(x)
         nothing, flat = tf.zeros([0], x.dtype), tf.reshape(x, [-1])
-        sent, received = [nothing] * wire.size, [0] * wire.size
+        sent, received = [nothing] * transport.size, [0] * transport.size
         for source, destination in pairs:
-            if source == wire.index:
+            if source == transport.index:
                 sent[destination] = flat
-            if destination == wire.index:
+            if destination == transport.index:
                 received[source] = prod(x.shape)
-        came = self._exchange("permute", wire, sent, received, x.dtype)
+        came = self._exchange("permute", transport, sent, received, x.dtype)
         return tf.reshape(tf.concat(came, 0), x.shape) if any(received) else tf.zeros_like(x)
 
-    def barrier(self, wire: Wire) -> None:
-        self._do("barrier", wire, hvd.allreduce, tf.zeros([1], tf.int32), op=hvd.Sum)
+    def barrier(self, transport: Transport) -> None:
+        self._do("barrier", transport, hvd.allreduce, tf.zeros([1], tf.int32), op=hvd.Sum)
 
     def zeros_like(self, x: Tensor) -> Tensor:
         return tf.zeros_like(x)
 
     def _exchange(
-        self, what: str, wire: Wire, parts: Sequence[Tensor], counts: Sequence[int], dtype: Any
+        self, what: str, transport: Transport, parts: Sequence[Tensor], counts: Sequence[int], dtype: Any
     ) -> list[Tensor]:
         """parts[k] to place k; what came from each place, as long as `counts` says."""
-        order = _order(wire)
+        order = _order(transport)
         sent = _carried(tf.concat([parts[place] for place in order], 0))
         splits = tf.constant([int(parts[place].shape[0]) for place in order], tf.int32)
-        came, _ = self._do(what, wire, hvd.alltoall, sent, splits=splits)
+        came, _ = self._do(what, transport, hvd.alltoall, sent, splits=splits)
         pieces = tf.split(_restored(came, dtype), [counts[place] for place in order])
-        return [pieces[order.index(place)] for place in range(wire.size)]
+        return [pieces[order.index(place)] for place in range(transport.size)]
 
     def _joined(
-        self, pieces: Sequence[Tensor], shapes: Sequence[list[int]], wire: Wire, dim: int, dtype: Any
+        self, pieces: Sequence[Tensor], shapes: Sequence[list[int]], transport: Transport, dim: int, dtype: Any
     ) -> Tensor:
-        order = _order(wire)
-        by_place = [pieces[order.index(place)] for place in range(wire.size)]
+        order = _order(transport)
+        by_place = [pieces[order.index(place)] for place in range(transport.size)]
         return tf.concat(
             [tf.reshape(_restored(p, dtype), shape) for p, shape in zip(by_place, shapes, strict=True)], dim
         )
@@ -277,9 +285,9 @@ def _resized(x: Tensor, sizes: dict[int, int]) -> list[int]:
     return [sizes.get(dim, n) for dim, n in enumerate(x.shape)]
 
 
-def _order(wire: Wire) -> tuple[int, ...]:
+def _order(transport: Transport) -> tuple[int, ...]:
     """The places in the order of their ranks, which is Horovod's."""
-    return wire.order or tuple(range(wire.size))
+    return transport.order or tuple(range(transport.size))
 
 
 def _carried(x: Tensor) -> Tensor:
@@ -296,8 +304,8 @@ def _restored(x: Tensor, dtype: Any) -> Tensor:
     return tf.bitcast(x, tf.bfloat16) if dtype == tf.bfloat16 else x
 
 
-def make_comm(wire: Callable[[Group], Wire], timeout: float) -> HorovodComm[Tensor]:
-    return HorovodComm(wire, TensorFlowWays(timeout))
+def make_comm(transport: Callable[[Group], Transport], timeout: float) -> HorovodComm[Tensor]:
+    return HorovodComm(transport, TensorFlowWays(timeout))
 
 
 def make_ops() -> TensorFlowOps:

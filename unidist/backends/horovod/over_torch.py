@@ -14,7 +14,7 @@ from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.horovod import lost
 from unidist.backends.horovod.comm import HorovodComm
-from unidist.backends.horovod.sets import Wire
+from unidist.backends.horovod.sets import Transport
 from unidist.backends.local import Done
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import check_contiguous, check_parts
@@ -47,73 +47,81 @@ class Primitives:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
-    def finish(self, handle: int, at: lost.Call, wire: Wire, name: str) -> Any:
+    def finish(self, handle: int, at: lost.Call, transport: Transport, name: str) -> Any:
         """Waits for an operation that was started; its result."""
         lost.wait(lambda: hvd.poll(handle), at, self._timeout)
         try:
             return hvd.synchronize(handle)
         except HorovodInternalError as error:
-            told = self._told(at, wire, name) if lost.disagrees(error) else b""
+            told = self._told(at, transport, name) if lost.disagrees(error) else b""
             raise lost.failure(error, at, told) from error
 
-    def _told(self, at: lost.Call, wire: Wire, name: str) -> bytes:
+    def _told(self, at: lost.Call, transport: Transport, name: str) -> bytes:
         """Where all ranks are that disagreed in an operation."""
         own = torch.frombuffer(bytearray(lost.where(at)), dtype=torch.uint8)
         try:
-            handle = hvd.allgather_async(own, name=f"{name}.apart", process_set=wire.native)
+            handle = hvd.allgather_async(own, name=f"{name}.apart", process_set=transport.native)
             lost.wait(lambda: hvd.poll(handle), at, min(self._timeout, lost.TELLING_SECONDS))
             return bytes(hvd.synchronize(handle).numpy())
         except (HorovodInternalError, ProcessLostError):
             return b""
 
-    def start(self, what: str, wire: Wire, operation: Callable[..., int], *args: Any, **options: Any) -> Pending:
+    def start(
+        self, what: str, transport: Transport, operation: Callable[..., int], *args: Any, **options: Any
+    ) -> Pending:
         """Starts operation(*args, **options) over a process set."""
-        at, name = lost.Call(what, wire.ranks, events.purpose()), wire.name()
+        at, name = lost.Call(what, transport.ranks, events.purpose()), transport.name()
         try:
-            handle = operation(*args, **options, name=name, process_set=wire.native)
+            handle = operation(*args, **options, name=name, process_set=transport.native)
         except HorovodInternalError as error:
             raise lost.failure(error, at) from error
-        return Pending(lambda: self.finish(handle, at, wire, name))
+        return Pending(lambda: self.finish(handle, at, transport, name))
 
-    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
-        out = self.start_all_reduce(x.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True), wire, op).result()
+    def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        out = self.start_all_reduce(x.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True), transport, op).result()
         return out.to(x.dtype)  # type: ignore[no-any-return]
 
-    def start_all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> Pending:
+    def start_all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> Pending:
         """In place, of a dtype that Horovod reduces; the sum for a mean."""
-        return self.start("all_reduce", wire, hvd.allreduce_async_, x, op=NATIVE[op])
+        return self.start("all_reduce", transport, hvd.allreduce_async_, x, op=NATIVE[op])
 
-    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        joined = self.start("all_gather", wire, hvd.allgather_async, _carried(x)).result()
-        out = _by_place(joined.view(wire.size, *x.shape), wire)
-        return out.view(wire.size * x.shape[0], *x.shape[1:]).view(x.dtype)
+    def all_gather(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        joined = self.start("all_gather", transport, hvd.allgather_async, _carried(x)).result()
+        out = _by_place(joined.view(transport.size, *x.shape), transport)
+        return out.view(transport.size * x.shape[0], *x.shape[1:]).view(x.dtype)
 
-    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
-        parts = x.view(wire.size, -1)
-        shape = (x.shape[0] // wire.size, *x.shape[1:])
+    def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        parts = x.view(transport.size, -1)
+        shape = (x.shape[0] // transport.size, *x.shape[1:])
         if op not in ("sum", "mean") or x.dtype in REDUCED_AS:  # what Horovod does not reduce is folded here
-            counts = [parts.shape[1]] * wire.size
-            came = self.all_to_all(parts.reshape(-1), wire, counts, counts)
-            total = fold(list(came.view_as(parts)), wire.index, "sum" if op == "mean" else op)
+            counts = [parts.shape[1]] * transport.size
+            came = self.all_to_all(parts.reshape(-1), transport, counts, counts)
+            total = fold(list(came.view_as(parts)), transport.index, "sum" if op == "mean" else op)
             return total.clone().view(shape)
-        out = self.start("reduce_scatter", wire, hvd.reducescatter_async, _by_rank(parts, wire), op=hvd.Sum).result()
+        out = self.start(
+            "reduce_scatter", transport, hvd.reducescatter_async, _by_rank(parts, transport), op=hvd.Sum
+        ).result()
         return out.view(shape)  # type: ignore[no-any-return]
 
-    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        order = wire.order or range(wire.size)
-        if wire.order is not None:
+    def all_to_all(
+        self, x: torch.Tensor, transport: Transport, received: Sequence[int], sent: Sequence[int]
+    ) -> torch.Tensor:
+        order = transport.order or range(transport.size)
+        if transport.order is not None:
             pieces = x.split(list(sent))
             x = torch.cat([pieces[place] for place in order])
         splits = torch.tensor([sent[place] for place in order], dtype=torch.int32)
-        came, _ = self.start("all_to_all", wire, hvd.alltoall_async, _carried(x), splits=splits).result()
-        if wire.order is not None:
+        came, _ = self.start("all_to_all", transport, hvd.alltoall_async, _carried(x), splits=splits).result()
+        if transport.order is not None:
             pieces = came.split([received[place] for place in order])
-            came = torch.cat([pieces[wire.order.index(place)] for place in range(wire.size)])
+            came = torch.cat([pieces[transport.order.index(place)] for place in range(transport.size)])
         return came.view(x.dtype)  # type: ignore[no-any-return]
 
-    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor, transport: Transport, root: int) -> torch.Tensor:
         # Horovod's root is a rank of the world, not of the process set.
-        out = self.start("broadcast", wire, hvd.broadcast_async, _carried(x), root_rank=wire.ranks[root]).result()
+        out = self.start(
+            "broadcast", transport, hvd.broadcast_async, _carried(x), root_rank=transport.ranks[root]
+        ).result()
         return out.view(x.dtype)  # type: ignore[no-any-return]
 
 
@@ -137,16 +145,16 @@ class Waiting:
             self._finish(pending.result())
 
 
-class TorchWays(BufferedCollectives[Wire]):
+class TorchWays(BufferedCollectives[Transport]):
     """All collectives on torch tensors: uneven shards are padded, dtypes that Horovod lacks are carried by others."""
 
     def __init__(self, primitives: Primitives) -> None:
         super().__init__(primitives)
         self._horovod = primitives
 
-    def barrier(self, wire: Wire) -> None:
+    def barrier(self, transport: Transport) -> None:
         token = torch.zeros(1, dtype=torch.int32)
-        self._horovod.start("barrier", wire, hvd.allreduce_async_, token, op=hvd.Sum).result()
+        self._horovod.start("barrier", transport, hvd.allreduce_async_, token, op=hvd.Sum).result()
 
     def zeros_like(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
@@ -155,9 +163,9 @@ class TorchWays(BufferedCollectives[Wire]):
 class TorchComm(HorovodComm[torch.Tensor]):
     """Collectives on torch tensors, and those that the explicit engine starts and waits for later."""
 
-    def __init__(self, wire: Callable[[Group], Wire], timeout: float) -> None:
+    def __init__(self, transport: Callable[[Group], Transport], timeout: float) -> None:
         self._primitives = Primitives(timeout)
-        super().__init__(wire, TorchWays(self._primitives))
+        super().__init__(transport, TorchWays(self._primitives))
 
     def all_reduce_inplace(self, x: torch.Tensor, group: Group, op: ReduceOp) -> Waiting | Done:
         """Starts to reduce a contiguous buffer in place."""
@@ -168,7 +176,7 @@ class TorchComm(HorovodComm[torch.Tensor]):
             x.copy_(self.all_reduce(x, group, op))
             return Done()
         values = x.to(REDUCED_AS.get(x.dtype, x.dtype))
-        pending = self._primitives.start_all_reduce(values, self.wire(group), op_for(op, x.dtype))
+        pending = self._primitives.start_all_reduce(values, self.transport(group), op_for(op, x.dtype))
 
         def finish(_: Any) -> None:
             if values is not x:
@@ -193,9 +201,9 @@ class TorchComm(HorovodComm[torch.Tensor]):
             return Done()
         if op not in ("sum", "mean"):
             raise CapabilityError(f"Horovod cannot reduce_scatter by {op}: use all_reduce, or sum or mean")
-        wire, dtype = self.wire(group), REDUCED_AS.get(x.dtype, x.dtype)
-        parts = _by_rank(x.to(dtype).view(wire.size, -1), wire)
-        pending = self._primitives.start("reduce_scatter", wire, hvd.reducescatter_async, parts, op=hvd.Sum)
+        transport, dtype = self.transport(group), REDUCED_AS.get(x.dtype, x.dtype)
+        parts = _by_rank(x.to(dtype).view(transport.size, -1), transport)
+        pending = self._primitives.start("reduce_scatter", transport, hvd.reducescatter_async, parts, op=hvd.Sum)
         return Waiting(pending, lambda part: out.copy_((part / group.size if op == "mean" else part).view(out.shape)))
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Waiting | Done:
@@ -208,17 +216,17 @@ class TorchComm(HorovodComm[torch.Tensor]):
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        wire = self.wire(group)
-        pending = self._primitives.start("all_gather", wire, hvd.allgather_async, _carried(x))
+        transport = self.transport(group)
+        pending = self._primitives.start("all_gather", transport, hvd.allgather_async, _carried(x))
 
         def finish(joined: torch.Tensor) -> None:
-            _carried(out).copy_(_by_place(joined.view(wire.size, -1), wire).view(out.shape))
+            _carried(out).copy_(_by_place(joined.view(transport.size, -1), transport).view(out.shape))
 
         return Waiting(pending, finish)
 
 
-def make_comm(wire: Callable[[Group], Wire], timeout: float) -> TorchComm:
-    return TorchComm(wire, timeout)
+def make_comm(transport: Callable[[Group], Transport], timeout: float) -> TorchComm:
+    return TorchComm(transport, timeout)
 
 
 def make_ops() -> TorchOps:
@@ -230,13 +238,13 @@ def _carried(x: torch.Tensor) -> torch.Tensor:
     return x.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else x
 
 
-def _by_rank(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+def _by_rank(rows: torch.Tensor, transport: Transport) -> torch.Tensor:
     """Rows in the order of places, brought into the order of ranks."""
-    return rows if wire.order is None else rows[list(wire.order)]
+    return rows if transport.order is None else rows[list(transport.order)]
 
 
-def _by_place(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+def _by_place(rows: torch.Tensor, transport: Transport) -> torch.Tensor:
     """Rows in the order of ranks, brought into the order of places."""
-    if wire.order is None:
+    if transport.order is None:
         return rows
-    return rows[[wire.order.index(place) for place in range(wire.size)]]
+    return rows[[transport.order.index(place) for place in range(transport.size)]]

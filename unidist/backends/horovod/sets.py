@@ -17,7 +17,7 @@ _NAMES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wire:
+class Transport:
     """One process set, seen from this process. Its members are numbered by their places in the mesh's group.
 
     Attributes:
@@ -71,16 +71,16 @@ class ProcessSets:
         self._world = tuple(range(hvd.size()))
         self._native: dict[tuple[int, ...], Any] = {self._world: hvd.global_process_set}
         self._numbers: dict[tuple[int, ...], Iterator[int]] = {}
-        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._transports: dict[tuple[int, ...], Transport] = {}
         self._meshes: dict[Mesh, HorovodMesh] = {}
 
-    def __call__(self, group: Group) -> Wire:
-        wire = self._wires.get(group.ranks)
-        if wire is None:
-            wire = self._wires[group.ranks] = self._make(group)
-        return wire
+    def __call__(self, group: Group) -> Transport:
+        transport = self._transports.get(group.ranks)
+        if transport is None:
+            transport = self._transports[group.ranks] = self._make(group)
+        return transport
 
-    def _make(self, group: Group) -> Wire:
+    def _make(self, group: Group) -> Transport:
         members = tuple(sorted(group.ranks))
         native = self._native.get(members)
         if native is None:
@@ -91,7 +91,7 @@ class ProcessSets:
         order = None if members == group.ranks else tuple(group.ranks.index(rank) for rank in members)
         # Groups of one set in several orders share its numbers.
         numbers = self._numbers.setdefault(members, itertools.cycle(range(_NAMES)))
-        return Wire(native, group.ranks, group.index, order, numbers)
+        return Transport(native, group.ranks, group.index, order, numbers)
 
     def known(self, mesh: Mesh) -> bool:
         return mesh in self._meshes

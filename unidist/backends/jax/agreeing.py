@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from unidist.backends.jax.joining import World
+from unidist.backends.jax.joining import Membership
 from unidist.backends.jax.waiting import Patience, lost_in
 from unidist.errors import BackendMismatchError, DesyncError
 
@@ -30,7 +30,7 @@ _meetings = SimpleNamespace(client=None, counts=Counter())
 
 
 def agree(
-    world: World, what: str, how: Mapping[str, str], processes: Sequence[int], devices: Sequence[jax.Device]
+    world: Membership, what: str, how: Mapping[str, str], processes: Sequence[int], devices: Sequence[jax.Device]
 ) -> None:
     """Returns when all the processes have come to the same. Nothing where this is the only one.
 
@@ -50,7 +50,12 @@ def agree(
 
 
 def meet(
-    world: World, what: str, how: Mapping[str, str], value: str, processes: Sequence[int], devices: Sequence[jax.Device]
+    world: Membership,
+    what: str,
+    how: Mapping[str, str],
+    value: str,
+    processes: Sequence[int],
+    devices: Sequence[jax.Device],
 ) -> list[str]:
     """As `agree`; gives every process's value."""
     with lost_in(world, what):
@@ -83,7 +88,7 @@ def _told_apart(said: Sequence[Any]) -> list[str]:
     ]
 
 
-def _exchanged(world: World, what: str, said: str, processes: Sequence[int]) -> list[str]:
+def _exchanged(world: Membership, what: str, said: str, processes: Sequence[int]) -> list[str]:
     """What each process has said, by process."""
     with _lock:
         store = _store()

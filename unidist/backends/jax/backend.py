@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
 from unidist.backends.checking import checks_all
 from unidist.backends.jax import agreeing, arrays, collectives, joining, waiting
 from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
-from unidist.backends.jax.joining import World, join
+from unidist.backends.jax.joining import Membership, join
 from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import (
     ALL_DTYPES,
@@ -37,7 +37,7 @@ _PROGRAMS: dict[str, Callable[..., Move]] = {
 }
 # What is the same on all processes in a collective on shards, by its name.
 _HOW = {"broadcast": "root", "permute": "pairs"}
-_ALONE = World(count=1, index=0, timeout=300.0)
+_ALONE = Membership(count=1, index=0, timeout=300.0)
 
 
 class _Declared:
@@ -73,7 +73,7 @@ class JaxBackend(DistributionBackend):
         if isinstance(devices, int):
             make_virtual(devices)
         self._wanted = devices
-        self._world: World | None = None
+        self._world: Membership | None = None
         self._forget()
         arrays.register_tree()
 
@@ -109,7 +109,7 @@ class JaxBackend(DistributionBackend):
             self._forget()
 
     @property
-    def world(self) -> World:
+    def world(self) -> Membership:
         return self._world or _ALONE
 
     def process_index(self) -> int:
@@ -244,9 +244,9 @@ class JaxBackend(DistributionBackend):
             self._check_dtype(x)
             self._check_shape(x, src)
         if events.listening():
-            self._tell_steps(plan(src, dst), x)
+            self._tell_steps(redistribution(src, dst), x)
         several = self.world.count > 1
-        if several and (steps := plan(src, dst).collectives):
+        if several and (steps := redistribution(src, dst).collectives):
             name = what if what == "gather" else ", ".join(step.op for step in steps)
             self._agree(name, src, x, (("from", src.layout), ("to", dst.layout)))
         waits = what == "gather" and several
@@ -319,7 +319,7 @@ class JaxBackend(DistributionBackend):
     # programs
 
     def _make_redistribution(self, src: Sharding, dst: Sharding) -> _Redistribution:
-        program = collectives.redistribution(self.mesh(src.mesh), src, dst)
+        program = collectives.program_of(self.mesh(src.mesh), src, dst)
         return _Redistribution(arrays.data_shape(src), program)
 
     def _make_program(self, make: Callable[..., Move], sharding: Sharding, *how: Any) -> Move:
@@ -349,7 +349,7 @@ class JaxBackend(DistributionBackend):
                 f"backend 'jax' has {what} only outside jax.jit and jax.grad: inside there is no value yet"
             )
 
-    def _tell_steps(self, moves: Plan, x: jax.Array) -> None:
+    def _tell_steps(self, moves: Redistribution, x: jax.Array) -> None:
         """The ledger sees what the first rank of this process sends, of what runs now and not in a traced program."""
         ranks = self._ranks_here(moves.src.mesh)
         if ranks and not isinstance(x, jax.core.Tracer):

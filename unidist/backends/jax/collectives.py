@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, Step, plan
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, Step, redistribution
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.jax import remap
 from unidist.backends.jax.arrays import data_shape, partition_spec
@@ -38,12 +38,12 @@ Move: TypeAlias = Callable[[jax.Array], jax.Array]
 # Whole programs
 
 
-def redistribution(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Move:
-    """The program of plan(src, dst): data at src -> data at dst. Its gradient is that of this module's text."""
-    moves = plan(src, dst)
+def program_of(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Move:
+    """redistribution(src, dst) as a program: data at src -> data at dst. Its gradient is that of this module's text."""
+    moves = redistribution(src, dst)
     if all(step.op == "retype" or _is_nothing(step) for step in moves.steps) and data_shape(src) == data_shape(dst):
         return _itself
-    back = plan(_whole(dst), _whole(src))
+    back = redistribution(_whole(dst), _whole(src))
     factor = prod(step.factor for step in moves.steps if step.op == "scale")
     return _with_adjoint(
         _program(mesh, partial(run, moves), src, dst),
@@ -179,7 +179,7 @@ def _is_nothing(step: Step) -> bool:
 # One rank's part of each step, inside shard_map
 
 
-def run(moves: Plan, x: jax.Array) -> jax.Array:
+def run(moves: Redistribution, x: jax.Array) -> jax.Array:
     """The plan's steps on a rank's padded part."""
     for step in moves.steps:
         if not _is_nothing(step):

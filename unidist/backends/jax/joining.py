@@ -27,7 +27,7 @@ _SILENCE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Membership:
     """The processes that this one belongs to.
 
     Attributes:
@@ -64,21 +64,21 @@ class World:
 
 
 # The world of several processes that this one is in, and joined through unidist.
-_joined: World | None = None
+_joined: Membership | None = None
 
 
-def current() -> World | None:
+def current() -> Membership | None:
     """The world of several processes that this one has joined, made by unidist or by somebody else; None in others."""
     return _joined
 
 
-def with_timeout(world: World, seconds: float) -> World:
+def with_timeout(world: Membership, seconds: float) -> Membership:
     """The world, in which collectives and reads wait for so long from now on."""
     changed = replace(world, timeout=seconds)
     return _entered(changed) if _joined is not None else changed
 
 
-def _entered(world: World) -> World:
+def _entered(world: Membership) -> Membership:
     global _joined
     if world.count > 1:
         _joined = world
@@ -86,7 +86,7 @@ def _entered(world: World) -> World:
     return world
 
 
-def join(cluster: Cluster) -> World:
+def join(cluster: Cluster) -> Membership:
     """The world that the cluster, an existing jax.distributed or the launcher describes; else a world of one.
 
     Raises:
@@ -104,7 +104,7 @@ def join(cluster: Cluster) -> World:
     launch = detect()
     count = cluster.process_count or (launch.process_count if launch else 1)
     if count == 1:
-        return World(1, 0, cluster.timeout)
+        return Membership(1, 0, cluster.timeout)
     index = launch.process_index if launch and cluster.process_index is None else cluster.process_index
     address = cluster.address or address_of(launch)
     if index is None or address is None:
@@ -116,7 +116,7 @@ def join(cluster: Cluster) -> World:
     return _entered(_come_together(address, count, index, cluster.timeout, launch))
 
 
-def _come_together(address: str, count: int, index: int, timeout: float, launch: Launch | None) -> World:
+def _come_together(address: str, count: int, index: int, timeout: float, launch: Launch | None) -> Membership:
     _check_not_started()
     present = roll.call(address, count, index, timeout)
     way = _way(present.coordinator) if index else None
@@ -129,7 +129,7 @@ def _come_together(address: str, count: int, index: int, timeout: float, launch:
         raise BackendNotAvailableError(
             f"process {index} of {count}: JAX could not join the others ({error})"
         ) from error
-    return World(count, index, timeout, present, _until_left(present, way))
+    return Membership(count, index, timeout, present, _until_left(present, way))
 
 
 def _way(coordinator: str) -> relay.Relay:
@@ -149,14 +149,14 @@ def _until_left(present: roll.Roll, way: relay.Relay | None) -> Callable[[], Non
     return leave
 
 
-def _existing(cluster: Cluster) -> World:
+def _existing(cluster: Cluster) -> Membership:
     count, index = jax.process_count(), jax.process_index()
     if cluster.process_count not in (None, count) or cluster.process_index not in (None, index):
         raise BackendMismatchError(
             f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but jax.distributed was "
             f"initialised as process {index} of {count}: leave the arguments out to use that, or shut it down first"
         )
-    return World(count, index, cluster.timeout)
+    return Membership(count, index, cluster.timeout)
 
 
 def _check_not_started() -> None:

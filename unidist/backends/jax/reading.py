@@ -16,13 +16,13 @@ from unidist.backends.jax import waiting
 from unidist.errors import BackendMismatchError
 
 if TYPE_CHECKING:
-    from unidist.backends.jax.joining import World
+    from unidist.backends.jax.joining import Membership
 
 _WHAT = "reading a value"
 _found: dict[str, Any] = {}
 
 
-def watch(world: World) -> None:
+def watch(world: Membership) -> None:
     """Reads wait no longer than the world's timeout from now on, and end when a process is lost.
 
     Raises:

@@ -15,7 +15,7 @@ from jax.errors import JaxRuntimeError
 from unidist.errors import ProcessLostError, UnidistError
 
 if TYPE_CHECKING:
-    from unidist.backends.jax.joining import World
+    from unidist.backends.jax.joining import Membership
 
 # What is under way when a process ends may still arrive.
 _GRACE = 3.0
@@ -47,7 +47,7 @@ def unhurried(x: Any) -> Any:
     return jax.lax.dynamic_update_slice(x, kept.reshape((1,) * x.ndim), (0,) * x.ndim)
 
 
-def until_ready(x: Any, world: World, what: str) -> None:
+def until_ready(x: Any, world: Membership, what: str) -> None:
     """Returns when x is computed.
 
     Raises:
@@ -58,7 +58,7 @@ def until_ready(x: Any, world: World, what: str) -> None:
         x.block_until_ready()
 
 
-def poll(x: Any, world: World, what: str) -> None:
+def poll(x: Any, world: Membership, what: str) -> None:
     """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit.
 
     Raises:
@@ -73,7 +73,7 @@ def poll(x: Any, world: World, what: str) -> None:
 class Patience:
     """A wait for other processes, slept through in naps."""
 
-    def __init__(self, world: World, what: str) -> None:
+    def __init__(self, world: Membership, what: str) -> None:
         self._world = world
         self._what = what
         self._begun = time.monotonic()
@@ -102,7 +102,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def lost_in(world: World | None, what: str) -> Iterator[None]:
+def lost_in(world: Membership | None, what: str) -> Iterator[None]:
     """Inside, an error of XLA's by which another process is gone is a ProcessLostError."""
     try:
         yield
@@ -112,7 +112,7 @@ def lost_in(world: World | None, what: str) -> Iterator[None]:
         raise
 
 
-def loss(error: Exception, world: World, what: str) -> ProcessLostError | None:
+def loss(error: Exception, world: Membership, what: str) -> ProcessLostError | None:
     """What an error of XLA's means, if it is that another process is gone: its kinds do not tell, only its words."""
     text = str(error)
     if world.count == 1 or isinstance(error, UnidistError):
@@ -125,7 +125,7 @@ def loss(error: Exception, world: World, what: str) -> ProcessLostError | None:
     return lost(world, what, text.splitlines()[0])
 
 
-def lost(world: World, what: str, why: str) -> ProcessLostError:
+def lost(world: Membership, what: str, why: str) -> ProcessLostError:
     """The error that another process is gone. The world is broken from now on."""
     if world.roll is not None:
         world.roll.is_broken = True

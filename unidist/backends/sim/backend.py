@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
 from unidist.backends.environment import detect
 from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, DistributionBackend, plain_array
@@ -97,11 +97,11 @@ class SimBackend(DistributionBackend):
         return {rank: shard.copy() for rank, shard in sorted(x.items())}
 
     def gather(self, x: Shards, sharding: Sharding) -> Array:
-        self._tell_steps(plan(sharding, sharding.with_layout(Layout())), x)
+        self._tell_steps(redistribution(sharding, sharding.with_layout(Layout())), x)
         return reference.gather(x, sharding)
 
     def redistribute(self, x: Shards, src: Sharding, dst: Sharding) -> Shards:
-        moves = plan(src, dst)
+        moves = redistribution(src, dst)
         self._tell_steps(moves, x)
         return reference.run(moves, x)
 
@@ -124,7 +124,7 @@ class SimBackend(DistributionBackend):
 
     # the ledger sees what the lowest rank of the mesh sends ----------------------------------------------------
 
-    def _tell_steps(self, moves: Plan, x: Shards) -> None:
+    def _tell_steps(self, moves: Redistribution, x: Shards) -> None:
         if events.listening():
             rank = min(x)
             for step in moves.collectives:

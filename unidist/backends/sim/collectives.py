@@ -17,7 +17,7 @@ from unidist.algebra.layout import ReduceOp
 from unidist.backends.desync import Call
 from unidist.backends.local import Done
 from unidist.backends.protocol import dtype_name
-from unidist.backends.sim.world import World
+from unidist.backends.sim.world import VirtualWorld
 from unidist.backends.torch.ops import TorchOps
 from unidist.errors import DesyncError
 
@@ -45,7 +45,7 @@ class RankCollectives:
         DesyncError: the ranks of a group do not agree, or a rank's array is not as long as its place should hold.
     """
 
-    def __init__(self, world: World, ops: TorchOps) -> None:
+    def __init__(self, world: VirtualWorld, ops: TorchOps) -> None:
         self._world = world
         self._ops = ops
         self._named = _Named()

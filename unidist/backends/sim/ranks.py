@@ -14,7 +14,7 @@ from unidist.backends.local import Collectives, LocalViewBackend
 from unidist.backends.protocol import Capabilities, Cluster
 from unidist.backends.sim.backend import SimBackend
 from unidist.backends.sim.collectives import RankCollectives
-from unidist.backends.sim.world import Enter, World, current_rank
+from unidist.backends.sim.world import Enter, VirtualWorld, current_rank
 from unidist.backends.torch.ops import TorchOps
 from unidist.errors import CapabilityError
 
@@ -38,7 +38,7 @@ class VirtualRanks(LocalViewBackend[torch.Tensor]):
     is_virtual: ClassVar[bool] = True
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", processes=False)
 
-    def __init__(self, world: World, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, world: VirtualWorld, *, device: torch.device | str = "cpu") -> None:
         self.world = world
         self.ops = TorchOps(device)
         self.comm: RankCollectives = RankCollectives(world, self.ops)
@@ -47,8 +47,8 @@ class VirtualRanks(LocalViewBackend[torch.Tensor]):
             world.on_enter.append(carry_torch_state)
 
     def run(self, fn: Callable[..., T], *per_rank: Sequence[Any]) -> list[T]:
-        """fn(rank, ...) on every rank: World.run, with the caller's thread-local state of torch (grad mode, inference
-        mode, autocast, default device) in each rank."""
+        """fn(rank, ...) on every rank, as VirtualWorld.run. Each has the caller's state of torch: grad mode, inference
+        mode, autocast, default device."""
         before = torch.get_num_threads()
         torch.set_num_threads(max(1, min(before, COMPUTE_THREADS // self.world.size)))
         try:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from unidist.algebra import Axes, Plan, Sharding, Step
+from unidist.algebra import Axes, Redistribution, Sharding, Step
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.protocol import Array
 from unidist.errors import LayoutError
@@ -78,7 +78,7 @@ def _reduced(shards: Mapping[int, Array], sharding: Sharding, rank: int) -> Arra
     return parts[rank]
 
 
-def run(plan: Plan, shards: Mapping[int, Array]) -> Shards:
+def run(plan: Redistribution, shards: Mapping[int, Array]) -> Shards:
     out = dict(shards)
     for step in plan.steps:
         out = run_step(step, out)

@@ -1,4 +1,4 @@
-"""World: virtual ranks as threads of one process, one running at a time, handing over at each collective.
+"""VirtualWorld: virtual ranks as threads of one process, one running at a time, handing over at each collective.
 
 A rank that waits for a collective passes the baton to the next rank that can go on; the last one to arrive does the
 group's work and goes on itself. Who runs when follows from what the ranks call and from nothing else, so two runs of
@@ -49,7 +49,7 @@ def current_rank() -> int | None:
     return _here.rank
 
 
-class World:
+class VirtualWorld:
     """n virtual ranks of this process. Their threads are started by the first run and parked between runs.
 
     Args:
@@ -71,7 +71,7 @@ class World:
         self._crew: _Crew | None = None
         self._key = object()
         self._running = threading.Lock()
-        self._end_crew: weakref.finalize[..., World] | None = None
+        self._end_crew: weakref.finalize[..., VirtualWorld] | None = None
 
     def run(self, fn: Callable[..., T], *per_rank: Sequence[Any]) -> list[T]:
         """fn(rank, ...) on every rank, while the calling thread waits.
@@ -203,8 +203,8 @@ class World:
 
 
 class _Crew:
-    """The threads of a world, one for each rank, each parked on its baton. They know nothing of the World itself, so
-    that it can be collected; its key tells whose they are."""
+    """The threads of a world, one for each rank, each parked on its baton. They do not know the world itself, so that
+    it can be collected; its key tells whose they are."""
 
     def __init__(self, n: int, key: object) -> None:
         self.key = key

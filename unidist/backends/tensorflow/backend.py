@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Plan, Sharding, plan, ring_bytes
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import (
@@ -28,7 +28,7 @@ from unidist.backends.protocol import (
 from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
 from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
-from unidist.backends.tensorflow.joining import World, join
+from unidist.backends.tensorflow.joining import Membership, join
 from unidist.backends.tensorflow.lost import told
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
 
@@ -57,7 +57,7 @@ class TensorflowBackend(DistributionBackend):
         if isinstance(devices, int):
             make_virtual(devices)
         self._wanted = devices
-        self._world: World | None = None
+        self._world: Membership | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -90,8 +90,8 @@ class TensorflowBackend(DistributionBackend):
         self._forget()
 
     @property
-    def world(self) -> World:
-        return self._world or World(1, 0)
+    def world(self) -> Membership:
+        return self._world or Membership(1, 0)
 
     def process_index(self) -> int:
         return self.world.index
@@ -181,7 +181,7 @@ class TensorflowBackend(DistributionBackend):
             raise LayoutError(f"the value has shape {tuple(whole.shape)}, the sharding {sharding.shape}")
         replicated = sharding.with_layout(Layout())
         parts = dict.fromkeys(self._ranks_here(sharding.mesh.devices), whole)
-        return self._pack(self._run(plan(replicated, sharding), parts), sharding)
+        return self._pack(self._run(redistribution(replicated, sharding), parts), sharding)
 
     def from_local(self, shards: Sequence[Any], sharding: Sharding) -> Any:
         self.mesh(sharding.mesh)
@@ -206,7 +206,7 @@ class TensorflowBackend(DistributionBackend):
         self._check_shape(x, sharding)
         if not self._ranks_here(sharding.mesh.devices):
             raise MeshError(f"this process holds no rank of {sharding.mesh}: only the others can gather the array")
-        moves = plan(sharding, sharding.with_layout(Layout()))
+        moves = redistribution(sharding, sharding.with_layout(Layout()))
         self._tell_steps(moves, x)
         parts = self._run(moves, self._unpack(x, sharding))
         with told(self.world, "gather"):
@@ -231,11 +231,11 @@ class TensorflowBackend(DistributionBackend):
     # collectives
 
     def redistribute(self, x: Any, src: Sharding, dst: Sharding) -> Any:
-        moves = plan(src, dst)
+        moves = redistribution(src, dst)
         if src == dst:
             return x
 
-        def move(how: Callable[[], Plan]) -> Callable[[Any], Any]:
+        def move(how: Callable[[], Redistribution]) -> Callable[[Any], Any]:
             def run(value: Any) -> Any:
                 self._tell_steps(how(), value)
                 return self._pack(self._run(how(), self._unpack(value, how().src)), how().dst)
@@ -316,7 +316,7 @@ class TensorflowBackend(DistributionBackend):
 
         return run
 
-    def _run(self, moves: Plan, parts: Parts) -> Parts:
+    def _run(self, moves: Redistribution, parts: Parts) -> Parts:
         for step in moves.steps:
             parts = steps.run(step, parts, self._exchange(moves.src.mesh))
         return parts
@@ -366,7 +366,7 @@ class TensorflowBackend(DistributionBackend):
                 f"backend 'tensorflow' has {what} only outside tf.function: inside there is no value yet"
             )
 
-    def _tell_steps(self, moves: Plan, x: Any) -> None:
+    def _tell_steps(self, moves: Redistribution, x: Any) -> None:
         """The ledger sees what the first rank of this process sends."""
         ranks = self._ranks_here(sorted(moves.src.mesh.devices)) if events.listening() else ()
         if ranks:

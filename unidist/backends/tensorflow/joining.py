@@ -25,7 +25,7 @@ _JOBS, _CLIENT, _COUNT, _NAME = "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NU
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Membership:
     """The processes that this one belongs to.
 
     Attributes:
@@ -37,7 +37,7 @@ class World:
     gate: Gate | None = None
 
 
-def join(cluster: Cluster) -> World:
+def join(cluster: Cluster) -> Membership:
     """The world that the cluster or the launcher describes; else a world of one.
 
     Raises:
@@ -47,7 +47,7 @@ def join(cluster: Cluster) -> World:
     launch = detect()
     count = cluster.process_count or (launch.process_count if launch else 1)
     if count == 1:
-        return World(1, 0)
+        return Membership(1, 0)
     index = launch.process_index if launch and cluster.process_index is None else cluster.process_index
     address = cluster.address or (launch.address if launch else None)
     if index is None or address is None:
@@ -67,7 +67,7 @@ def join(cluster: Cluster) -> World:
     dtensor.initialize_accelerator_system(kind)
     if all(is_loopback(job.rpartition(":")[0]) for job in jobs):
         _keep_to_the_loopback()
-    return World(count, index, Gate(index, count, lines, cluster.timeout))
+    return Membership(count, index, Gate(index, count, lines, cluster.timeout))
 
 
 def _keep_to_the_loopback() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from unidist.backends.tensorflow.joining import World
+from unidist.backends.tensorflow.joining import Membership
 from unidist.errors import ProcessLostError
 
 # A step that the lost process takes part in fails with the first error's status, which is not always "unavailable".
@@ -18,7 +18,7 @@ _WORDS = re.compile(
 
 
 @contextlib.contextmanager
-def told(world: World, what: str) -> Iterator[None]:
+def told(world: Membership, what: str) -> Iterator[None]:
     """Runs what takes part in collectives.
 
     Args:
@@ -35,7 +35,7 @@ def told(world: World, what: str) -> Iterator[None]:
         raise
 
 
-def loss(error: Exception, world: World, what: str) -> ProcessLostError | None:
+def loss(error: Exception, world: Membership, what: str) -> ProcessLostError | None:
     """What an error means, if it is that another process is gone."""
     if world.count == 1 or not isinstance(error, tf.errors.OpError):
         return None

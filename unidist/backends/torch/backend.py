@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from unidist import events
-from unidist.algebra import Axes, Mesh, Sharding, plan
+from unidist.algebra import Axes, Mesh, Sharding, redistribution
 from unidist.backends import environment
 from unidist.backends.local import Both, LocalViewBackend, Move
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
 from unidist.backends.torch import native, tracing
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import TorchComm
-from unidist.backends.torch.joining import DeviceType, World, alone, join, retimed
+from unidist.backends.torch.joining import DeviceType, Membership, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced
+from unidist.backends.torch.transports import Transports
 from unidist.backends.torch.watch import Watch, can_watch
-from unidist.backends.torch.wires import Wires
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 
 TensorKind: TypeAlias = Literal["native", "dtensor"]
@@ -61,16 +61,16 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self.tensor: TensorKind = tensor
         self._asked = devices
         self._device_type = _device_type(devices)
-        self._world: World | None = None
+        self._world: Membership | None = None
         self._has_joined = False
         self._meshes: dict[Mesh, Any] = {}
         self._numbers: dict[Hashable, int] = {}
         self._is_tracing = False
         self._sent: list[events.Event] = []
         self.ops = TorchOps()
-        self._wires = Wires(environment.timeout())
+        self._transports = Transports(environment.timeout())
         self._watch: Watch | None = None
-        self.comm = TorchComm(self._wires)  # of the world of one, until another is joined
+        self.comm = TorchComm(self._transports)  # of the world of one, until another is joined
         self._traced = self.comm
 
     # the world ------------------------------------------------------------------------------------------------
@@ -86,19 +86,19 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._enter(join(cluster, self._device_type))
         self._has_joined = True
 
-    def _enter(self, world: World) -> None:
+    def _enter(self, world: Membership) -> None:
         self._forget()
         self._world = world
         self.ops = TorchOps(world.device)
-        self._wires = Wires(world.timeout)
-        self._watch = Watch(world.rank, self._wires) if world.size > 1 and can_watch() else None
-        self.comm = TorchComm(self._wires, watch=self._watch)
-        self._traced = TorchComm(self._wires, BufferedCollectives(Traced()))
+        self._transports = Transports(world.timeout)
+        self._watch = Watch(world.rank, self._transports) if world.size > 1 and can_watch() else None
+        self.comm = TorchComm(self._transports, watch=self._watch)
+        self._traced = TorchComm(self._transports, BufferedCollectives(Traced()))
 
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait, in the groups that are made already too."""
         self._world = retimed(self.world, seconds)
-        self._wires.set_timeout(seconds)
+        self._transports.set_timeout(seconds)
 
     def _forget(self) -> None:
         self._moves.clear()
@@ -115,7 +115,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._world, self._has_joined = None, False
 
     @property
-    def world(self) -> World:
+    def world(self) -> Membership:
         """The world joined; before any was joined, that of an existing process group or of this process alone."""
         if self._world is None or (not self._has_joined and self._world.size == 1 and self._stale()):
             self._enter(join(Cluster(), self._device_type))
@@ -193,7 +193,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
             self.check_mesh(mesh)
             alone(self.world)
             device_type = self.world.device.type
-            found = self._meshes[mesh] = native.device_mesh(mesh, self.rank, device_type, self.comm.wire)
+            found = self._meshes[mesh] = native.device_mesh(mesh, self.rank, device_type, self.comm.transport)
         return found
 
     def layout(self, sharding: Sharding) -> native.NativeLayout:
@@ -233,7 +233,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     @tracing.constant
     def _traced_move(self, src: tracing.Parts, dst: tracing.Parts) -> int:
         def make() -> Both[torch.Tensor]:
-            move = Move(self, plan(tracing.whole(src), tracing.whole(dst)), self._traced)
+            move = Move(self, redistribution(tracing.whole(src), tracing.whole(dst)), self._traced)
             return move.forward, move.backward
 
         return tracing.number_of(self._numbers, (src, dst), make)

@@ -1,4 +1,4 @@
-"""Which call a message belongs to: the calls of a wire are numbered, and what its members must agree on is marked."""
+"""Which call a message belongs to: a transport's calls are numbered, and what its members must agree on is marked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS, _MARK_BITS = 1 << 14, 16
 
 
 class Calls:
-    """The calls begun on one wire. Every member numbers them alike, as all come to the same ones in the same order.
+    """The calls begun on one transport. All members come to the same calls in the same order.
 
     A message's tag is drawn from the number and from a mark of the key: what two members send for different calls finds
     no receiver, and is never read as something else.

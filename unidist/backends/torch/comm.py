@@ -18,11 +18,11 @@ from unidist.backends.torch.exchange import DirectCollectives, compare, exchange
 from unidist.backends.torch.lost import is_loss, reraise
 from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
 from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, loses_nans, op_for
+from unidist.backends.torch.transports import Transport, Transports
 from unidist.backends.torch.watch import Waiting, Watch
-from unidist.backends.torch.wires import Wire, Wires
 from unidist.errors import LayoutError, ProcessLostError, UnidistError
 
-Ways = DirectCollectives | BufferedCollectives[Wire]
+Ways = DirectCollectives | BufferedCollectives[Transport]
 Detail = tuple[str, Hashable]
 Dims = tuple[int, ...]
 
@@ -38,22 +38,22 @@ class TorchComm:
             checking.py says how many are compared before they start).
 
     Args:
-        wire: finds the process group of a group.
+        transport: finds the process group of a group.
         way: one way for all tensors.
         watch: of this process; without one, members do not compare what they call.
     """
 
-    def __init__(self, wire: Wires, way: Ways | None = None, watch: Watch | None = None) -> None:
-        self.wire = wire
+    def __init__(self, transport: Transports, way: Ways | None = None, watch: Watch | None = None) -> None:
+        self.transport = transport
         self.watch = watch
         self._direct: Ways = way or DirectCollectives()
         self._other: Ways = way or BufferedCollectives(Eager())
 
-    def _way(self, x: torch.Tensor, wire: Wire) -> Ways:
-        if wire.is_gloo and x.device.type == "cpu":
+    def _way(self, x: torch.Tensor, transport: Transport) -> Ways:
+        if transport.is_gloo and x.device.type == "cpu":
             return self._direct
         if self.watch is not None:
-            compare(wire)
+            compare(transport)
         return self._other
 
     def _call(self, group: Group, op: str, x: torch.Tensor | None, *details: Detail, open_dims: Dims = ()) -> Under:
@@ -62,23 +62,23 @@ class TorchComm:
     def all_reduce(self, x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(group, "all_reduce", x, ("op", op)) as wire:
-            return self._way(x, wire).all_reduce(x, wire, op)
+        with self._call(group, "all_reduce", x, ("op", op)) as transport:
+            return self._way(x, transport).all_reduce(x, transport, op)
 
     def all_gather(self, x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         if group.size == 1:
             return x
         details = ("dim", dim), ("sizes", tuple(sizes))
-        with self._call(group, "all_gather", x, *details, open_dims=(dim,)) as wire:
-            return self._way(x, wire).all_gather(x, wire, dim, sizes)
+        with self._call(group, "all_gather", x, *details, open_dims=(dim,)) as transport:
+            return self._way(x, transport).all_gather(x, transport, dim, sizes)
 
     def reduce_scatter(
         self, x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(group, "reduce_scatter", x, ("dim", dim), ("sizes", tuple(sizes)), ("op", op)) as wire:
-            return self._way(x, wire).reduce_scatter(x, wire, dim, sizes, op)
+        with self._call(group, "reduce_scatter", x, ("dim", dim), ("sizes", tuple(sizes)), ("op", op)) as transport:
+            return self._way(x, transport).reduce_scatter(x, transport, dim, sizes, op)
 
     def all_to_all(
         self,
@@ -93,27 +93,27 @@ class TorchComm:
             return x
         with self._call(
             group, "all_to_all", x, ("split", split), ("concat", concat), open_dims=(split, concat)
-        ) as wire:
-            return self._way(x, wire).all_to_all(x, wire, split, split_sizes, concat, concat_sizes)
+        ) as transport:
+            return self._way(x, transport).all_to_all(x, transport, split, split_sizes, concat, concat_sizes)
 
     def broadcast(self, x: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(group, "broadcast", x, ("root", root)) as wire:
-            return self._way(x, wire).broadcast(x, wire, root)
+        with self._call(group, "broadcast", x, ("root", root)) as transport:
+            return self._way(x, transport).broadcast(x, transport, root)
 
     def permute(self, x: torch.Tensor, group: Group, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
         if group.size == 1:
             return x if pairs else torch.zeros_like(x)
-        with self._call(group, "permute", x, ("pairs", pairs)) as wire:
-            return self._way(x, wire).permute(x, wire, pairs)
+        with self._call(group, "permute", x, ("pairs", pairs)) as transport:
+            return self._way(x, transport).permute(x, transport, pairs)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:
-            with self._call(group, "barrier", None) as wire:
-                compare(wire)
-                device = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config(wire.pg) else None
-                dist.barrier(wire.pg, device_ids=device)
+            with self._call(group, "barrier", None) as transport:
+                compare(transport)
+                device = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config(transport.pg) else None
+                dist.barrier(transport.pg, device_ids=device)
 
     # under way ------------------------------------------------------------------------------------------------
 
@@ -126,9 +126,9 @@ class TorchComm:
             return Done()
         values = x.view(torch.uint8) if x.dtype == torch.bool else x.to(REDUCED_AS.get(x.dtype, x.dtype))
         call = self._call(group, "all_reduce", x, ("op", op), ("inplace", True))
-        with call as wire:
-            compare(wire)
-            work = wire.pg.allreduce([values], NATIVE[op_for(op, x.dtype)])
+        with call as transport:
+            compare(transport)
+            work = transport.pg.allreduce([values], NATIVE[op_for(op, x.dtype)])
 
         def finish() -> None:
             work.wait()
@@ -150,16 +150,18 @@ class TorchComm:
             out.copy_(x)
             return Done()
         call = self._call(group, "reduce_scatter", x, ("op", op), ("inplace", True))
-        with call as wire:
-            way = self._way(x, wire)
+        with call as transport:
+            way = self._way(x, transport)
             if isinstance(way, DirectCollectives):
-                return InFlight(scatter(wire, x.chunk(group.size), op, out), call)
+                return InFlight(scatter(transport, x.chunk(group.size), op, out), call)
             if loses_nans(op, x.dtype):
-                out.copy_(way.reduce_scatter(x, wire, 0, [out.shape[0]] * group.size, op))
+                out.copy_(way.reduce_scatter(x, transport, 0, [out.shape[0]] * group.size, op))
                 return Done()
             dtype = REDUCED_AS.get(x.dtype, x.dtype)
             part = torch.empty_like(out, dtype=dtype)
-            work = reduce_scatter_single(part, x.to(dtype), NATIVE[op_for(op, x.dtype)], group=wire.pg, async_op=True)
+            work = reduce_scatter_single(
+                part, x.to(dtype), NATIVE[op_for(op, x.dtype)], group=transport.pg, async_op=True
+            )
 
         def finish() -> None:
             _wait(work)
@@ -178,51 +180,51 @@ class TorchComm:
             out.copy_(x)
             return Done()
         call = self._call(group, "all_gather", x, ("inplace", True))
-        with call as wire:
-            if isinstance(self._way(x, wire), DirectCollectives):
+        with call as transport:
+            if isinstance(self._way(x, transport), DirectCollectives):
                 parts = out.chunk(group.size)
-                finish = exchange(wire, [x] * group.size, parts)
-                if parts[wire.index].data_ptr() != x.data_ptr():
-                    parts[wire.index].copy_(x)
+                finish = exchange(transport, [x] * group.size, parts)
+                if parts[transport.index].data_ptr() != x.data_ptr():
+                    parts[transport.index].copy_(x)
                 return InFlight(finish, call)
-            work = all_gather_single(_bytes(out), _bytes(x), group=wire.pg, async_op=True)
+            work = all_gather_single(_bytes(out), _bytes(x), group=transport.pg, async_op=True)
         return InFlight(lambda: _wait(work), call)
 
 
 class Under:
-    """A call of this process: entered, it is begun and watched, and gives its wire.
+    """A call of this process: entered, it is begun and watched, and gives its transport.
 
     What is raised inside because a peer is gone, or came to something else, is a ProcessLostError or a DesyncError. It
     may be entered again, to wait for the end.
     """
 
-    __slots__ = ("_comm", "_details", "_dims", "_group", "_op", "_waiting", "_wire", "_x")
+    __slots__ = ("_comm", "_details", "_dims", "_group", "_op", "_transport", "_waiting", "_x")
 
     def __init__(
         self, comm: TorchComm, group: Group, op: str, x: torch.Tensor | None, details: tuple[Detail, ...], dims: Dims
     ) -> None:
         self._comm, self._group, self._op, self._x = comm, group, op, x
         self._details, self._dims = details, dims
-        self._wire: Wire | None = None
+        self._transport: Transport | None = None
         self._waiting: Waiting | None = None
 
-    def __enter__(self) -> Wire:
-        watch, wire = self._comm.watch, self._wire
-        if wire is None:
-            wire = self._wire = self._begun(watch)
+    def __enter__(self) -> Transport:
+        watch, transport = self._comm.watch, self._transport
+        if transport is None:
+            transport = self._transport = self._begun(watch)
             self._x = None
         if watch is not None and self._waiting is not None:
             watch.waiting[get_ident()] = self._waiting
-        return wire
+        return transport
 
-    def _begun(self, watch: Watch | None) -> Wire:
+    def _begun(self, watch: Watch | None) -> Transport:
         if watch is None:
-            return self._comm.wire(self._group)
+            return self._comm.transport(self._group)
         key = self._key()
-        wire = self._comm.wire(self._group, lambda: watch.meet(self._group, key))
-        wire.calls.begin(key)
-        self._waiting = Waiting(self._group, wire.calls.number, key, wire)
-        return wire
+        transport = self._comm.transport(self._group, lambda: watch.meet(self._group, key))
+        transport.calls.begin(key)
+        self._waiting = Waiting(self._group, transport.calls.number, key, transport)
+        return transport
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         watch = self._comm.watch

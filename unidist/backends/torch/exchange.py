@@ -18,7 +18,7 @@ from unidist.algebra.layout import ReduceOp
 from unidist.backends.torch.parted import all_reduce_in_parts
 from unidist.backends.torch.reducing import MOVED_AS, NATIVE, REDUCED_AS, fold, loses_nans, op_for
 from unidist.backends.torch.shapes import cuts, resized
-from unidist.backends.torch.wires import Wire
+from unidist.backends.torch.transports import Transport
 
 # Bytes that come in, up to which an all_reduce is one exchange of whole tensors: there it takes a quarter to a half of
 # the time of a reduction in two phases.
@@ -28,96 +28,98 @@ SMALL = 1 << 18
 class DirectCollectives:
     """Group collectives on CPU tensors over gloo. Shards of any size; no message for an empty one."""
 
-    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
         if x.numel() == 0:
             return x
         own = x.contiguous()
-        if own.nbytes * (wire.size - 1) <= SMALL:
-            parts = [own if k == wire.index else torch.empty_like(own) for k in range(wire.size)]
-            exchange(wire, [own] * wire.size, parts)()
-            return fold(parts, wire.index, op)
+        if own.nbytes * (transport.size - 1) <= SMALL:
+            parts = [own if k == transport.index else torch.empty_like(own) for k in range(transport.size)]
+            exchange(transport, [own] * transport.size, parts)()
+            return fold(parts, transport.index, op)
         if loses_nans(op, x.dtype):
-            return all_reduce_in_parts(own, self, wire, op)
+            return all_reduce_in_parts(own, self, transport, op)
         out = own.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True)
-        compare(wire)
-        wire.pg.allreduce([out], NATIVE[op_for(op, x.dtype)]).wait()
+        compare(transport)
+        transport.pg.allreduce([out], NATIVE[op_for(op, x.dtype)]).wait()
         out = out.to(x.dtype)
-        return out.div_(wire.size) if op == "mean" else out
+        return out.div_(transport.size) if op == "mean" else out
 
-    def all_gather(self, x: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, transport: Transport, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         own = x.contiguous()
         if prod(x.shape[:dim]) == 1:  # the parts lie one after the other: they come where they belong
             out = x.new_empty(resized(x, {dim: sum(sizes)}))
             parts = cuts(out, sizes, dim)
-            finish = exchange(wire, [own] * wire.size, parts)
-            parts[wire.index].copy_(own)
+            finish = exchange(transport, [own] * transport.size, parts)
+            parts[transport.index].copy_(own)
             finish()
             return out
-        parts = [x.new_empty(resized(x, {dim: n})) if k != wire.index else own for k, n in enumerate(sizes)]
-        exchange(wire, [own] * wire.size, parts)()
+        parts = [x.new_empty(resized(x, {dim: n})) if k != transport.index else own for k, n in enumerate(sizes)]
+        exchange(transport, [own] * transport.size, parts)()
         return torch.cat(parts, dim)
 
-    def reduce_scatter(self, x: torch.Tensor, wire: Wire, dim: int, sizes: Sequence[int], op: ReduceOp) -> torch.Tensor:
+    def reduce_scatter(
+        self, x: torch.Tensor, transport: Transport, dim: int, sizes: Sequence[int], op: ReduceOp
+    ) -> torch.Tensor:
         sent = [part.contiguous() for part in cuts(x, sizes, dim)]
-        return scatter(wire, sent, op)()
+        return scatter(transport, sent, op)()
 
     def all_to_all(
         self,
         x: torch.Tensor,
-        wire: Wire,
+        transport: Transport,
         split: int,
         split_sizes: Sequence[int],
         concat: int,
         concat_sizes: Sequence[int],
     ) -> torch.Tensor:
         sent = [part.contiguous() for part in cuts(x, split_sizes, split)]
-        shape = resized(x, {split: split_sizes[wire.index], concat: sum(concat_sizes)})
+        shape = resized(x, {split: split_sizes[transport.index], concat: sum(concat_sizes)})
         if prod(shape[:concat]) == 1:
             out = x.new_empty(shape)
             parts = cuts(out, concat_sizes, concat)
-            finish = exchange(wire, sent, parts)
-            parts[wire.index].copy_(sent[wire.index])
+            finish = exchange(transport, sent, parts)
+            parts[transport.index].copy_(sent[transport.index])
             finish()
             return out
-        shapes = [resized(x, {split: split_sizes[wire.index], concat: n}) for n in concat_sizes]
-        parts = [sent[k] if k == wire.index else x.new_empty(one) for k, one in enumerate(shapes)]
-        exchange(wire, sent, parts)()
+        shapes = [resized(x, {split: split_sizes[transport.index], concat: n}) for n in concat_sizes]
+        parts = [sent[k] if k == transport.index else x.new_empty(one) for k, one in enumerate(shapes)]
+        exchange(transport, sent, parts)()
         return torch.cat(parts, concat)
 
-    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor, transport: Transport, root: int) -> torch.Tensor:
         if x.numel() == 0:
             return x
         out = x.clone(memory_format=torch.contiguous_format)
         bits = out.view(MOVED_AS[x.dtype]) if x.dtype in MOVED_AS else out
-        compare(wire)
-        wire.pg.broadcast(bits, root).wait()
+        compare(transport)
+        transport.pg.broadcast(bits, root).wait()
         return out
 
-    def permute(self, x: torch.Tensor, wire: Wire, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    def permute(self, x: torch.Tensor, transport: Transport, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
         own = x.contiguous()
-        sent: list[torch.Tensor | None] = [None] * wire.size
-        received: list[torch.Tensor | None] = [None] * wire.size
+        sent: list[torch.Tensor | None] = [None] * transport.size
+        received: list[torch.Tensor | None] = [None] * transport.size
         out = torch.zeros_like(own)
         for source, destination in pairs:
-            if source == destination == wire.index:
+            if source == destination == transport.index:
                 out.copy_(own)
-            elif source == wire.index:
+            elif source == transport.index:
                 sent[destination] = own
-            elif destination == wire.index:
+            elif destination == transport.index:
                 received[source] = out
-        exchange(wire, sent, received)()
+        exchange(transport, sent, received)()
         return out
 
 
 def exchange(
-    wire: Wire, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
+    transport: Transport, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
 ) -> Callable[[], None]:
     """Starts to send sent[k] to each other place k and to fill received[k] from it; a call of the result waits.
 
     Contiguous tensors; None and empty ones are no message. The own place is left alone. `sent` must stay as it is
     until the wait.
     """
-    me, n, pg, tag = wire.index, wire.size, wire.pg, wire.calls.tag()
+    me, n, pg, tag = transport.index, transport.size, transport.pg, transport.calls.tag()
     works: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until its message is through
     for step in range(1, n):
         place = (me - step) % n
@@ -133,33 +135,33 @@ def exchange(
     def finish() -> None:
         for work, tensor in works:
             # gloo's messages keep to the timeout that the group was made with; NCCL would block the host.
-            work.wait(*((wire.limit(),) if tensor.device.type == "cpu" else ()))
+            work.wait(*((transport.limit(),) if tensor.device.type == "cpu" else ()))
 
     return finish
 
 
-def compare(wire: Wire) -> None:
+def compare(transport: Transport) -> None:
     """Returns when the neighbours in the ring have come to the same call. Who came to another one goes no further, and
     the watch says why: a transport's own collective would end the process, or give numbers of the wrong call."""
-    if wire.is_gloo and wire.calls.is_fresh:
-        sent: list[torch.Tensor | None] = [None] * wire.size
+    if transport.is_gloo and transport.calls.is_fresh:
+        sent: list[torch.Tensor | None] = [None] * transport.size
         received = list(sent)
-        sent[(wire.index + 1) % wire.size] = torch.zeros(1, dtype=torch.uint8)
-        received[(wire.index - 1) % wire.size] = torch.empty(1, dtype=torch.uint8)
-        exchange(wire, sent, received)()
+        sent[(transport.index + 1) % transport.size] = torch.zeros(1, dtype=torch.uint8)
+        received[(transport.index - 1) % transport.size] = torch.empty(1, dtype=torch.uint8)
+        exchange(transport, sent, received)()
 
 
 def scatter(
-    wire: Wire, sent: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
+    transport: Transport, sent: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
 ) -> Callable[[], torch.Tensor]:
     """Starts a reduce_scatter of contiguous parts, one for each place; a call of the result waits and gives ours, in
     `out` if that is given."""
-    own = sent[wire.index]
-    parts = [own if k == wire.index else torch.empty_like(own) for k in range(wire.size)]
-    finish = exchange(wire, sent, parts)
+    own = sent[transport.index]
+    parts = [own if k == transport.index else torch.empty_like(own) for k in range(transport.size)]
+    finish = exchange(transport, sent, parts)
 
     def reduced() -> torch.Tensor:
         finish()
-        return fold(parts, wire.index, op, out)
+        return fold(parts, transport.index, op, out)
 
     return reduced

@@ -25,7 +25,7 @@ _stores: dict[tuple[str, int, int], tuple[Any, Iterator[int]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Membership:
     """The processes that this one belongs to.
 
     Attributes:
@@ -43,7 +43,7 @@ class World:
     is_ours: bool
 
 
-def join(cluster: Cluster, device_type: DeviceType) -> World:
+def join(cluster: Cluster, device_type: DeviceType) -> Membership:
     """The world that the cluster, an existing process group or the launcher describes; else a world of one.
 
     Raises:
@@ -68,17 +68,17 @@ def join(cluster: Cluster, device_type: DeviceType) -> World:
     if count > 1:
         by_environment = launch is not None and launch.launcher == "torchrun" and cluster.address is None
         _init("env://" if by_environment else f"tcp://{address}", count, index, device_type, cluster.timeout)
-    return World(index, count, device, cluster.timeout, True)
+    return Membership(index, count, device, cluster.timeout, True)
 
 
-def alone(world: World) -> None:
+def alone(world: Membership) -> None:
     """Gives a world of one process a process group of torch's, which native meshes need. No network is used."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_transports(world.device.type), store=store, rank=0, world_size=1)
 
 
-def retimed(world: World, seconds: float) -> World:
+def retimed(world: Membership, seconds: float) -> Membership:
     """The world with another timeout, which holds for its default group and for making new ones."""
     limit = timedelta(seconds=seconds)
     if dist.is_initialized():
@@ -88,7 +88,7 @@ def retimed(world: World, seconds: float) -> World:
     return replace(world, timeout=seconds)
 
 
-def _existing(cluster: Cluster, device_type: DeviceType) -> World:
+def _existing(cluster: Cluster, device_type: DeviceType) -> Membership:
     rank, size = dist.get_rank(), dist.get_world_size()
     if cluster.process_count not in (None, size) or cluster.process_index not in (None, rank):
         raise BackendMismatchError(
@@ -100,7 +100,7 @@ def _existing(cluster: Cluster, device_type: DeviceType) -> World:
     launch = detect()
     # Whoever made the group has chosen the device.
     index = torch.cuda.current_device() if device_type == "cuda" else (launch.local_index if launch else rank)
-    return World(rank, size, _bind(device_type, index), cluster.timeout, False)
+    return Membership(rank, size, _bind(device_type, index), cluster.timeout, False)
 
 
 def _bind(device_type: DeviceType, local_index: int) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from unidist.algebra import Group, Mesh, Sharding
-from unidist.backends.torch.wires import Wire
+from unidist.backends.torch.transports import Transport
 from unidist.errors import CapabilityError
 
 if TYPE_CHECKING:  # A second to import, for the few that ask for placements.
@@ -59,12 +59,12 @@ class NativeLayout:
         return Replicate() if op is None else Partial(_NAMES[op])
 
 
-def device_mesh(mesh: Mesh, rank: int, device_type: str, wires: Callable[[Group], Wire]) -> DeviceMesh:
+def device_mesh(mesh: Mesh, rank: int, device_type: str, transports: Callable[[Group], Transport]) -> DeviceMesh:
     """torch's mesh over our process groups, whose members are in the order of the mesh, whatever that order is.
 
     (A DeviceMesh that makes its groups itself sorts the ranks of each, and DTensor's collectives on it then join
     shards in another order than its own coordinates.)
     """
-    groups = [wires(mesh.group(axis, rank)).pg for axis in mesh.axis_names]
+    groups = [transports(mesh.group(axis, rank)).pg for axis in mesh.axis_names]
     ranks = torch.tensor(mesh.devices, dtype=torch.int).view(mesh.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=mesh.axis_names)

@@ -16,15 +16,15 @@ class Parted(Protocol[W_contra]):
     """What it is made of."""
 
     def reduce_scatter(
-        self, x: torch.Tensor, wire: W_contra, dim: int, sizes: Sequence[int], op: ReduceOp
+        self, x: torch.Tensor, transport: W_contra, dim: int, sizes: Sequence[int], op: ReduceOp
     ) -> torch.Tensor: ...
 
-    def all_gather(self, x: torch.Tensor, wire: W_contra, dim: int, sizes: Sequence[int]) -> torch.Tensor: ...
+    def all_gather(self, x: torch.Tensor, transport: W_contra, dim: int, sizes: Sequence[int]) -> torch.Tensor: ...
 
 
-def all_reduce_in_parts(x: torch.Tensor, ways: Parted[W], wire: W, op: ReduceOp) -> torch.Tensor:
+def all_reduce_in_parts(x: torch.Tensor, ways: Parted[W], transport: W, op: ReduceOp) -> torch.Tensor:
     """Each place reduces one part of all, then they are joined: sends 2(n-1)/n of x, as a ring's all_reduce does."""
     flat = x.reshape(-1)
-    sizes = [length for _, length in chunk(flat.numel(), wire.size)]
-    own = ways.reduce_scatter(flat, wire, 0, sizes, op)
-    return ways.all_gather(own, wire, 0, sizes).view(x.shape)
+    sizes = [length for _, length in chunk(flat.numel(), transport.size)]
+    own = ways.reduce_scatter(flat, transport, 0, sizes, op)
+    return ways.all_gather(own, transport, 0, sizes).view(x.shape)

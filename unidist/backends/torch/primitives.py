@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.torch.reducing import NATIVE
-from unidist.backends.torch.wires import Wire
+from unidist.backends.torch.transports import Transport
 
 # torch 2.13 gave both a new name and warns of the old one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,51 +34,55 @@ W_contra = TypeVar("W_contra", bound=Places, contravariant=True)
 class Primitives(Protocol[W_contra]):
     """On contiguous tensors of dtypes that every transport has; inputs are left alone, results are new.
 
-    Tensors have at least one dim; every member of the wire comes with the same shape (all_to_all: with splits that fit
-    each other), of more than no elements.
+    Tensors have at least one dim; every member comes with the same shape (all_to_all: with fitting splits), of
+    more than no elements.
     """
 
-    def all_reduce(self, x: torch.Tensor, wire: W_contra, op: ReduceOp) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, transport: W_contra, op: ReduceOp) -> torch.Tensor:
         """The sum, max, min or prod; the sum for a mean. A max or min of integers: of floats transports lose NaN."""
 
-    def all_gather(self, x: torch.Tensor, wire: W_contra) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, transport: W_contra) -> torch.Tensor:
         """Joined along dim 0."""
 
-    def reduce_scatter(self, x: torch.Tensor, wire: W_contra, op: ReduceOp) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, transport: W_contra, op: ReduceOp) -> torch.Tensor:
         """This place's part of equal parts along dim 0; the sum for a mean."""
 
-    def all_to_all(self, x: torch.Tensor, wire: W_contra, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, transport: W_contra, received: Sequence[int], sent: Sequence[int]
+    ) -> torch.Tensor:
         """Parts of those lengths along dim 0 to and from each place."""
 
-    def broadcast(self, x: torch.Tensor, wire: W_contra, root: int) -> torch.Tensor: ...
+    def broadcast(self, x: torch.Tensor, transport: W_contra, root: int) -> torch.Tensor: ...
 
 
 class Eager:
     """Primitives that run at once. On CUDA "at once" is on the current stream, as torch's Work.wait() has it."""
 
-    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
         out = x.clone()
-        wire.pg.allreduce([out], NATIVE[op]).wait()
+        transport.pg.allreduce([out], NATIVE[op]).wait()
         return out
 
-    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        out = x.new_empty((wire.size * x.shape[0], *x.shape[1:]))
-        all_gather_single(out, x, group=wire.pg)
+    def all_gather(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        out = x.new_empty((transport.size * x.shape[0], *x.shape[1:]))
+        all_gather_single(out, x, group=transport.pg)
         return out
 
-    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
-        out = x.new_empty((x.shape[0] // wire.size, *x.shape[1:]))
-        reduce_scatter_single(out, x, NATIVE[op], group=wire.pg)
+    def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        out = x.new_empty((x.shape[0] // transport.size, *x.shape[1:]))
+        reduce_scatter_single(out, x, NATIVE[op], group=transport.pg)
         return out
 
-    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, transport: Transport, received: Sequence[int], sent: Sequence[int]
+    ) -> torch.Tensor:
         out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x, list(received), list(sent), group=wire.pg)
+        dist.all_to_all_single(out, x, list(received), list(sent), group=transport.pg)
         return out
 
-    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor, transport: Transport, root: int) -> torch.Tensor:
         out = x.clone()
-        dist.broadcast(out, group=wire.pg, group_src=root)
+        dist.broadcast(out, group=transport.pg, group_src=root)
         return out
 
 
@@ -87,22 +91,24 @@ class Traced:
 
     _NAMES = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "product"}  # noqa: RUF012
 
-    def all_reduce(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
-        return _arrived(torch.ops._c10d_functional.all_reduce(x, self._NAMES[op], wire.name))
+    def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        return _arrived(torch.ops._c10d_functional.all_reduce(x, self._NAMES[op], transport.name))
 
-    def all_gather(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x, wire.size, wire.name))
+    def all_gather(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x, transport.size, transport.name))
 
-    def reduce_scatter(self, x: torch.Tensor, wire: Wire, op: ReduceOp) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
         name = self._NAMES[op]
-        return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(x, name, wire.size, wire.name))
+        return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(x, name, transport.size, transport.name))
 
-    def all_to_all(self, x: torch.Tensor, wire: Wire, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        moved = torch.ops._c10d_functional.all_to_all_single(x, list(received), list(sent), wire.name)
+    def all_to_all(
+        self, x: torch.Tensor, transport: Transport, received: Sequence[int], sent: Sequence[int]
+    ) -> torch.Tensor:
+        moved = torch.ops._c10d_functional.all_to_all_single(x, list(received), list(sent), transport.name)
         return _arrived(moved)
 
-    def broadcast(self, x: torch.Tensor, wire: Wire, root: int) -> torch.Tensor:
-        return _arrived(torch.ops._c10d_functional.broadcast(x, root, wire.name))
+    def broadcast(self, x: torch.Tensor, transport: Transport, root: int) -> torch.Tensor:
+        return _arrived(torch.ops._c10d_functional.broadcast(x, root, transport.name))
 
 
 def _arrived(x: torch.Tensor) -> torch.Tensor:

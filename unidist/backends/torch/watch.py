@@ -29,7 +29,7 @@ from unidist.backends.torch.posts import Failure, Post, Posts, Ranks, Wait
 from unidist.errors import UnidistError
 
 if TYPE_CHECKING:
-    from unidist.backends.torch.wires import Wire, Wires
+    from unidist.backends.torch.transports import Transport, Transports
 
 # Seconds between two looks: at first, and at most where a wait is long.
 _OFTEN, _SELDOM = 0.5, 10.0
@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 class Waiting:
-    """A call in which a thread of this process waits; without a wire, for the group to be made."""
+    """A call in which a thread of this process waits; without a transport, for the group to be made."""
 
-    __slots__ = ("group", "key", "number", "purpose", "wire")
+    __slots__ = ("group", "key", "number", "purpose", "transport")
 
-    def __init__(self, group: Group, number: int, key: Key, wire: Wire | None) -> None:
-        self.group, self.number, self.key, self.wire = group, number, key, wire
+    def __init__(self, group: Group, number: int, key: Key, transport: Transport | None) -> None:
+        self.group, self.number, self.key, self.transport = group, number, key, transport
         self.purpose = events.purpose()
 
 
@@ -69,16 +69,16 @@ class Watch:
 
     Args:
         rank: this process's.
-        wires: those of this world so far.
+        transports: those of this world so far.
 
     Attributes:
         waiting: what each thread waits in, by its identifier. The collectives keep it.
     """
 
-    def __init__(self, rank: int, wires: Wires) -> None:
+    def __init__(self, rank: int, transports: Transports) -> None:
         self.waiting: dict[int, Waiting] = {}
         self._rank = rank
-        self._wires = wires
+        self._transports = transports
         self._known: dict[int, Post] = {}
         self._own = Post(rank=rank, beat=0, begun={})
         self._suspects: dict[int, Post] = {}
@@ -102,7 +102,7 @@ class Watch:
             ProcessLostError: some did not come in time.
         """
         waiting = self.waiting[threading.get_ident()] = Waiting(group, 1, key, None)
-        store, limit = _store(), time.monotonic() + self._wires.timeout
+        store, limit = _store(), time.monotonic() + self._transports.timeout
         name = f"unidist/meet/{','.join(map(str, group.ranks))}"
         try:
             store.set(f"{name}/{self._rank}", b"")
@@ -188,8 +188,8 @@ class Watch:
             self._found = error
             for waiting in old.values():
                 self._tell(error, waiting)
-                if waiting.wire is not None:
-                    _break(waiting.wire)
+                if waiting.transport is not None:
+                    _break(waiting.transport)
 
     def _judged(self, waits: Iterable[Wait], everyone: Posts) -> UnidistError | None:
         for wait in waits:
@@ -213,7 +213,7 @@ class Watch:
     # the store --------------------------------------------------------------------------------------------------
 
     def _post(self, post: Post) -> None:
-        begun = {wire.ranks: wire.calls.number for wire in self._wires}
+        begun = {transport.ranks: transport.calls.number for transport in self._transports}
         begun |= {wait.group: max(wait.number, begun.get(wait.group, 0)) for wait in post.waits}
         self._own = replace(post, beat=self._own.beat + 1, begun=begun)
         self._reach().set(_key(self._rank), self._own.to_json())
@@ -267,13 +267,13 @@ def _wait(waiting: Waiting, thread: int) -> Wait:
     )
 
 
-def _break(wire: Wire) -> None:
+def _break(transport: Transport) -> None:
     """Makes what waits on a group raise. gloo has no abort: a message that does not come in time closes all pairs, but
     where its own is closed already."""
-    for place in range(wire.size) if wire.is_gloo else ():
-        if place != wire.index:
+    for place in range(transport.size) if transport.is_gloo else ():
+        if place != transport.index:
             with contextlib.suppress(RuntimeError):
-                wire.pg.recv([torch.zeros(1)], place, _NOBODY).wait(timedelta(milliseconds=1))
+                transport.pg.recv([torch.zeros(1)], place, _NOBODY).wait(timedelta(milliseconds=1))
 
 
 def can_watch() -> bool:

@@ -32,7 +32,7 @@ _OPS = {
 }
 
 
-class Traffic:
+class GraphCollectives:
     """The collectives of one program.
 
     Attributes:

@@ -47,12 +47,12 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
     if distribution is None:
         return
 
-    def lies(variable: Any) -> tuple[Layout, Layout]:
+    def layouts(variable: Any) -> tuple[Layout, Layout]:
         found = placed.of(variable).layouts
         return (found.storage, found.compute) if found is not None else (Layout(), Layout())
 
     refused = "DTensor is given shards of the weights of products and look-ups alone"
-    yield from of_partitioned(model, lies, distribution.strategy.data_axes, "DTensor", refused)
+    yield from of_partitioned(model, layouts, distribution.strategy.data_axes, "DTensor", refused)
 
 
 def _place(model: Any) -> None:

@@ -154,7 +154,7 @@ class _Program:
 
         self._function = tf.function(whole, autograph=False)
         self._has_run = False
-        self.traffic = compiled.Traffic(distribution.mesh, f"{kind.replace('_', ' ')} (compiled)")
+        self.traffic = compiled.GraphCollectives(distribution.mesh, f"{kind.replace('_', ' ')} (compiled)")
 
     def run(self, batch: Any) -> Any:
         if self._has_run:

@@ -246,11 +246,15 @@ def peers(world: RankWorld) -> Peers | None:
     rank = world.ranks[0]
 
     def replica(variable: Any) -> Array | None:
-        place = getattr(variable, "_place", None)
+        storage = getattr(variable, "_storage", None)
         # Where states are cut, the parts of a whole value come together when it is next used.
-        if place is None or place.lies.stored.layout.dims or place.lies.state != place.lies.stored:
+        if (
+            storage is None
+            or storage.shardings.stored.layout.dims
+            or storage.shardings.state != storage.shardings.stored
+        ):
             return None
-        flat = place.shards[rank].detach().reshape(-1)
+        flat = storage.shards[rank].detach().reshape(-1)
         sample = flat[:: stride(flat.numel())].cpu()
         found: Array = (sample.float() if sample.dtype == torch.bfloat16 else sample).numpy()
         return found

@@ -322,7 +322,7 @@ def world_of_model(model: Any) -> Any:
 
 
 def _world_of_variables(model: Any) -> Any:
-    return next((v._place.world for v in model.variables if placing.is_placed(v)), None)
+    return next((v._storage.world for v in model.variables if placing.is_placed(v)), None)
 
 
 def engine_of(model: Any) -> Engine | None:

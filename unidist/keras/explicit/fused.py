@@ -62,7 +62,7 @@ def update(optimizer: Any, frame: Frame, pairs: list[Pair], learning_rate: Any) 
 
 def _own(frame: Frame, variable: Any) -> torch.Tensor:
     """What `variable.value` is in an optimizer, found at once."""
-    return variable._place.own(frame) if placing.is_placed(variable) else variable.value  # type: ignore[no-any-return]
+    return variable._storage.own(frame) if placing.is_placed(variable) else variable.value  # type: ignore[no-any-return]
 
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from unidist.algebra import Layout, Sharding
 from unidist.keras.compat import Trainer, tree
 from unidist.keras.explicit import cached, engine, placing
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.places import Lies
+from unidist.keras.explicit.storage import Shardings
 from unidist.keras.explicit.variables import place
 from unidist.keras.interception import Hook
 
@@ -91,5 +91,5 @@ class GenerateFunction:
         states = list(getattr(self.engine.model.sampler, "variables", ()))
         for state in states:
             if not placing.is_placed(state):
-                place(state, world, Lies.alike(Sharding(world.mesh, Layout(), tuple(state.shape))))
+                place(state, world, Shardings.alike(Sharding(world.mesh, Layout(), tuple(state.shape))))
                 placing.equalize([state], world)

@@ -217,10 +217,10 @@ def _install_view(layer: Any, heads: Heads, row: Rule, changed: dict[str, int]) 
 def _fanned_weights(layer: Any, heads: Heads, row: Rule, frame: Frame) -> dict[int, torch.Tensor]:
     sublayers = [getattr(layer, name, None) for name in heads.within]
     weights = [v for sublayer in sublayers if sublayer is not None for v in sublayer.trainable_variables]
-    found = {id(v): fan_out(frame, v._place.whole(frame, differentiable=True), row.axes) for v in weights}
+    found = {id(v): fan_out(frame, v._storage.whole(frame, differentiable=True), row.axes) for v in weights}
     for name, dim in heads.own:
         variable = getattr(layer, name)
-        found[id(variable)] = _own_part(row, frame, variable._place.whole(frame, differentiable=True), dim)
+        found[id(variable)] = _own_part(row, frame, variable._storage.whole(frame, differentiable=True), dim)
     return found
 
 

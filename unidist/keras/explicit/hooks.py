@@ -215,7 +215,7 @@ def _zeroing(original: Any) -> Any:
         for variable in self.trainable_variables:
             if placing.is_placed(variable):
                 if not frame.keeps_gradients:
-                    variable._place.forget_gradients(frame.rank)
+                    variable._storage.forget_gradients(frame.rank)
             elif variable.value.grad is not None:
                 variable.value.grad = None
 

@@ -71,16 +71,16 @@ def _merged(model: Any, here: Frame) -> Any:
 
 def _unmerged(model: Any, here: Frame) -> Any:
     own = [v for v in model.metrics_variables if isinstance(v, DistributedVariable)]
-    with here.reading({id(v): v._place.local(here) for v in own}):
+    with here.reading({id(v): v._storage.local(here) for v in own}):
         return _originals["result"](model)
 
 
 def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
     """id -> value summed over the data axes, for the partial variables among these: one collective a dtype."""
     own = [v for v in variables if isinstance(v, DistributedVariable) and id(v) not in here.overrides]
-    partial = [v for v in own if v._place.layout.partial]
+    partial = [v for v in own if v._storage.layout.partial]
     with events.for_purpose("metrics"):
-        totals = here.world.summed([v._place.local(here) for v in partial], here.world.data_axes)
+        totals = here.world.summed([v._storage.local(here) for v in partial], here.world.data_axes)
     return {id(v): total for v, total in zip(partial, totals, strict=True)}
 
 

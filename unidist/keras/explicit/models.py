@@ -53,7 +53,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
     is_waiting = found.traffic is None and waits(model, found.distribution)
     ruled = {id(rule.layer): rule for rule in found.rules}
     for layer in model._flatten_layers():
-        resting = [v for v in own_variables(layer) if is_placed(v) and v._place.lies.stored.layout.dims]
+        resting = [v for v in own_variables(layer) if is_placed(v) and v._storage.shardings.stored.layout.dims]
         if not resting:
             continue
         rule = ruled.get(id(layer)) or rules.make_rule(layer)
@@ -70,7 +70,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _row(variable: Any, kind: str) -> Row:
-    held = getattr(variable, "_place", None)
+    held = getattr(variable, "_storage", None)
     if held is None:
         value = variable.value
         shape = tuple(value.shape)
@@ -79,9 +79,9 @@ def _row(variable: Any, kind: str) -> Row:
     first = shards[0]
     return Row(
         path=variable.path,
-        shape=held.lies.stored.shape,
+        shape=held.shardings.stored.shape,
         dtype=str(variable.dtype),
-        layout=held.lies.stored.layout,
+        layout=held.shardings.stored.layout,
         local_shape=tuple(first.shape),
         bytes_per_device=max(shard.numel() * shard.element_size() for shard in shards),
         kind=kind,

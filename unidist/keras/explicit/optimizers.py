@@ -66,7 +66,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
 def _settle(frame: Frame, variables: Any) -> None:
     """What the last update sent is sent from where this one writes. Most of it has come, since layers have read it."""
     for variable in variables:
-        unit = variable._place.units.get(frame.rank) if placing.is_placed(variable) else None
+        unit = variable._storage.units.get(frame.rank) if placing.is_placed(variable) else None
         if unit is not None and unit.is_kept:
             unit.finish()
 
@@ -80,9 +80,9 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
     updates."""
     if grad is None or not placing.is_placed(variable):
         return grad
-    place = variable._place
-    state = place.lies.state
-    if grad.shape == place.own(frame).shape or tuple(grad.shape) != state.shape:
+    storage = variable._storage
+    state = storage.shardings.state
+    if grad.shape == storage.own(frame).shape or tuple(grad.shape) != state.shape:
         return grad
     return grad[state.slices(frame.rank)]
 
@@ -90,20 +90,22 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
 def _join(frame: Frame, variables: Any) -> None:
     """What ranks have updated in parts becomes what is stored, where that is more than a part. What was fetched before
     is let go: a step may read it again."""
-    placed = [v._place for v in variables if placing.is_placed(v)]
+    placed = [v._storage for v in variables if placing.is_placed(v)]
     for unit in {id(u): u for p in placed if not p.is_kept and (u := p.units.get(frame.rank))}.values():
         unit.is_pinned = False
         unit.free()
-    apart = [place for place in placed if place.lies.state != place.lies.stored]
+    apart = [storage for storage in placed if storage.shardings.state != storage.shardings.stored]
     fetchers = {}
-    for place in apart:
-        unit = place.units.get(frame.rank)
+    for storage in apart:
+        unit = storage.units.get(frame.rank)
         if unit is not None and unit.is_kept:
             fetchers[id(unit.fetcher)] = unit.fetcher
             continue
         # Stored in parts of several parts: a rule cuts by one data axis, and ZeRO by the others.
-        stored = frame.world.backend.redistribute(place.own(frame).detach(), place.lies.state, place.lies.stored)
-        place.shards[frame.rank].data.copy_(stored)
+        stored = frame.world.backend.redistribute(
+            storage.own(frame).detach(), storage.shardings.state, storage.shardings.stored
+        )
+        storage.shards[frame.rank].data.copy_(stored)
     for fetcher in fetchers.values():
         fetcher.join(apart)
 
@@ -126,7 +128,7 @@ def _accumulate(optimizer: Any, frame: Frame) -> None:
 def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
     """A loop of the user's own: the rank at work is this process's."""
     targets = trainable_variables if trainable_variables is not None else getattr(self, "_trainable_variables", [])
-    world = next((v._place.world for v in targets if placing.is_placed(v)), None)
+    world = next((v._storage.world for v in targets if placing.is_placed(v)), None)
     if world is None:
         return _originals["apply"](self, grads, trainable_variables)
     if world.is_virtual:
@@ -136,8 +138,8 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
         )
 
     def reduced(grad: Any, variable: Any) -> Any:
-        place = getattr(variable, "_place", None)
-        return place.own(None).grad if grad is None and place is not None else grad
+        storage = getattr(variable, "_storage", None)
+        return storage.own(None).grad if grad is None and storage is not None else grad
 
     given = [reduced(g, v) for g, v in zip(grads, targets, strict=True)] if len(targets) == len(grads) else grads
     return world.run(lambda frame: _apply(self, given, trainable_variables))
@@ -151,11 +153,11 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
     if frame is None or not frame.local or type(self) is Ftrl:
         return _originals["update"](self, grads, trainable_variables, learning_rate)
     for grad, variable in zip(grads, trainable_variables, strict=True):
-        if not placing.is_placed(variable) or not variable._place.lies.state.layout.dims:
+        if not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
             self.update_step(grad, variable, learning_rate)
             continue
         with frame.updating_wholes(), events.for_purpose("whole variable"):
-            self.update_step(variable._place.joined(grad), variable, learning_rate)
+            self.update_step(variable._storage.joined(grad), variable, learning_rate)
     return None
 
 
@@ -183,10 +185,10 @@ def _check_finite(self: Any, grads: Any) -> Any:
     """Whether all gradients are finite, on every rank."""
     finite = _originals["finite"](self, grads)
     placed = [v for v in self._trainable_variables if placing.is_placed(v)]
-    axes = tuple(dict.fromkeys(a for v in placed for a in v._place.lies.state.layout.sharded_axes))
+    axes = tuple(dict.fromkeys(a for v in placed for a in v._storage.shardings.state.layout.sharded_axes))
     if not axes:
         return finite
-    world = placed[0]._place.world
+    world = placed[0]._storage.world
     partial = Sharding(world.mesh, Layout(partial=dict.fromkeys(axes, "min")), ())
     with events.for_purpose("finite gradients"), torch.no_grad():
         everywhere = world.backend.redistribute(finite.float(), partial, partial.with_layout(Layout()))
@@ -200,7 +202,7 @@ def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) ->
 
 def _clip_gradients(self: Any, grads: Any) -> Any:
     frame, variables = context.frame(), getattr(self, "_unidist_clipped", [])
-    if frame is None or not any(placing.is_placed(v) and v._place.lies.state.layout.dims for v in variables):
+    if frame is None or not any(placing.is_placed(v) and v._storage.shardings.state.layout.dims for v in variables):
         return _originals["clip"](self, grads)
     return clipped(self, frame, grads, variables)
 
@@ -223,7 +225,7 @@ def _whole_squares(frame: Frame, grads: list[Any], variables: list[Any]) -> list
     squares = [(g.detach() ** 2).sum() for g in grads]
     kinds: dict[tuple[str, ...], list[int]] = {}
     for k, variable in enumerate(variables):
-        axes = variable._place.lies.state.layout.sharded_axes
+        axes = variable._storage.shardings.state.layout.sharded_axes
         if axes:
             kinds.setdefault(tuple(sorted(axes)), []).append(k)
     for axes, members in kinds.items():

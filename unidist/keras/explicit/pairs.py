@@ -358,7 +358,7 @@ def refused(error: Exception) -> str:
 
 
 def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tensor]:
-    leaves = [v._place.local(frame) for v in model.trainable_variables]
+    leaves = [v._storage.local(frame) for v in model.trainable_variables]
     with torch.enable_grad():
         outputs = _floats(_forward(model, x))
         total = sum((_weighted(t) for t in outputs), torch.zeros(()))

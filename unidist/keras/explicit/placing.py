@@ -14,7 +14,7 @@ from unidist.keras import placed, sessions
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import backend, in_stateless_scope
 from unidist.keras.explicit.context import frame, left
-from unidist.keras.explicit.places import Lies, Place
+from unidist.keras.explicit.storage import Shardings, Storage
 from unidist.keras.explicit.variables import DistributedVariable, lay, place
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.interception import Hook
@@ -50,12 +50,12 @@ def _place(
 ) -> None:
     if variable._layout is not None:
         placed.note_given(variable, distribution.mesh, as_layout(variable._layout))
-    place(variable, world_of(distribution), lies_of(variable, distribution, is_weight), prepare=prepare)
+    place(variable, world_of(distribution), shardings_of(variable, distribution, is_weight), prepare=prepare)
     placed.of(variable).distribution = distribution
 
 
-def lies_of(variable: Any, distribution: UnidistDistribution, is_weight: bool) -> Lies:
-    """How a variable lies.
+def shardings_of(variable: Any, distribution: UnidistDistribution, is_weight: bool) -> Shardings:
+    """How a variable is laid out.
 
     Args:
         is_weight: it is trained, or was before it was frozen. What is not (moving statistics, seeds, counters) is
@@ -65,7 +65,7 @@ def lies_of(variable: Any, distribution: UnidistDistribution, is_weight: bool) -
     if placed.is_state_of_metric(variable):
         is_weight, summed = False, Layout(partial=strategy.data_axes if variable.aggregation == "sum" else ())
     found = placed.layouts_of(variable, distribution, is_weight=is_weight, otherwise=summed)
-    return Lies.by(_without_idle_axes(found, strategy), distribution.mesh, tuple(variable.shape))
+    return Shardings.by(_without_idle_axes(found, strategy), distribution.mesh, tuple(variable.shape))
 
 
 def _without_idle_axes(layouts: VariableLayouts, strategy: Strategy) -> VariableLayouts:
@@ -136,18 +136,18 @@ def move_model(model: Any, distribution: UnidistDistribution) -> None:
     world = world_of(distribution)
     trained = _trained(model)
     for variable in model.variables:
-        if is_placed(variable) and not variable._place.layout.partial:
-            _move(variable, world, lies_of(variable, distribution, id(variable) in trained))
+        if is_placed(variable) and not variable._storage.layout.partial:
+            _move(variable, world, shardings_of(variable, distribution, id(variable) in trained))
     for slot in _optimizer_variables(model):
         if is_placed(slot) and placed.owner_of(slot) is not None:
-            _move(slot, world, lies_of(slot, distribution, is_weight=False))
+            _move(slot, world, shardings_of(slot, distribution, is_weight=False))
 
 
-def _move(variable: Any, world: RankWorld, lies: Lies) -> None:
-    if variable._place.lies == lies:
+def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
+    if variable._storage.shardings == shardings:
         return
-    value = variable._place.whole(None).detach()
-    held = Place(world, lies, variable.path)
+    value = variable._storage.whole(None).detach()
+    held = Storage(world, shardings, variable.path)
     held.fill(value, trainable=variable._trainable)
     lay(variable, held)
 
@@ -157,11 +157,11 @@ def equalize(variables: Iterable[Any], world: RankWorld) -> None:
     if world.is_virtual:
         return
     for variable in variables:
-        stored = variable._place.lies.stored
+        stored = variable._storage.shardings.stored
         axes = tuple(a for a in world.mesh.axis_names if stored.layout.state(a) in ("I", "F"))
         if axes and world.mesh.axis_size(axes) > 1 and not stored.layout.partial:
             with torch.no_grad():
-                shard = variable._place.parameter()
+                shard = variable._storage.parameter()
                 shard.copy_(world.backend.broadcast(shard.detach(), stored, axes, 0))
 
 

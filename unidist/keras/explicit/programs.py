@@ -128,7 +128,7 @@ class Program:
         self.name = model.name
         self.layers = model._flatten_layers()
         self.given = given
-        self.places = [v._place for v in model.variables if isinstance(v, DistributedVariable)]
+        self.storages = [v._storage for v in model.variables if isinstance(v, DistributedVariable)]
         self.out: Shape | None = None
         self.losers: list[Any] = []  # the layers that added losses, once for each
         self.sent: list[events.Event] = []
@@ -136,7 +136,7 @@ class Program:
         self.compiled = torch.compile(_entry(id(self)), fullgraph=True, dynamic=False)
 
     def __call__(self, frame: Frame, tensors: list[torch.Tensor]) -> Any:
-        held = [place.local(frame) for place in self.places]
+        held = [storage.local(frame) for storage in self.storages]
         try:
             found = self.compiled(*held, *tensors)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -158,8 +158,8 @@ class Program:
         frame = context.frame()
         if frame is None:
             raise RuntimeError("a program is traced outside of a step")
-        count = len(self.places)
-        frame.inputs = {id(place): t for place, t in zip(self.places, tensors[:count], strict=True)}
+        count = len(self.storages)
+        frame.inputs = {id(storage): t for storage, t in zip(self.storages, tensors[:count], strict=True)}
         added = [len(layer._losses) for layer in self.layers]
         args, kwargs = self.given.filled(tensors[count:])
         try:

@@ -20,8 +20,8 @@ from unidist.algebra import Axes, Group
 from unidist.errors import CapabilityError
 from unidist.keras.explicit import losses
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
-from unidist.keras.explicit.places import Place
+from unidist.keras.explicit.flat import Cut, FlatBuffer, Moving, cut_between
+from unidist.keras.explicit.storage import Storage
 from unidist.keras.explicit.world import RankWorld
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -88,12 +88,12 @@ class Watched:
     late: bool = False
 
     @staticmethod
-    def of(place: Place, rank: int, *, late: bool = False) -> Watched:
-        world = place.world
-        axes = tuple(a for a in world.data_axes if place.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
-        found = cut_between(place.sharding, place.lies.state, rank)
+    def of(storage: Storage, rank: int, *, late: bool = False) -> Watched:
+        world = storage.world
+        axes = tuple(a for a in world.data_axes if storage.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
+        found = cut_between(storage.sharding, storage.shardings.state, rank)
         cut_axes, cut = found or ((), None)
-        return Watched(place.leaf(rank), place.states[rank], axes, cut_axes, cut, late)
+        return Watched(storage.leaf(rank), storage.states[rank], axes, cut_axes, cut, late)
 
 
 class Bucket:
@@ -162,7 +162,7 @@ class CutBucket(Bucket):
         self.rest: Axes = tuple(a for a in self.axes if a not in self.cut_axes)
         self.rest_group: Group | None = world.mesh.group(self.rest, rank) if self.rest else None
         cuts = [m.cut for m in members if m.cut is not None]
-        self._parcel = Parcel(world, rank, self.cut_axes, cuts, [m.leaf for m in members])
+        self._buffer = FlatBuffer(world, rank, self.cut_axes, cuts, [m.leaf for m in members])
         self._row: torch.Tensor | None = None
         self._under_way: Moving | None = None
 
@@ -170,8 +170,8 @@ class CutBucket(Bucket):
         grads = self.grads()
         self.had = [grad is not None for grad in grads]
         if self._row is None:
-            self._row = self._parcel.row()
-        self._under_way = self._parcel.reduce(self._row, grads)
+            self._row = self._buffer.row()
+        self._under_way = self._buffer.reduce(self._row, grads)
         for member, had in zip(self.members, self.had, strict=True):
             if had:
                 member.leaf.grad = None
@@ -184,8 +184,8 @@ class CutBucket(Bucket):
             if self.rest_group is not None and self._row is not None:
                 backend.record("all_reduce", self.rest, self.rest_group, self._row)
                 backend.comm.all_reduce_inplace(self._row, self.rest_group, "sum").wait()
-        row = self._row if self._row is not None else self._parcel.row()
-        return [self._parcel.part(row, k) for k in range(len(self.members))]
+        row = self._row if self._row is not None else self._buffer.row()
+        return [self._buffer.part(row, k) for k in range(len(self.members))]
 
 
 # rank -> the reducer of the step of Keras's trainer that is going on there

@@ -248,12 +248,12 @@ def _last_unless_given(place: int) -> Any:
     return _kept(condition)
 
 
-def _behind(*places: int, new: int = 0) -> Any:
+def _behind(*storages: int, new: int = 0) -> Any:
     """The dims that the arguments at these places name stand behind the rows; `new`: dims that the result has more."""
 
     def condition(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         names = ("dim", "dim0", "dim1", "axis", "start_dim")
-        dims = [args[p] for p in places if p < len(args)] + [kwargs[n] for n in names if n in kwargs]
+        dims = [args[p] for p in storages if p < len(args)] + [kwargs[n] for n in names if n in kwargs]
         return bool(dims) and all(isinstance(d, int) and d % (ndim + new) > 0 for d in dims)
 
     return _kept(condition)

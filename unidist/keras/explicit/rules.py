@@ -94,12 +94,12 @@ def make_rule(layer: Any) -> Rule | None:
         return None
     found = _found(layer)
     rule = Rule(layer, "gather", reason=found) if isinstance(found, str) else found
-    rule.parts = own[0]._place.world.mesh.axis_size(rule.axes) if rule.axes else 1
+    rule.parts = own[0]._storage.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
 
 
 def _is_sharded(variable: Any) -> bool:
-    return isinstance(variable, DistributedVariable) and variable._place.is_sharded
+    return isinstance(variable, DistributedVariable) and variable._storage.is_sharded
 
 
 def install_rule(rule: Rule) -> None:
@@ -137,7 +137,7 @@ def _cut_of(kernel: Any) -> tuple[int, Axes] | str:
     """(dim, axes) of the one cut that model axes make."""
     if not _is_sharded(kernel):
         return "its kernel is whole, and others of its weights are cut"
-    layout, data = kernel._place.layout, kernel._place.world.data_axes
+    layout, data = kernel._storage.layout, kernel._storage.world.data_axes
     cuts = [(dim, axes) for dim, axes in enumerate(layout.dims) if axes]
     if any(axis in data for _, axes in cuts for axis in axes):
         return "a data axis cuts its kernel"
@@ -221,14 +221,14 @@ def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
 
 def _shard(frame: Frame, variable: Any, dim: int, axes: Axes) -> torch.Tensor:
     """A variable cut along a dim over `axes` and whole elsewhere, whatever its storage is."""
-    place = variable._place
-    held, wanted = place.layout, cut_dim(len(place.sharding.shape), dim, axes)
+    storage = variable._storage
+    held, wanted = storage.layout, cut_dim(len(storage.sharding.shape), dim, axes)
     if held == wanted:
-        return variable._maybe_autocast(place.local(frame))  # type: ignore[no-any-return]
+        return variable._maybe_autocast(storage.local(frame))  # type: ignore[no-any-return]
     fanned = tuple(a for a in held.sharded_axes if a in frame.world.data_axes)
-    target = place.sharding.with_layout(Layout(*wanted.dims, fanout=fanned))
+    target = storage.sharding.with_layout(Layout(*wanted.dims, fanout=fanned))
     return variable._maybe_autocast(  # type: ignore[no-any-return]
-        frame.world.backend.redistribute(place.local(frame), place.sharding, target)
+        frame.world.backend.redistribute(storage.local(frame), storage.sharding, target)
     )
 
 
@@ -297,7 +297,7 @@ def _vocabulary(rule: Rule, frame: Frame, rest: Call, inputs: Any, reverse: bool
     if reverse:
         return _logits(rule, frame, inputs)
     table = _shard(frame, layer._embeddings, 0, rule.axes)
-    start, length = Sharding(frame.world.mesh, Layout(rule.axes), layer._embeddings._place.sharding.shape).region(
+    start, length = Sharding(frame.world.mesh, Layout(rule.axes), layer._embeddings._storage.sharding.shape).region(
         frame.rank
     )[0]
     index = inputs.long() - start
@@ -350,13 +350,13 @@ def _masked(layer: Any, inputs: Any, rows: Any) -> Any:
 
 
 def _whole(frame: Frame, variable: Any) -> torch.Tensor:
-    return variable._maybe_autocast(variable._place.whole(frame, differentiable=True))  # type: ignore[no-any-return]
+    return variable._maybe_autocast(variable._storage.whole(frame, differentiable=True))  # type: ignore[no-any-return]
 
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own sharded weights are gathered once for the call; gradients go back as shards."""
     layer = rule.layer
     own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if _is_sharded(v)]
-    values = {id(v): v._place.whole(frame, differentiable=True) for v in own}
+    values = {id(v): v._storage.whole(frame, differentiable=True) for v in own}
     with frame.reading(values):
         return rest(*args, **kwargs)

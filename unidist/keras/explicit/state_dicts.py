@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from unidist.keras.explicit.places import Place
+from unidist.keras.explicit.storage import Storage
 from unidist.keras.explicit.variables import DistributedVariable
 
 
@@ -28,42 +28,42 @@ class PlacedParameters(torch.nn.ParameterDict):
     def add(self, variable: Any) -> None:
         self._variables[variable.path] = variable
         is_placed = isinstance(variable, DistributedVariable)
-        self[variable.path] = variable._place.parameter() if is_placed else variable.value
+        self[variable.path] = variable._storage.parameter() if is_placed else variable.value
 
-    def _places(self, prefix: str) -> dict[str, Place]:
+    def _storages(self, prefix: str) -> dict[str, Storage]:
         """Key in a state dict -> the place of a variable; nothing of it is under way any more."""
-        placed = {k: v._place for k, v in self._variables.items() if k in self and isinstance(v, DistributedVariable)}
-        for place in placed.values():
-            place.parameter()
-        return {prefix + key: place for key, place in placed.items()}
+        placed = {k: v._storage for k, v in self._variables.items() if k in self and isinstance(v, DistributedVariable)}
+        for storage in placed.values():
+            storage.parameter()
+        return {prefix + key: storage for key, storage in placed.items()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        places = self._places(prefix)
+        storages = self._storages(prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key, place in places.items():
-            if place.world.backend.tensor == "dtensor":
-                destination[key] = _as_dtensor(place)
+        for key, storage in storages.items():
+            if storage.world.backend.tensor == "dtensor":
+                destination[key] = _as_dtensor(storage)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         own = {
             key: _own_part(place, state_dict[key])
-            for key, place in self._places(prefix).items()
+            for key, place in self._storages(prefix).items()
             if isinstance(state_dict.get(key), DTensor)
         }
         super()._load_from_state_dict({**state_dict, **own}, prefix, *args)
 
 
-def _as_dtensor(place: Place) -> DTensor:
+def _as_dtensor(storage: Storage) -> DTensor:
     """A DTensor on the memory of the stored shard.
 
     Raises:
         CapabilityError: DTensor has no placements for how the variable is stored.
     """
-    stored = place.lies.stored
-    native = place.world.backend.layout(stored)
+    stored = storage.shardings.stored
+    native = storage.world.backend.layout(stored)
     strides = torch.empty(stored.shape, device="meta").stride()
     return DTensor.from_local(
-        place.parameter().detach(),
+        storage.parameter().detach(),
         native.device_mesh,
         native.placements,
         run_check=False,
@@ -72,12 +72,12 @@ def _as_dtensor(place: Place) -> DTensor:
     )
 
 
-def _own_part(place: Place, value: DTensor) -> torch.Tensor:
+def _own_part(storage: Storage, value: DTensor) -> torch.Tensor:
     """This process's stored shard of a DTensor that may lie in another way: then a collective."""
-    stored = place.lies.stored
+    stored = storage.shardings.stored
     if tuple(value.shape) != stored.shape:
         return value.full_tensor()  # torch tells of the wrong shape
-    native = place.world.backend.layout(stored) if place.world.backend.has_dtensors else None
+    native = storage.world.backend.layout(stored) if storage.world.backend.has_dtensors else None
     if native is not None and value.device_mesh == native.device_mesh:
         return value.redistribute(placements=native.placements).to_local()
-    return value.full_tensor()[stored.slices(place.world.ranks[0])]
+    return value.full_tensor()[stored.slices(storage.world.ranks[0])]

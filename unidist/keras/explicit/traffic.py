@@ -12,9 +12,9 @@ import torch
 from unidist.errors import CapabilityError
 from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.places import Place
 from unidist.keras.explicit.reducer import Reducer, Watched
 from unidist.keras.explicit.sequence import SharedWeights
+from unidist.keras.explicit.storage import Storage
 from unidist.keras.explicit.units import Fetcher, use_in_calls
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.explicit.world import RankWorld
@@ -32,17 +32,17 @@ class Traffic:
         self.world = world
         self._in_parts = in_parts
         self._undo: list[Callable[[], None]] = []
-        by_layer = _places_by_layer(model)
-        fetched = [(layer, places) for layer, places in by_layer if any(not p.is_kept for p in places)]
+        by_layer = _storages_by_layer(model)
+        fetched = [(layer, storages) for layer, storages in by_layer if any(not p.is_kept for p in storages)]
         _check_fetched(model, [layer for layer, _ in fetched])
-        trainable = [v._place for v in model.trainable_variables]
+        trainable = [v._storage for v in model.trainable_variables]
         self._reducers = {
             rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
             for rank in world.ranks
         }
-        self._fetchers = {rank: Fetcher(world, rank, [places for _, places in by_layer]) for rank in world.ranks}
-        for layer, places in fetched:
-            self._undo.append(use_in_calls(layer, places))
+        self._fetchers = {rank: Fetcher(world, rank, [storages for _, storages in by_layer]) for rank in world.ranks}
+        for layer, storages in fetched:
+            self._undo.append(use_in_calls(layer, storages))
         self.fetches = bool(fetched)
         self._has_modules = any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
 
@@ -79,15 +79,15 @@ class Traffic:
         """What sums the gradients of weights that are used on parts of sequences, for one step."""
         if not self._in_parts:
             return None
-        places = [v._place for v in self.model.trainable_variables if isinstance(v, DistributedVariable)]
-        return SharedWeights(frame, [p.leaf(frame.rank) for p in places if self._is_late(p)])
+        storages = [v._storage for v in self.model.trainable_variables if isinstance(v, DistributedVariable)]
+        return SharedWeights(frame, [p.leaf(frame.rank) for p in storages if self._is_late(p)])
 
-    def _is_late(self, place: Place) -> bool:
-        return self._in_parts and place.is_whole and place.is_kept
+    def _is_late(self, storage: Storage) -> bool:
+        return self._in_parts and storage.is_whole and storage.is_kept
 
     def join(self, frame: Frame, variables: list[Any]) -> None:
         """Behind an optimizer: the parts that ranks have updated become whole values again."""
-        self._fetchers[frame.rank].join([v._place for v in variables if isinstance(v, DistributedVariable)])
+        self._fetchers[frame.rank].join([v._storage for v in variables if isinstance(v, DistributedVariable)])
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -120,7 +120,7 @@ class Traffic:
         optimizer = self.model.optimizer
         with frame.reading_shards(), torch.no_grad():
             for variable in self.model.trainable_variables:
-                grad = variable._place.own(frame).grad
+                grad = variable._storage.own(frame).grad
                 if grad is not None:
                     optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].assign_add(grad)
 
@@ -139,8 +139,8 @@ def _check_fetched(model: Any, layers: list[Any]) -> None:
             )
 
 
-def _places_by_layer(model: Any) -> list[tuple[Any, list[Place]]]:
-    """Each layer with the places of its own variables, in the order of the model; a shared one counts once."""
+def _storages_by_layer(model: Any) -> list[tuple[Any, list[Storage]]]:
+    """Each layer with the storages of its own variables, in the order of the model; a shared one counts once."""
     seen: set[int] = set()
     found = []
     for layer in model._flatten_layers():
@@ -148,5 +148,5 @@ def _places_by_layer(model: Any) -> list[tuple[Any, list[Place]]]:
         fresh = [v for v in own if isinstance(v, DistributedVariable) and id(v) not in seen]
         seen.update(id(v) for v in fresh)
         if fresh:
-            found.append((layer, [v._place for v in fresh]))
+            found.append((layer, [v._storage for v in fresh]))
     return found

@@ -21,8 +21,8 @@ from unidist.algebra import Axes
 from unidist.keras.calls import Call, Stage
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.parcels import Cut, Moving, Parcel, cut_between
-from unidist.keras.explicit.places import Place
+from unidist.keras.explicit.flat import Cut, FlatBuffer, Moving, cut_between
+from unidist.keras.explicit.storage import Storage
 from unidist.keras.explicit.world import RankWorld
 
 UNIT_BYTES = 8 << 20
@@ -39,14 +39,14 @@ class Unit:
         is_kept: its leaves are the stored values and are never freed.
     """
 
-    def __init__(self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], places: list[Place]) -> None:
+    def __init__(self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], storages: list[Storage]) -> None:
         rank = fetcher.rank
         self.fetcher = fetcher
-        self.places = places
-        self.is_kept = places[0].is_kept
-        self.leaves = [p.leaves[rank] for p in places]
-        self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in places]
-        self.parcel = Parcel(fetcher.world, rank, axes, cuts, self.leaves)
+        self.storages = storages
+        self.is_kept = storages[0].is_kept
+        self.leaves = [p.leaves[rank] for p in storages]
+        self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in storages]
+        self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.leaves)
         self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
         self.is_here = self.is_kept
         self.users = 0
@@ -63,9 +63,9 @@ class Unit:
     def start(self) -> None:
         """Starts to gather. S -> I over the axes; sends (n-1)/n of the unit's bytes."""
         with torch.no_grad(), events.for_purpose("parameters"):
-            self._give_memory(self.parcel.loose)
+            self._give_memory(self.buffer.loose)
             # `.data`: what backward saved of them must not look as if it had been changed.
-            self._coming = self.parcel.gather(self.parts, [leaf.data for leaf in self.leaves])
+            self._coming = self.buffer.gather(self.parts, [leaf.data for leaf in self.leaves])
         self.is_here = False
 
     def finish(self) -> None:
@@ -76,9 +76,9 @@ class Unit:
         coming.wait()
         if coming.buffer is not None:
             with torch.no_grad():
-                self._give_memory(self.parcel.packed)
-                for k in self.parcel.packed:
-                    self.parcel.take(coming.buffer, k, self.leaves[k].data)
+                self._give_memory(self.buffer.packed)
+                for k in self.buffer.packed:
+                    self.buffer.take(coming.buffer, k, self.leaves[k].data)
         self.is_here = True
 
     def _give_memory(self, numbers: Iterable[int]) -> None:
@@ -137,7 +137,7 @@ class Unit:
 class Fetcher:
     """One rank's units, in the order of the model's layers; fetches the next one before it is needed."""
 
-    def __init__(self, world: RankWorld, rank: int, layers: Iterable[list[Place]]) -> None:
+    def __init__(self, world: RankWorld, rank: int, layers: Iterable[list[Storage]]) -> None:
         self.world = world
         self.rank = rank
         self.last: Unit | None = None
@@ -145,23 +145,23 @@ class Fetcher:
         self._order: dict[str, list[Unit]] = {}
         self._before: list[Unit] = []
         self._seen: list[Unit] = []
-        for axes, cuts, places in _merged(layers, rank):
-            unit = Unit(self, axes, cuts, places)
+        for axes, cuts, storages in _merged(layers, rank):
+            unit = Unit(self, axes, cuts, storages)
             self.units.append(unit)
-            for place in places:
-                place.units[rank] = unit
+            for storage in storages:
+                storage.units[rank] = unit
         self.fetched = [unit for unit in self.units if not unit.is_kept]
         self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.leaves}
         self._node: Any = None
         self._opened_for_node: list[Unit] = []
 
     def close(self) -> None:
-        """Lets go of the places."""
+        """Lets go of the variables."""
         self.release()
         for unit in self.units:
             unit.finish()
-            for place in unit.places:
-                place.units.pop(self.rank, None)
+            for storage in unit.storages:
+                storage.units.pop(self.rank, None)
 
     # stored shards ------------------------------------------------------------------------------------------------
 
@@ -249,12 +249,12 @@ class Fetcher:
 
     # values updated in parts --------------------------------------------------------------------------------------
 
-    def join(self, places: Iterable[Place]) -> None:
-        """Starts to join the updated parts of these places' variables, in the order of the layers."""
-        touched = {id(place) for place in places}
+    def join(self, storages: Iterable[Storage]) -> None:
+        """Starts to join the updated parts of these variables, in the order of the layers."""
+        touched = {id(storage) for storage in storages}
         under_way: list[Unit] = []
         for unit in self.units:
-            if unit.is_kept and any(id(place) in touched for place in unit.places):
+            if unit.is_kept and any(id(storage) in touched for storage in unit.storages):
                 unit.finish()
                 unit.start()
                 under_way.append(unit)
@@ -275,26 +275,28 @@ def _alias(saved: torch.Tensor) -> torch.Tensor:
     return saved.detach()
 
 
-def _merged(layers: Iterable[list[Place]], rank: int) -> list[tuple[Axes, list[Cut], list[Place]]]:
+def _merged(layers: Iterable[list[Storage]], rank: int) -> list[tuple[Axes, list[Cut], list[Storage]]]:
     """Units of whole layers, of which small neighbours share one; each of one dtype, one group and one kind."""
-    units: list[tuple[Axes, list[Cut], list[Place]]] = []
-    open_units: dict[Any, tuple[Axes, list[Cut], list[Place]]] = {}
+    units: list[tuple[Axes, list[Cut], list[Storage]]] = []
+    open_units: dict[Any, tuple[Axes, list[Cut], list[Storage]]] = {}
     sizes: dict[Any, int] = {}
-    for places in layers:
+    for storages in layers:
         touched = set()
-        for place in places:
-            found = cut_between(place.sharding, place.lies.state if place.is_kept else place.lies.stored, rank)
+        for storage in storages:
+            found = cut_between(
+                storage.sharding, storage.shardings.state if storage.is_kept else storage.shardings.stored, rank
+            )
             if found is None:
                 continue
             axes, cut = found
-            key = (axes, place.shards[rank].dtype, place.is_kept)
+            key = (axes, storage.shards[rank].dtype, storage.is_kept)
             if key not in open_units:
                 open_units[key] = (axes, [], [])
                 units.append(open_units[key])
                 sizes[key] = 0
             open_units[key][1].append(cut)
-            open_units[key][2].append(place)
-            leaf = place.leaves[rank]
+            open_units[key][2].append(storage)
+            leaf = storage.leaves[rank]
             sizes[key] += leaf.numel() * leaf.element_size()
             touched.add(key)
         for key in touched:
@@ -303,12 +305,12 @@ def _merged(layers: Iterable[list[Place]], rank: int) -> list[tuple[Axes, list[C
     return units
 
 
-def use_in_calls(layer: Any, places: list[Place]) -> Callable[[], None]:
+def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:
     """Keeps the layer's fetched variables in place while it is called. Returns what undoes it."""
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for unit in {id(u): u for p in places if (u := p.units.get(frame.rank)) is not None}.values():
+            for unit in {id(u): u for p in storages if (u := p.units.get(frame.rank)) is not None}.values():
                 stack.enter_context(unit.in_use())
             return rest(*args, **kwargs)
 

@@ -21,7 +21,7 @@ from unidist.keras.compat import (
 from unidist.keras.compat import torch_convert_to_numpy as convert_to_numpy
 from unidist.keras.explicit import context, memory
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.places import Lies, Place
+from unidist.keras.explicit.storage import Shardings, Storage
 from unidist.keras.explicit.world import RankWorld
 from unidist.keras.strategy import keras_mesh
 
@@ -47,21 +47,21 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     optimizers and users keep their references.
     """
 
-    _place: Place
+    _storage: Storage
 
     @property
     def _value(self) -> torch.Tensor:
-        return self._place.local(context.frame())
+        return self._storage.local(context.frame())
 
     @_value.setter
     def _value(self, value: torch.Tensor) -> None:
-        self._place.assign(value)
+        self._storage.assign(value)
 
     @property
     def shape(self) -> tuple[int, ...]:
         frame = context.frame()
         if frame is not None and frame.local:
-            return tuple(self._place.own(frame).shape)
+            return tuple(self._storage.own(frame).shape)
         return self._shape  # type: ignore[no-any-return]
 
     @property
@@ -76,22 +76,22 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         value = self._read(frame)
         cast = self._maybe_autocast(value)
         if cast is not value and frame is not None:
-            self._place.note_cast(frame, value, cast)
+            self._storage.note_cast(frame, value, cast)
         return cast  # type: ignore[no-any-return]
 
     def _read(self, frame: Frame | None) -> torch.Tensor:
-        place = self._place
+        storage = self._storage
         if frame is None:
-            place.world.check()
-            return place.whole(None, differentiable=torch.is_grad_enabled() and not place.world.is_virtual)
+            storage.world.check()
+            return storage.whole(None, differentiable=torch.is_grad_enabled() and not storage.world.is_virtual)
         override = frame.overrides.get(id(self))
         if override is not None:
             return override
         if frame.updating_whole:
-            return place.updated(frame)
+            return storage.updated(frame)
         if frame.local or (frame.backward_done and not _in_layer()):
-            return place.own(frame)
-        return place.whole(frame, differentiable=True) if place.is_sharded else place.local(frame)
+            return storage.own(frame)
+        return storage.whole(frame, differentiable=True) if storage.is_sharded else storage.local(frame)
 
     def _symbolic(self, value: torch.Tensor | None) -> torch.Tensor:
         """A stand-in of the whole shape for shape inference, which knows nothing of distribution."""
@@ -109,15 +109,15 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             get_stateless_scope().add_update((self, value))
             return value  # type: ignore[no-any-return]
         shape = tuple(value.shape)
-        if frame is not None and (frame.local or self._place.is_replica):
-            shard = self._place.own(frame) if frame.local else self._place.local(frame)
+        if frame is not None and (frame.local or self._storage.is_replica):
+            shard = self._storage.own(frame) if frame.local else self._storage.local(frame)
             self._check_shape(shape, tuple(shard.shape))
             with torch.no_grad():
                 shard.copy_(value)
         else:
-            self._place.world.check()
+            self._storage.world.check()
             self._check_shape(shape, self._shape)
-            self._place.assign(value)
+            self._storage.assign(value)
         return value  # type: ignore[no-any-return]
 
     def _check_shape(self, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -128,7 +128,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             )
 
     def _direct_assign(self, value: torch.Tensor) -> None:
-        self._place.assign(value)
+        self._storage.assign(value)
 
     @property
     def trainable(self) -> bool:
@@ -137,13 +137,13 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     @trainable.setter
     def trainable(self, value: bool) -> None:
         self._trainable = bool(value)
-        self._place.set_trainable(self._trainable)
+        self._storage.set_trainable(self._trainable)
 
     @property
     def constraint(self) -> Any:
         """In an optimizer a constraint gets the whole value and gives this rank's part back."""
         frame, found = context.frame(), self._constraint
-        if frame is None or not frame.local or found is None or not self._place.lies.state.layout.dims:
+        if frame is None or not frame.local or found is None or not self._storage.shardings.state.layout.dims:
             return found
         return lambda variable: self._constrained(frame, found)
 
@@ -153,18 +153,18 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     def _constrained(self, frame: Frame, constraint: Any) -> torch.Tensor:
         with frame.updating_wholes():
-            whole = constraint(self._place.updated(frame))
-        return whole[self._place.lies.state.slices(frame.rank)]  # type: ignore[no-any-return]
+            whole = constraint(self._storage.updated(frame))
+        return whole[self._storage.shardings.state.slices(frame.rank)]  # type: ignore[no-any-return]
 
     @property
     def regularizer(self) -> Any:
         """Behind the layers a regularizer fetches what it reads and lets it go again."""
         frame, found = context.frame(), self._regularizer
-        if frame is None or found is None or frame.rank not in self._place.units:
+        if frame is None or found is None or frame.rank not in self._storage.units:
             return found
 
         def regularized(value: Any) -> Any:
-            with self._place.in_use(frame):
+            with self._storage.in_use(frame):
                 return found(value)
 
         return regularized
@@ -180,7 +180,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     def __repr__(self) -> str:
         return (
             f"<DistributedVariable path={self.path}, shape={self._shape}, dtype={self._dtype}, "
-            f"layout={self._place.lies.stored.layout}>"
+            f"layout={self._storage.shardings.stored.layout}>"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -198,7 +198,7 @@ def _in_layer() -> bool:
 def place(
     variable: Any,
     world: RankWorld,
-    lies: Lies,
+    shardings: Shardings,
     *,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
@@ -207,17 +207,17 @@ def place(
     Args:
         variable: a torch-backend Keras variable that has its value.
         world: the ranks.
-        lies: how it lies; of the variable's shape.
+        shardings: how it is laid out; of the variable's shape.
         prepare: makes the value equal on all processes before it is cut.
     """
     parameter = variable._value
     value = parameter.detach()
     if prepare is not None:
         value = prepare(value)
-    held = Place(world, lies, variable.path)
+    held = Storage(world, shardings, variable.path)
     if not held.is_kept and value.device.type == "cpu":
         memory.give_back_large_blocks()
-    stored = lies.stored.layout
+    stored = shardings.stored.layout
     if not stored.dims and not stored.partial and not world.is_virtual:
         with torch.no_grad():
             parameter.copy_(value)
@@ -229,8 +229,8 @@ def place(
     lay(variable, held)
 
 
-def lay(variable: Any, held: Place) -> None:
+def lay(variable: Any, held: Storage) -> None:
     """Gives a variable its place."""
-    variable._place = held
-    variable._layout = PlacedLayout(held.lies.stored)
-    placed.of(variable).layouts = held.lies.layouts
+    variable._storage = held
+    variable._layout = PlacedLayout(held.shardings.stored)
+    placed.of(variable).layouts = held.shardings.layouts

@@ -73,7 +73,7 @@ def unfit(rule: Rule) -> str:
         return "it has an activity regularizer"
     if not rule.pairable:
         return "its heads do not divide: each device takes those that its queries use"
-    sizes = [layer._kernel.shape[d] for d, axes in enumerate(layer._kernel._place.layout.dims) if axes]
+    sizes = [layer._kernel.shape[d] for d, axes in enumerate(layer._kernel._storage.layout.dims) if axes]
     uneven = next((size for size in sizes if size % rule.parts), None)
     where = ", ".join(map(repr, rule.axes))
     return "" if uneven is None else f"its kernel has no equal parts on axis {where} ({uneven} over {rule.parts})"

@@ -167,6 +167,6 @@ def _world_of(backend: Any, mesh: Mesh, data_axes: Axes) -> RankWorld:
 def virtual_ranks(count: int) -> LocalViewBackend[torch.Tensor]:
     """The simulator's ranks for torch tensors, one set for each number of devices."""
     from unidist.backends.sim.ranks import VirtualRanks
-    from unidist.backends.sim.world import World
+    from unidist.backends.sim.world import VirtualWorld
 
-    return VirtualRanks(World(count))
+    return VirtualRanks(VirtualWorld(count))

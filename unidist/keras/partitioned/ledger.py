@@ -13,7 +13,7 @@ from unidist.events import Event
 from unidist.keras.strategy import adopt
 
 
-class Traffic:
+class ProgramCollectives:
     """The collectives of a compiled step, read once for each shape and place of its arguments.
 
     They are those of the program as XLA compiled it: merged, split or replaced where XLA did so, the few scalars of

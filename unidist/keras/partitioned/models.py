@@ -51,11 +51,11 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
     if distribution is None or not model.built:
         return
 
-    def lies(variable: Any) -> tuple[Layout, Layout]:
+    def layouts_of(variable: Any) -> tuple[Layout, Layout]:
         found = layouts.placement(variable, distribution)
         return layouts.of_native(found.storage), layouts.of_native(found.compute)
 
-    yield from of_partitioned(model, lies, adopt(distribution).strategy.data_axes, "XLA's partitioner")
+    yield from of_partitioned(model, layouts_of, adopt(distribution).strategy.data_axes, "XLA's partitioner")
 
 
 def _row(variable: Any, kind: str) -> Row:

@@ -52,7 +52,7 @@ def _until_under_way(few: int, what: str) -> None:
         _poll(results.popleft(), world, what)
 
 
-def _poll(array: jax.Array, world: joining.World, what: str) -> None:
+def _poll(array: jax.Array, world: joining.Membership, what: str) -> None:
     if not array.is_deleted():
         waiting.poll(array, world, what)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from unidist.backends import environment, registry
 from unidist.backends.checking import checks_all
 from unidist.backends.jax import agreeing, waiting
-from unidist.backends.jax.joining import World
+from unidist.backends.jax.joining import Membership
 from unidist.backends.jax.joining import current as world_joined
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
@@ -67,7 +67,7 @@ def array_from_first(value: Array, purpose: str) -> Array:
 def _meet(purpose: str, how: Mapping[str, str] = MappingProxyType({}), value: str = "") -> list[str]:
     """What each process has said, when all have come to the same."""
     count = jax.process_count()
-    world = world_joined() or World(count, jax.process_index(), environment.timeout())
+    world = world_joined() or Membership(count, jax.process_index(), environment.timeout())
     return agreeing.meet(world, purpose, how, value, range(count), jax.devices())
 
 

@@ -52,7 +52,7 @@ def _region(distribution: Any, variables: Any, placed: list[layouts.Placement], 
     if len(variables) != len(values):
         return None
     axes = adopt(distribution).strategy.data_axes
-    found = {id(v): fanning.cut_of(lies, axes) for v, lies in zip(variables, placed, strict=True)}
+    found = {id(v): fanning.cut_of(layouts, axes) for v, layouts in zip(variables, placed, strict=True)}
     cuts = {key: cut for key, cut in found.items() if cut is not None}
     held = {id(v): value for v, value in zip(variables, values, strict=True)}
     return regions.Region(cuts, held) if cuts else None
@@ -80,8 +80,8 @@ def _each(move: Callable[..., Any], placed: list[layouts.Placement], values: Any
     if len(placed) != len(values):
         return values
     return [
-        value if value is None or not _is_moved(lies) else move(lies, value)
-        for lies, value in zip(placed, values, strict=True)
+        value if value is None or not _is_moved(layouts) else move(layouts, value)
+        for layouts, value in zip(placed, values, strict=True)
     ]
 
 

@@ -24,7 +24,7 @@ Dims = list[int | None]
 
 
 @dataclass(frozen=True)
-class Step:
+class Equation:
     """One operation of both programs.
 
     Attributes:
@@ -78,7 +78,7 @@ def _is_allowed(more: Any, fewer: Any) -> bool:
         out_rows = [_row_dim(a, b) for a, b in zip(more.outvars, fewer.outvars, strict=True)]
     except _SeveralDimsError:
         return False
-    step = Step(more.params, _shapes(more.invars), _shapes(more.outvars), rows, out_rows, fewer.params)
+    step = Equation(more.params, _shapes(more.invars), _shapes(more.outvars), rows, out_rows, fewer.params)
     if all(dim is None for dim in (*rows, *out_rows)):
         return _equal(_plain(more.params), _plain(fewer.params))
     rule = RULES.get(more.primitive.name)
@@ -131,7 +131,7 @@ def _plain(params: dict[str, Any]) -> dict[str, Any]:
 # rules: whether a step treats the places of the dim of rows one by one ----------------------------------------------
 
 
-def _elementwise(step: Step) -> bool:
+def _elementwise(step: Equation) -> bool:
     """What it takes has the shape of what it gives, or one that is repeated to it."""
     (out,) = step.out_rows
     if out is None:
@@ -140,7 +140,7 @@ def _elementwise(step: Step) -> bool:
     return all(dim == out or (dim is None and shape[out] == 1) for dim, shape in given) and _unchanged(step)
 
 
-def _unchanged(step: Step, *but: str) -> bool:
+def _unchanged(step: Equation, *but: str) -> bool:
     return _equal(_without(step.params, but), _without(step.fewer, but))
 
 
@@ -148,12 +148,12 @@ def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in _plain(params).items() if key not in (*names, "sharding", "out_sharding")}
 
 
-def _broadcast(step: Step) -> bool:
+def _broadcast(step: Equation) -> bool:
     dim, out = step.rows[0], step.out_rows[0]
     return dim is None or step.params["broadcast_dimensions"][dim] == out
 
 
-def _reshape(step: Step) -> bool:
+def _reshape(step: Equation) -> bool:
     dim, out = step.rows[0], step.out_rows[0]
     if dim is None or out is None or step.params.get("dimensions") is not None:
         return False
@@ -161,20 +161,20 @@ def _reshape(step: Step) -> bool:
     return before[dim] == after[out] and prod(before[:dim]) == prod(after[:out])
 
 
-def _squeeze(step: Step) -> bool:
+def _squeeze(step: Equation) -> bool:
     return _behind(step, step.params["dimensions"]) and _unchanged(step)
 
 
-def _transpose(step: Step) -> bool:
+def _transpose(step: Equation) -> bool:
     out = step.out_rows[0]
     return out is not None and step.params["permutation"][out] == step.rows[0] and _unchanged(step)
 
 
-def _reduce(step: Step) -> bool:
+def _reduce(step: Equation) -> bool:
     return _behind(step, step.params["axes"]) and _unchanged(step)
 
 
-def _behind(step: Step, gone: Sequence[int]) -> bool:
+def _behind(step: Equation, gone: Sequence[int]) -> bool:
     """The dims `gone` are no rows, and the rows are where they are without them."""
     dim = step.rows[0]
     if dim is None or dim in gone:
@@ -182,35 +182,35 @@ def _behind(step: Step, gone: Sequence[int]) -> bool:
     return all(out == dim - sum(other < dim for other in gone) for out in step.out_rows)
 
 
-def _along(name: str) -> Callable[[Step], bool]:
+def _along(name: str) -> Callable[[Equation], bool]:
     """Works along the dim of a parameter."""
 
-    def rule(step: Step) -> bool:
+    def rule(step: Equation) -> bool:
         return step.rows[0] is not None and step.params[name] != step.rows[0] and _stays(step) and _unchanged(step)
 
     return rule
 
 
-def _stays(step: Step) -> bool:
+def _stays(step: Equation) -> bool:
     """Every operand but scalars, and every result, has its rows in one place."""
     given = {dim for dim, shape in zip(step.rows, step.shapes, strict=True) if shape}
     return len(given | set(step.out_rows)) == 1
 
 
-def _stack(step: Step) -> bool:
+def _stack(step: Equation) -> bool:
     dim, axis = step.rows[0], step.params["axis"]
     return dim is not None and set(step.rows) == {dim} and step.out_rows[0] == dim + (axis <= dim)
 
 
-def _unstack(step: Step) -> bool:
+def _unstack(step: Equation) -> bool:
     return _behind(step, (step.params["axis"],))
 
 
-def _reverse(step: Step) -> bool:
+def _reverse(step: Equation) -> bool:
     return step.rows[0] not in step.params["dimensions"] and _stays(step) and _unchanged(step)
 
 
-def _slice(step: Step) -> bool:
+def _slice(step: Equation) -> bool:
     dim = step.rows[0]
     if dim is None or step.out_rows[0] != dim:
         return False
@@ -219,21 +219,21 @@ def _slice(step: Step) -> bool:
     return whole and (strides is None or strides[dim] == 1) and _unchanged(step, "limit_indices")
 
 
-def _dynamic_slice(step: Step) -> bool:
+def _dynamic_slice(step: Equation) -> bool:
     dim = step.rows[0]
     if dim is None or step.out_rows[0] != dim or any(other is not None for other in step.rows[1:]):
         return False
     return bool(step.params["slice_sizes"][dim] == step.shapes[0][dim])
 
 
-def _pad(step: Step) -> bool:
+def _pad(step: Equation) -> bool:
     dim = step.rows[0]
     if dim is None or step.rows[1] is not None or step.out_rows[0] != dim:
         return False
     return tuple(step.params["padding_config"][dim]) == (0, 0, 0) and _unchanged(step)
 
 
-def _dot(step: Step) -> bool:
+def _dot(step: Equation) -> bool:
     (left_sums, right_sums), (left_batch, right_batch) = step.params["dimension_numbers"]
     left, right = step.rows
     if left in left_sums or right in right_sums or not _unchanged(step):
@@ -250,14 +250,14 @@ def _dot(step: Step) -> bool:
     return right in kept_right and step.out_rows[0] == len(left_batch) + len(kept) + kept_right.index(right)
 
 
-def _convolution(step: Step) -> bool:
+def _convolution(step: Equation) -> bool:
     numbers = step.params["dimension_numbers"]
     left, right = step.rows
     places = left == numbers.lhs_spec[0] and right is None and step.out_rows[0] == numbers.out_spec[0]
     return places and step.params["batch_group_count"] == 1 and _unchanged(step, "lhs_shape")
 
 
-def _gather(step: Step) -> bool:
+def _gather(step: Equation) -> bool:
     numbers, out = step.params["dimension_numbers"], step.out_rows[0]
     (dim, index), ndim = step.rows, len(step.out_shapes[0])
     batch = [d for d in range(ndim) if d not in numbers.offset_dims]
@@ -276,22 +276,22 @@ def _gather(step: Step) -> bool:
     return (dim, index) in pairs and out == batch[index]
 
 
-def _iota(step: Step) -> bool:
+def _iota(step: Equation) -> bool:
     return bool(step.params["dimension"] != step.out_rows[0])
 
 
-def _scan(step: Step) -> bool:
+def _scan(step: Equation) -> bool:
     constants, carried = step.params["num_consts"], step.params["num_carry"]
     scanned = [*step.rows[constants + carried :], *step.out_rows[carried:]]
     # Their dim 0 is the one that is gone through.
     return 0 not in scanned and _inside(step)
 
 
-def _cond(step: Step) -> bool:
+def _cond(step: Equation) -> bool:
     return step.rows[0] is None and _inside(step)
 
 
-def _inside(step: Step) -> bool:
+def _inside(step: Equation) -> bool:
     """A program within the program. (The derivative of a custom_jvp_call is that of a program that was read.)"""
     return _unchanged(step, "jvp", "jvp_jaxpr_fun")
 
@@ -310,7 +310,7 @@ _REDUCING = (
 )
 # Not custom_vjp_call: its gradient is a program that is not here to be read.
 _PROGRAMS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "while")
-RULES: dict[str, Callable[[Step], bool]] = {
+RULES: dict[str, Callable[[Equation], bool]] = {
     **dict.fromkeys(_EACH, _elementwise),
     **dict.fromkeys(_REDUCING, _reduce),
     **dict.fromkeys(_PROGRAMS, _inside),

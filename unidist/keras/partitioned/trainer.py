@@ -151,7 +151,7 @@ def _check(model: Any) -> None:
 
 def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = hasattr(step_function, "lower")
-    traffic = ledger.Traffic(step_function) if compiled else None
+    traffic = ledger.ProgramCollectives(step_function) if compiled else None
     same = alike.Agreement(step_function)
 
     @functools.wraps(step_function)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from unidist import array
-from unidist.algebra import Layout, Mesh, Sharding, plan
+from unidist.algebra import Layout, Mesh, Sharding, redistribution
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.protocol import ALL_DTYPES, dtype_name
 from unidist.backends.sim import reference
@@ -28,9 +28,9 @@ def check_gradients(world: World) -> None:
         _, x = samples.legal_shards(src, rng, world.dtype)
         _, y = samples.legal_shards(back_dst, rng, world.dtype)
         gradient = vjp(_redistribution(world, src, dst), world.place(x, src), world.place(y, back_dst))
-        wanted = reference.run(plan(src, dst).adjoint, y)
+        wanted = reference.run(redistribution(src, dst).adjoint, y)
         holds(world, gradient, back_src, wanted, f"gradient of {src.layout} -> {dst.layout}")
-        left = samples.product(reference.run(plan(src, dst), x), y, dst)
+        left = samples.product(reference.run(redistribution(src, dst), x), y, dst)
         assert left == samples.product(x, wanted, src), "the reference broke the adjoint law"
 
 
@@ -102,7 +102,7 @@ def _moves_dtype(world: World, dtype: str, op: ReduceOp) -> None:
         out = world.backend.redistribute(x, src, dst)
         for shard in world.backend.to_local(out, dst).values():
             assert dtype_name(shard) == dtype, f"{first} -> {last} made {dtype_name(shard)} of {dtype}"
-        holds(world, out, dst, reference.run(plan(src, dst), shards), f"{dtype} by {op}, {first} ->")
+        holds(world, out, dst, reference.run(redistribution(src, dst), shards), f"{dtype} by {op}, {first} ->")
 
 
 @law

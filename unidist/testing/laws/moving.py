@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unidist import array, events
-from unidist.algebra import Layout, Mesh, Plan, Sharding, plan, ring_bytes
+from unidist.algebra import Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
 from unidist.algebra.layout import REDUCE_OPS, ReduceOp
 from unidist.backends.protocol import Array
 from unidist.backends.sim import reference
@@ -24,7 +24,7 @@ def _redistributes(world: World, shapes: Sequence[tuple[int, ...]], op: ReduceOp
         x = world.place(shards, src)
         out = world.backend.redistribute(x, src, dst)
         what = f"redistribute by {op} from {src.layout}"
-        holds(world, out, dst, reference.run(plan(src, dst), shards), what)
+        holds(world, out, dst, reference.run(redistribution(src, dst), shards), what)
         same(world.backend.gather(out, dst), value, f"{what} to {dst.layout} on {src.mesh}: gathered")
         holds(world, x, src, shards, "the input of redistribute")
 
@@ -170,19 +170,19 @@ def check_ledger(world: World) -> None:
     rank = world.backend.local_ranks()[0]
     for src, dst, rng in cases(world, [(2 * world.size, world.size), (5, 3)]):
         _, shards = samples.legal_shards(src, rng, world.dtype)
-        x, moves = world.place(shards, src), plan(src, dst)
+        x, moves = world.place(shards, src), redistribution(src, dst)
         seen.clear()
         with events.listen(seen.append), events.for_purpose("a test"):
             world.backend.redistribute(x, src, dst)
         _predicted(seen, moves, rank)
-        whole = plan(src, src.with_layout(Layout()))
+        whole = redistribution(src, src.with_layout(Layout()))
         seen.clear()
         with events.listen(seen.append), events.for_purpose("a test"):
             world.backend.gather(x, src)
         _predicted(seen, whole, rank)
 
 
-def _predicted(seen: list[events.Event], moves: Plan, rank: int) -> None:
+def _predicted(seen: list[events.Event], moves: Redistribution, rank: int) -> None:
     found = [(e.op, e.axes, e.ranks, e.bytes, e.purpose) for e in seen]
     wanted = [
         (s.op, s.axes, s.before.mesh.group(s.axes, rank).ranks, s.bytes(4, rank), "a test") for s in moves.collectives

@@ -1,4 +1,4 @@
-"""Place: where a variable's value, its gradient and its slots are, on each rank of this process."""
+"""Storage: where a variable's value, its gradient and its slots are, on each rank of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.keras.explicit import context, walks
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.parcels import is_nested
+from unidist.keras.explicit.flat import is_nested
 from unidist.keras.explicit.world import RankWorld
 from unidist.strategies import VariableLayouts
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Lies:
+class Shardings:
     """The shardings of one variable: the strategy's three layouts.
 
     Attributes:
@@ -40,21 +40,21 @@ class Lies:
         return VariableLayouts(self.stored.layout, self.held.layout, self.state.layout)
 
     @staticmethod
-    def alike(sharding: Sharding) -> Lies:
+    def alike(sharding: Sharding) -> Shardings:
         """One layout for everything."""
-        return Lies(sharding, sharding, sharding)
+        return Shardings(sharding, sharding, sharding)
 
     @staticmethod
-    def by(layouts: VariableLayouts, mesh: Mesh, shape: tuple[int, ...]) -> Lies:
+    def by(layouts: VariableLayouts, mesh: Mesh, shape: tuple[int, ...]) -> Shardings:
         stored = Sharding(mesh, layouts.storage, shape)
         held = stored.with_layout(layouts.compute.with_axis(layouts.compute.fanout, "I"))
         state = stored.with_layout(layouts.state)
         # A rule may cut a dim by a data axis before a model axis, or two dims by data axes: layers see such a shard as
         # it is, and gather it whole.
-        return Lies(stored, held if is_nested(held, stored) and is_nested(held, state) else stored, state)
+        return Shardings(stored, held if is_nested(held, stored) and is_nested(held, state) else stored, state)
 
 
-class Place:
+class Storage:
     """Where a variable is. Three parameters for each rank, of which some or all may be one:
 
     - shards: the stored value,
@@ -62,9 +62,9 @@ class Place:
     - states: what optimizers see: a part of the stored value (of the same memory), with the reduced gradient.
     """
 
-    def __init__(self, world: RankWorld, lies: Lies, path: str) -> None:
+    def __init__(self, world: RankWorld, shardings: Shardings, path: str) -> None:
         self.world = world
-        self.lies = lies
+        self.shardings = shardings
         self.path = path
         self.shards: dict[int, torch.nn.Parameter] = {}
         self.leaves: dict[int, torch.nn.Parameter] = {}
@@ -75,11 +75,11 @@ class Place:
     @property
     def sharding(self) -> Sharding:
         """How layers see it."""
-        return self.lies.held
+        return self.shardings.held
 
     @property
     def layout(self) -> Layout:
-        return self.lies.held.layout
+        return self.shardings.held.layout
 
     @property
     def is_sharded(self) -> bool:
@@ -94,12 +94,12 @@ class Place:
     @property
     def is_kept(self) -> bool:
         """Whether what layers compute with is what is stored."""
-        return self.lies.stored == self.lies.held
+        return self.shardings.stored == self.shardings.held
 
     @property
     def is_replica(self) -> bool:
         """Whether each rank stores something of the whole shape: the value, or its part of a sum."""
-        return not self.lies.stored.layout.dims
+        return not self.shardings.stored.layout.dims
 
     # values -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Place:
         self._take(self.world.ranks[0], parameter)
 
     def _take(self, rank: int, shard: torch.nn.Parameter) -> None:
-        stored, held, state = self.lies.stored, self.lies.held, self.lies.state
+        stored, held, state = self.shardings.stored, self.shardings.held, self.shardings.state
         self.shards[rank] = self.leaves[rank] = self.states[rank] = shard
         if state != stored:
             pairs = zip(state.region(rank), stored.region(rank), strict=True)
@@ -143,7 +143,7 @@ class Place:
                     self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
 
     def _shard_of(self, value: torch.Tensor, rank: int) -> torch.Tensor:
-        stored = self.lies.stored
+        stored = self.shardings.stored
         if stored.layout.partial:
             here = self.world.mesh.coordinate(rank)
             if any(here[axis] for axis, op in stored.layout.partial if op == "sum"):
@@ -210,7 +210,7 @@ class Place:
         """
         if frame is not None and (self.is_kept or frame.rank in self.units):
             return self.local(frame) if self.is_whole else self._moved(self.local(frame), self.sharding, differentiable)
-        stored = self.lies.stored
+        stored = self.shardings.stored
         if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
             return torch.as_tensor(self._assembled())
         shard = self._settled(frame.rank if frame is not None else self.world.ranks[0])
@@ -222,11 +222,11 @@ class Place:
 
     def updated(self, frame: Frame) -> torch.Tensor:
         """The whole value between an optimizer's steps, from the parts that optimizers have written to."""
-        return self.joined(self.own(frame)) if self.lies.state.layout.dims else self.own(frame)
+        return self.joined(self.own(frame)) if self.shardings.state.layout.dims else self.own(frame)
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which each rank has the part that it updates: of the variable, or its gradient."""
-        return self._moved(part, self.lies.state, False)
+        return self._moved(part, self.shardings.state, False)
 
     def _moved(self, shard: torch.Tensor, sharding: Sharding, differentiable: bool) -> torch.Tensor:
         fanned = tuple(a for a in sharding.layout.sharded_axes if a in self.world.data_axes)
@@ -247,7 +247,7 @@ class Place:
     def _assembled(self) -> torch.Tensor:
         """The whole value from all virtual ranks' shards, without a step of theirs."""
         first = next(iter(self.shards.values())).detach()
-        sharding, layout = self.lies.stored, self.lies.stored.layout
+        sharding, layout = self.shardings.stored, self.shardings.stored.layout
         out = torch.zeros(sharding.shape, dtype=first.dtype, device=first.device)
         for rank, shard in self.shards.items():
             here = self.world.mesh.coordinate(rank)

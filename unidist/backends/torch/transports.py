@@ -1,4 +1,4 @@
-"""Wires: the process groups of torch.distributed behind the groups of a mesh."""
+"""Transports: the process groups of torch.distributed behind the groups of a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unidist.backends.torch.lost import told
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wire:
+class Transport:
     """One process group, seen from this process. Its members are numbered by their places in the mesh's group.
 
     Attributes:
@@ -27,7 +27,7 @@ class Wire:
         index: this process's place.
         is_gloo: whether CPU tensors go over gloo.
         limit: how long a message waits now.
-        calls: the calls on this wire, which every member numbers alike.
+        calls: the calls on this transport, which every member numbers alike.
     """
 
     pg: dist.ProcessGroup
@@ -43,7 +43,7 @@ class Wire:
         return len(self.ranks)
 
 
-class Wires:
+class Transports:
     """The process groups made so far, by their ranks in order. They live as long as the default group.
 
     A group is made when a collective first needs it, by its members alone: all of them come there at the same point
@@ -62,7 +62,7 @@ class Wires:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._transports: dict[tuple[int, ...], Transport] = {}
         self._lock = threading.Lock()
 
     @property
@@ -73,30 +73,30 @@ class Wires:
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait, over groups that are made already too."""
         self._timeout = timedelta(seconds=seconds)
-        for wire in self._wires.values():
-            c10d._set_pg_timeout(self._timeout, wire.pg)
+        for transport in self._transports.values():
+            c10d._set_pg_timeout(self._timeout, transport.pg)
 
-    def __iter__(self) -> Iterator[Wire]:
+    def __iter__(self) -> Iterator[Transport]:
         """Those made so far."""
-        return iter(tuple(self._wires.values()))
+        return iter(tuple(self._transports.values()))
 
-    def __call__(self, group: Group, meet: Callable[[], None] = lambda: None) -> Wire:
-        """The wire of a group. `meet` is called before a new process group is made: the others may not come."""
-        wire = self._wires.get(group.ranks)
-        if wire is None:
+    def __call__(self, group: Group, meet: Callable[[], None] = lambda: None) -> Transport:
+        """The transport of a group. `meet` is called before a new process group is made: the others may not come."""
+        transport = self._transports.get(group.ranks)
+        if transport is None:
             with self._lock:  # a gradient's thread may come here too
-                wire = self._wires.get(group.ranks)
-                if wire is None:
-                    wire = self._wires[group.ranks] = self._make(group, meet)
-        return wire
+                transport = self._transports.get(group.ranks)
+                if transport is None:
+                    transport = self._transports[group.ranks] = self._make(group, meet)
+        return transport
 
-    def _make(self, group: Group, meet: Callable[[], None]) -> Wire:
+    def _make(self, group: Group, meet: Callable[[], None]) -> Transport:
         if group.ranks == tuple(range(dist.get_world_size())):
             pg = c10d._get_default_group()
         else:
             pg = self._found(group.ranks) or self._new(group, meet)
         kind = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
-        return Wire(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo", lambda: self._timeout)
+        return Transport(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo", lambda: self._timeout)
 
     def _found(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group that an earlier adapter left in a world that is not ours to end."""

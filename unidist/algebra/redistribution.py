@@ -1,4 +1,4 @@
-"""plan(src, dst): the shortest way by the table of Steps from one sharding to another."""
+"""redistribution(src, dst): the shortest way by the table of Steps from one sharding to another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unidist.errors import LayoutError
 
 
 @dataclass(frozen=True)
-class Plan:
+class Redistribution:
     """The steps that take a tensor from `src` to `dst`, in order."""
 
     src: Sharding
@@ -33,13 +33,13 @@ class Plan:
         return len(self.steps)
 
     @cached_property
-    def adjoint(self) -> Plan:
+    def adjoint(self) -> Redistribution:
         """The plan of the gradient: from dst.layout.dual() to src.layout.dual().
 
         Raises:
             LayoutError: a step reduces by max, min or prod.
         """
-        return Plan(
+        return Redistribution(
             self.dst.with_layout(self.dst.layout.dual()),
             self.src.with_layout(self.src.layout.dual()),
             tuple(step.adjoint for step in reversed(self.steps)),
@@ -56,7 +56,7 @@ class Plan:
 
 
 @lru_cache(maxsize=16384)
-def plan(src: Sharding, dst: Sharding) -> Plan:
+def redistribution(src: Sharding, dst: Sharding) -> Redistribution:
     """The steps from `src` to `dst`: fewest bytes sent, then fewest for the gradient, then fewest collectives.
 
     An axis leaves its state only for the one it is wanted in, for I on the way, and, where it is sharded at either
@@ -75,7 +75,7 @@ def plan(src: Sharding, dst: Sharding) -> Plan:
         after = src.with_layout(move.layout)
         steps.append(Step(move.op, move.axes, now, after, move.dim, move.to, move.reduce))
         now = after
-    return Plan(src, dst, tuple(steps))
+    return Redistribution(src, dst, tuple(steps))
 
 
 class _Move(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unidist.algebra import Layout, Mesh, Sharding, Step, plan, ring_bytes
+from unidist.algebra import Layout, Mesh, Sharding, Step, redistribution, ring_bytes
 from unidist.errors import LayoutError
 from unidist.testing import samples
 
@@ -19,7 +19,7 @@ BOTH = ("data", "model")
 
 
 def steps(src: Layout, dst: Layout, shape: tuple[int, ...] = (36, 36), mesh: Mesh = MESH) -> list[tuple[str, ...]]:
-    return [(step.op, *step.axes) for step in plan(Sharding(mesh, src, shape), Sharding(mesh, dst, shape))]
+    return [(step.op, *step.axes) for step in redistribution(Sharding(mesh, src, shape), Sharding(mesh, dst, shape))]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_strategies_of_the_design_send_what_it_says() -> None:
     mesh = Mesh({"data": n})
 
     def sent(src: Layout, dst: Layout) -> tuple[list[str], Fraction]:
-        moves = plan(Sharding(mesh, src, (size,)), Sharding(mesh, dst, (size,)))
+        moves = redistribution(Sharding(mesh, src, (size,)), Sharding(mesh, dst, (size,)))
         return [step.op for step in moves], moves.bytes(4, 0)
 
     part = Fraction(size * 4 * (n - 1), n)
@@ -83,7 +83,7 @@ def test_the_strategies_of_the_design_send_what_it_says() -> None:
     assert sent(cut, whole) == (["all_gather"], part)
     assert sent(cut, fan) == (["all_gather"], part)
     assert sent(whole, fan) == (["retype"], 0)
-    assert [step.op for step in plan(Sharding(mesh, cut, (8,)), Sharding(mesh, fan, (8,))).adjoint] == [
+    assert [step.op for step in redistribution(Sharding(mesh, cut, (8,)), Sharding(mesh, fan, (8,))).adjoint] == [
         "reduce_scatter"
     ]
 
@@ -100,7 +100,7 @@ def test_no_step_but_a_scaling_is_by_a_mean() -> None:
     ways += [Layout(partial={"a": "mean", "b": op}) for op in ("mean", "sum")]
     mesh = Mesh({"a": 2, "b": 2})
     for src, dst in itertools.product(ways, ways):
-        moves = plan(Sharding(mesh, src, (8, 8)), Sharding(mesh, dst, (8, 8)))
+        moves = redistribution(Sharding(mesh, src, (8, 8)), Sharding(mesh, dst, (8, 8)))
         assert {step.reduce for step in (*moves, *moves.adjoint) if step.op != "scale"} <= {"sum"}
 
 
@@ -111,15 +111,15 @@ def test_of_ways_that_send_alike_the_one_is_taken_whose_gradient_sends_less() ->
 
 def test_plans_are_cached_and_refuse_another_mesh_or_shape() -> None:
     src, dst = Sharding(MESH, Layout("data"), (4,)), Sharding(MESH, Layout(), (4,))
-    assert plan(src, dst) is plan(src, dst)
+    assert redistribution(src, dst) is redistribution(src, dst)
     with pytest.raises(LayoutError, match="mesh and global shape must be the same"):
-        plan(src, Sharding(MESH, Layout(), (5,)))
+        redistribution(src, Sharding(MESH, Layout(), (5,)))
     with pytest.raises(LayoutError, match="mesh and global shape must be the same"):
-        plan(src, Sharding(Mesh({"data": 2, "model": 3}, [5, 4, 3, 2, 1, 0]), Layout(), (4,)))
+        redistribution(src, Sharding(Mesh({"data": 2, "model": 3}, [5, 4, 3, 2, 1, 0]), Layout(), (4,)))
 
 
 def test_a_reduction_that_is_not_linear_has_no_adjoint() -> None:
-    moves = plan(Sharding(MESH, Layout(partial={"data": "max"}), (4,)), Sharding(MESH, Layout("data"), (4,)))
+    moves = redistribution(Sharding(MESH, Layout(partial={"data": "max"}), (4,)), Sharding(MESH, Layout("data"), (4,)))
     with pytest.raises(LayoutError, match="partial by max"):
         _ = moves.adjoint
     with pytest.raises(LayoutError, match=r"reduce_scatter by max over \('data',\) is not linear"):
@@ -185,11 +185,11 @@ def least_bytes(src: Sharding, dst: Sharding) -> Fraction:
 def test_no_way_sends_less_than_the_plan(shape: tuple[int, ...]) -> None:
     kinds = [Sharding(MESH, layout, shape) for layout in samples.layouts(BOTH, len(shape))]
     for src, dst in itertools.product(kinds, repeat=2):
-        assert plan(src, dst).bytes(1, 0) == least_bytes(src, dst), f"{src.layout} -> {dst.layout}"
+        assert redistribution(src, dst).bytes(1, 0) == least_bytes(src, dst), f"{src.layout} -> {dst.layout}"
 
 
 def test_planning_is_quick_on_three_axes() -> None:
     mesh = Mesh({"a": 2, "b": 2, "c": 3})
     kinds = [Sharding(mesh, layout, (12, 24, 36)) for layout in samples.layouts(mesh.axis_names, 3)]
-    found = [len(plan(src, dst)) for src, dst in zip(kinds, kinds[100:], strict=False)]
+    found = [len(redistribution(src, dst)) for src, dst in zip(kinds, kinds[100:], strict=False)]
     assert max(found) <= 8

@@ -1,4 +1,4 @@
-"""Parcel: tensors that are cut among one group and move together.
+"""FlatBuffer: tensors that are cut among one group and move together.
 
 Small ones lie side by side in one padded buffer, whose row r holds the r-th part of each, so that one reduce_scatter
 or all_gather moves them all. A tensor takes as many columns as its largest part has elements; where it divides evenly
@@ -77,7 +77,7 @@ def cut_between(whole: Sharding, parts: Sharding, rank: int) -> tuple[Axes, Cut]
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A parcel under way.
+    """A flat buffer under way.
 
     Attributes:
         handles: of its collectives. buffer: of the small tensors.
@@ -99,7 +99,7 @@ def _is_large(whole: torch.Tensor) -> bool:
     return large and whole.device.type == "cpu" and whole.is_contiguous()
 
 
-class Parcel:
+class FlatBuffer:
     """Tensors of one dtype, cut among one group, on one rank.
 
     Attributes:
