@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from unidist.checkpoint import writing
 from unidist.checkpoint.tensors import DTYPES, LARGEST, FileSpec, Tensor, files_of
 
+# Where a test writes many steps: waiting for the disk is not what it tests.
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 Bytes = NDArray[np.uint8]
 
 
@@ -62,7 +65,7 @@ def _write_part(
 ) -> None:
     for number, (name, data) in enumerate(bytes_of.items()):
         bounds = [0, *cuts.get(name, ()), len(data)]
-        for k, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for k, (begin, end) in enumerate(pairwise(bounds)):
             if (number + k) % places == place:
                 part.write(name, begin, data[begin:end])
 

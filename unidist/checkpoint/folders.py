@@ -1,7 +1,7 @@
 """The steps of a directory of checkpoints: which count, which is the latest, and removing old ones.
 
-A step is a folder `step-00000012` with a manifest in it, which is written last. Beside such folders there may be, after a
-crash or while somebody writes:
+A step is a folder `step-00000012` with a manifest in it, which is written last. Beside such folders there may be, after
+a crash or while somebody writes:
 
 - `step-00000012.tmp`: is being written, or was left so. Does not count.
 - `step-00000012.replaced`: the one of before, while a new one of the same step takes its place. Counts as long as there

@@ -1,4 +1,4 @@
-"""What stands beside the tensors' files: their checksums, Hugging Face's index, and the manifest, by which a step counts.
+"""What stands beside the tensors' files: checksums, Hugging Face's index, and the manifest, by which a step counts.
 
 The manifest is JSON. Its first key is the CRC32C of all of its bytes, counted with zeros in the place of its own eight
 digits. `files` has each file of tensors with its size and its header's length and CRC32C; `checksums` and `index` have

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,7 +160,7 @@ class Reader:
         beside = ends - begins - length
         joined = begins[1:] - ends[:-1] + beside[:-1] <= _SLACK
         firsts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(offsets)]]).tolist()
-        for first, stop in zip(firsts, firsts[1:], strict=False):
+        for first, stop in pairwise(firsts):
             for begin, end in _pieces(ranges, int(begins[first]), int(ends[first:stop].max())):
                 self._read_piece(name, ranges, begin, end, offsets[first:stop], length, out[first * length :])
 

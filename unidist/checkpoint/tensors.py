@@ -4,8 +4,8 @@ A file begins with the length of its header (8 bytes, little endian). The header
 multiple of eight bytes, and says of each tensor its dtype, shape, and where its bytes are. Those follow without holes,
 items of more bytes first and names in order, so each tensor begins at a multiple of its item's size.
 
-The header has a stamp of fixed length: the step, and a number drawn by chance for each time that one is written. By it a
-file of another step is known. Which tensor stands where does not depend on it, so all processes find the same.
+The header has a stamp of fixed length: the step, and a number drawn by chance for each time that one is written. By it
+a file of another step is known. Which tensor stands where does not depend on it, so all processes find the same.
 """
 
 from __future__ import annotations

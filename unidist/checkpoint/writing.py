@@ -194,7 +194,7 @@ def as_bytes(data: Any) -> Bytes:
 
 def write_all(opened: int, data: Bytes, offset: int) -> None:
     """Writes all bytes, however many the system takes at once."""
-    left = memoryview(data)
+    left = data.data
     while len(left):
         written = os.pwrite(opened, left, offset)
         left, offset = left[written:], offset + written
