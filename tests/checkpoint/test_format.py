@@ -209,14 +209,14 @@ def test_the_index_is_that_of_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torch_reads_the_model_as_hugging_faces(tmp_path: Path) -> None:
     import torch
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     of = [tensor for tensor in tensors() if tensor.name.startswith("dense/")]
     bytes_of = contents(of)
     folder = write(tmp_path, 1, bytes_of, of, largest=5000)
     state = {tensor.name: torch.zeros(tensor.shape) for tensor in of}
-    checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     for tensor in of:
         assert state[tensor.name].numpy().tobytes() == bytes_of[tensor.name].tobytes()
 

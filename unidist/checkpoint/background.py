@@ -1,8 +1,8 @@
 """Writing a step in a process of its own, while the training goes on.
 
 The training copies what is to be written into memory that both processes have, and goes on. The other process is
-started once. It imports no framework, gets its work as JSON over a socket, and ends with its parent: what it was writing
-then does not count.
+started once. It imports no framework, gets its work as JSON over a socket, and ends with its parent: what it was
+writing then does not count.
 """
 
 from __future__ import annotations

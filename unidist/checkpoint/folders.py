@@ -24,6 +24,7 @@ from unidist.errors import CheckpointError
 
 TMP, REPLACED, REMOVED = ".tmp", ".replaced", ".removed"
 LAST_STEP = 10**12 - 1
+Step = int | Literal["latest"]
 _NAME = re.compile(r"step-(\d{8,12})(\.tmp|\.replaced|\.removed)?")
 
 
@@ -50,7 +51,7 @@ def step_folder(directory: str | Path, step: int) -> Path:
     raise CheckpointError(f"{directory} has no checkpoint of step {step}; the last ones: {there}", file=str(directory))
 
 
-def find(directory: str | Path, step: int | Literal["latest"]) -> Path:
+def find(directory: str | Path, step: Step) -> Path:
     """The folder of a step of a directory; "latest" of a step's own folder is this folder.
 
     Raises:

@@ -56,9 +56,7 @@ class Reader:
         unidist.errors.CheckpointError: /no/such/directory has no checkpoint
     """
 
-    def __init__(
-        self, directory: str | Path, step: int | Literal["latest"] = "latest", verify: Verify = "read"
-    ) -> None:
+    def __init__(self, directory: str | Path, step: folders.Step = "latest", verify: Verify = "read") -> None:
         if verify not in ("read", "all", "off"):
             raise CheckpointError(f'verify is "read", "all" or "off", got {verify!r}')
         self.folder = folders.find(directory, step)
@@ -144,9 +142,27 @@ class Reader:
             raise CheckpointError(f"tensor {name!r}: {text}", tensor=name)
         at = 0
         for offsets, length in batches(tensor.shape, tensor.itemsize, region):
-            ranges = self._blocks.of(tensor) if self._blocks is not None else Ranges.whole(tensor)
-            self._read_runs(name, ranges, offsets, length, out[at : at + len(offsets) * length])
+            self._read_runs(name, self._ranges(tensor), offsets, length, out[at : at + len(offsets) * length])
             at += len(offsets) * length
+
+    def read_bytes(self, name: str, begin: int, nbytes: int) -> Bytes:
+        """So many bytes of a tensor, from one on: to go through a large one piece by piece."""
+        tensor = self._tensor(name)
+        if not 0 <= begin <= begin + nbytes <= tensor.nbytes:
+            text = f"has {tensor.nbytes} bytes, and {begin}..{begin + nbytes} were asked for"
+            raise CheckpointError(f"tensor {name!r} {text}", tensor=name)
+        out = np.empty(nbytes, np.uint8)
+        if nbytes:
+            self._read_runs(name, self._ranges(tensor), np.array([begin]), nbytes, out)
+        return out
+
+    def written_by(self, name: str) -> dict[int, int]:
+        """Who wrote a tensor: the places of processes, each with how many bytes."""
+        tensor = self._tensor(name)
+        return self._checked().places(tensor) if tensor.nbytes else {}
+
+    def _ranges(self, tensor: Tensor) -> Ranges:
+        return self._blocks.of(tensor) if self._blocks is not None else Ranges.whole(tensor)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self.tensors.get(name)
