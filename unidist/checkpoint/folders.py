@@ -85,7 +85,9 @@ def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
     old = older[: max(0, len(older) - (keep - 1))]
     for step, suffix in _found(where):
         is_left = suffix in (TMP, REMOVED) and step < newest
-        if step in old or is_left or (suffix == REPLACED and _counts(where, step, "")):
+        is_wanted = step not in old and not is_left and not (suffix == REPLACED and _counts(where, step, ""))
+        # What is half removed may have gone with the folder before it in the list.
+        if not is_wanted and folder_of(where, step, suffix).exists():
             remove(where, step, suffix)
     return old
 
