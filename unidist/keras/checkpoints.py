@@ -24,7 +24,7 @@ from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
 from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
-from unidist.keras import seeds
+from unidist.keras import later, seeds
 from unidist.keras.held import WORDS, Held, itemsize_of
 from unidist.keras.states import State
 
@@ -58,6 +58,7 @@ def save(
     directory: str | os.PathLike[str],
     *,
     step: int | None = None,
+    asynchronous: bool = False,
     keep: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -70,6 +71,8 @@ def save(
         model: a built Keras model, distributed or not.
         directory: the folder of the checkpoints, which all processes see.
         step: the step's number; by default the optimizer's count of steps. A step of this number is replaced.
+        asynchronous: copies what this process writes into memory, and returns while a process of its own writes it.
+            `save`, `restore` and `wait` raise what went wrong there; they wait for it first.
         keep: how many steps stay; older ones are removed when the new one stands. None: all.
         facts: JSON of your own, which `restore` gives back.
 
@@ -88,26 +91,43 @@ def save(
         >>> unidist.save(model, tempfile.mkdtemp(), step=7).name
         'step-00000007'
     """
+    wait()
     state = State.of(model)
     state.settle()
+    holders = state.holders
     where = Path(os.fspath(directory))
 
     def begin() -> dict[str, Any]:
         number = _count_of(model) if step is None else step
-        told = {_OWN: _told_of(model, state), _USERS: dict(facts or {})}
+        told = {_OWN: _told_of(model, holders.count), _USERS: dict(facts or {})}
         return {"folder": prepare(where, number, state.files).name, "step": number, "facts": told}
 
-    begun = state.by_first(begin)
-    folder = where / begun["folder"]
-    state.agree(_write(state, folder), f"write {folder}")
+    begun = holders.by_first(begin)
+    folder, number = where / begun["folder"], int(begun["step"])
+    if asynchronous:
+        later.start(state, folder, begun["facts"], keep, number)
+        return folders.folder_of(where, number)
+    holders.agree(_write(state, folder), f"write {folder}")
 
     def end() -> dict[str, Any]:
-        stands = commit(folder, state.files, begun["facts"], state.count)
+        stands = commit(folder, state.files, begun["facts"], holders.count)
         if keep is not None:
-            folders.prune(where, keep, begun["step"])
+            folders.prune(where, keep, number)
         return {"folder": stands.name}
 
-    return where / str(state.by_first(end)["folder"])
+    return where / str(holders.by_first(end)["folder"])
+
+
+def wait() -> None:
+    """Returns when what `save(..., asynchronous=True)` began is written, or nothing is. A collective of its processes.
+
+    Raises:
+        CheckpointError: it could not be written, by this process or by another. The step does not count.
+
+    Example:
+        >>> wait()
+    """
+    later.wait()
 
 
 def _write(state: State, folder: Path) -> OSError | None:
@@ -116,7 +136,7 @@ def _write(state: State, folder: Path) -> OSError | None:
     failure: OSError | None = None
     with contextlib.ExitStack() as stack:
         try:
-            writer = stack.enter_context(PartWriter(folder, state.files, state.place))
+            writer = stack.enter_context(PartWriter(folder, state.files, state.holders.place))
         except OSError as error:
             failure = error
         for name, begin, rows in state.pieces():
@@ -138,13 +158,13 @@ def _count_of(model: Any) -> int:
     return 0 if optimizer is None else int(np.asarray(optimizer.iterations))
 
 
-def _told_of(model: Any, state: State) -> dict[str, Any]:
+def _told_of(model: Any, processes: int) -> dict[str, Any]:
     import unidist
 
     return {
         "versions": {"unidist": unidist.__version__, "keras": keras.__version__},
         "keras backend": keras.config.backend(),
-        "processes": state.count,
+        "processes": processes,
         "model": model.name,
         "random": seeds.state().decode(),
     }
@@ -189,9 +209,11 @@ def restore(
         >>> unidist.restore(model, folder)
         Restored(step=7, facts={'note': 'half way'}, skipped=())
     """
+    wait()
     state = State.of(model, to_be_trained=True)
+    holders = state.holders
     where = Path(os.fspath(directory))
-    number = state.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
+    number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
     failure: OSError | None = None
     reader: Reader | None = None
     skipped: list[str] = []
@@ -201,7 +223,7 @@ def restore(
         # All see that it fits before the first value is changed.
     except OSError as error:
         failure = error
-    state.agree(failure, f"read step {number} of {where}")
+    holders.agree(failure, f"read step {number} of {where}")
     assert reader is not None
     with reader:
         try:
@@ -209,7 +231,7 @@ def restore(
                 held.put(_reading(reader, name, itemsize_of(held.dtype)))
         except OSError as error:
             failure = error
-        state.agree(failure, f"read step {number} of {where}; some variables have its values already")
+        holders.agree(failure, f"read step {number} of {where}; some variables have its values already")
         facts = reader.facts
     own, users = facts.get(_OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
