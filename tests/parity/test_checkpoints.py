@@ -45,6 +45,12 @@ def _kind(name: str) -> str:
     return "alone" if name in _ALONE else name
 
 
+def _shape(name: str, mesh: str) -> str:
+    """A mesh, however many devices are on its axes."""
+    spec = _ALL[name, mesh]
+    return mesh if spec is None else f"{spec.shape}-{spec.zero}"
+
+
 def _cases() -> list[tuple[tuple[str, str], str, str]]:
     """(writer, reader, its mesh): each pair of backends, and each pair of meshes; with --all every pair."""
     draw = random.Random(SEED)
@@ -55,7 +61,7 @@ def _cases() -> list[tuple[tuple[str, str], str, str]]:
         # Those that are new in both ways first.
         for least in (2, 1):
             for (one, a), (other, b) in shuffled:
-                pairs = {("backends", _kind(one), _kind(other)), ("meshes", a, b)} - new
+                pairs = {("backends", _kind(one), _kind(other)), ("meshes", _shape(one, a), _shape(other, b))} - new
                 if len(pairs) >= least:
                     new |= pairs
                     rows.append(((one, a), (other, b)))
