@@ -244,9 +244,9 @@ def _pieces(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
 def _take(piece: Bytes, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes) -> None:
     """Copies what a piece has of the runs to where it belongs."""
     if len(offsets) == 1:
-        at = int(offsets[0])
-        a, b = max(at, begin), min(at + length, end)
-        out[a - at : b - at] = piece[a - begin : b - begin]
+        only = int(offsets[0])
+        a, b = max(only, begin), min(only + length, end)
+        out[a - only : b - only] = piece[a - begin : b - begin]
         return
     first = int(np.searchsorted(offsets, begin - length, "right"))
     stop = int(np.searchsorted(offsets, end, "left"))

@@ -55,6 +55,8 @@ def prepare(directory: str | Path, step: int, files: Sequence[FileSpec]) -> Path
         with disk.told(path), path.open("xb") as opened:
             opened.write(stamped(file.header, step, writing))
             opened.truncate(file.size)
+            opened.flush()
+            os.fsync(opened.fileno())
     told = {"step": step, "writing": writing, "plan": _plan(files)}
     disk.write_durably(folder, PREPARED, json.dumps(told).encode())
     return folder
