@@ -62,6 +62,16 @@ class Ranges:
         begin = int(self.begins[self.begins.searchsorted(at, "right") - 1])
         return at - (at - begin) % self.block
 
+    def block_of(self, at: int) -> int:
+        """The number of the block that holds a byte."""
+        number = int(self.begins.searchsorted(at, "right")) - 1
+        return int(self.firsts[number]) + (at - int(self.begins[number])) // self.block
+
+    def has_only_full_blocks(self, begin: int, end: int) -> bool:
+        """Whether only the last block of [begin, end) may be shorter than others."""
+        first, stop = self.begins.searchsorted(begin, "right"), self.begins.searchsorted(end, "left")
+        return bool(((self.begins[first:stop] - begin) % self.block == 0).all())
+
     def blocks(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """(begin, end, number of the first block) of what each range has of [begin, end), which cuts no block."""
         first = int(self.begins.searchsorted(begin, "right")) - 1
@@ -136,23 +146,26 @@ class Blocks:
 
     def check(self, file: str, tensor: Tensor, ranges: Ranges, begin: int, data: Bytes) -> None:
         """Raises where the bytes of a tensor from `begin` on, whole blocks, do not have their checksums."""
-        parts = ranges.blocks(begin, begin + len(data))
-        found = array("I")
-        for a, b, _ in parts:
-            found += sums(data[a - begin : b - begin])
-        due = self._due(parts[0][2], len(found), tensor.name)
+        end, at = begin + len(data), ranges.block_of(begin)
+        if ranges.has_only_full_blocks(begin, end):
+            found = sums(data)
+        else:
+            found = array("I")
+            for a, b, _ in ranges.blocks(begin, end):
+                found += sums(data[a - begin : b - begin])
+        due = self._due(at, len(found), tensor.name)
         if found.tobytes() == due.tobytes():
             return
-        block = parts[0][2] + int((np.frombuffer(found, np.uint32) != due).argmax())
-        a, b, first = next(part for part in reversed(parts) if part[2] <= block)
+        block = at + int((np.frombuffer(found, np.uint32) != due).argmax())
+        a, b, first = next(part for part in reversed(ranges.blocks(begin, end)) if part[2] <= block)
         at = a + (block - first) * BLOCK
         text = f"is damaged: its bytes {at}..{min(at + BLOCK, b)} do not have their checksum"
         raise CheckpointError(f"{file}: tensor {tensor.name!r} {text}", file=file, tensor=tensor.name)
 
     def ahead(self, ranges: Ranges, begin: int, end: int, most: int) -> None:
         """Reads the checksums of all that lies in [begin, end) at once, if they have at most so many bytes."""
-        (_, _, first), (_, _, last) = ranges.blocks(begin, begin + 1)[0], ranges.blocks(end - 1, end)[0]
-        count = last - first + 1
+        first = ranges.block_of(begin)
+        count = ranges.block_of(end - 1) - first + 1
         if count * 4 <= most:
             self._window = first, self._read(manifest.SUMS, first, count)
 

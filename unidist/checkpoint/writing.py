@@ -139,8 +139,10 @@ class PartWriter:
         for first in range(0, len(content), _PIECE):
             piece = content[first : first + _PIECE]
             running.add(piece)
-            with disk.told(self.folder / file.name, name):
+            try:
                 write_all(opened, piece, file.begins[name] + begin + first)
+            except OSError as error:
+                raise disk.error_of(self.folder / file.name, error, name) from error
 
     def _running(self, name: str, begin: int) -> Running:
         ranges = self._ranges.setdefault(name, [])
