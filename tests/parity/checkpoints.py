@@ -75,8 +75,8 @@ def fill(model: Any) -> None:
         variable.assign(value_of(variable.path, tuple(variable.shape), str(variable.dtype)))
 
 
-def write(folder: str, spec: Spec | None, step: int = 5) -> tuple[int, float]:
-    """(variables that are cut, bytes that were sent) of a checkpoint that all processes write."""
+def write(folder: str, spec: Spec | None, step: int = 5) -> tuple[int, dict[str, float]]:
+    """(variables that are cut, op -> bytes that were sent) of a checkpoint that all processes write."""
     import unidist
 
     model = build(spec)
@@ -85,7 +85,9 @@ def write(folder: str, spec: Spec | None, step: int = 5) -> tuple[int, float]:
     fill(model)
     with unidist.ledger() as sent:
         unidist.save(model, folder, step=step, facts={"note": 1.5})
-    return len(unidist.describe(model).sharded) if spec is not None else 0, float(sent.bytes())
+    ops = {event.op for event in sent.events if event.purpose.startswith("saving ")}
+    told = {op: float(sum(e.bytes for e in sent.events if e.op == op)) for op in ops}
+    return len(unidist.describe(model).sharded) if spec is not None else 0, told
 
 
 def read(folder: str, spec: Spec | None) -> tuple[dict[str, Any], Any, float]:
