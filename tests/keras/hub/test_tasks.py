@@ -183,7 +183,7 @@ def test_an_encoder_and_a_decoder_generate() -> None:
 
 
 # Strings go through tf.data: in processes of their own, which see TensorFlow.
-PRELOAD = (*preloaded.KERAS["torch"], "keras_hub", "tensorflow")
+PRELOAD = preloaded.TORCH_AND_TENSORFLOW
 ENV = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
 
 
