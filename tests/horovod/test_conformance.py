@@ -34,7 +34,7 @@ def torch_world(layout_pairs: int = 60) -> World:
         numpy=_array,
         vjp=_vjp,
         layout_pairs=layout_pairs,
-        layouts=unless_all(8, None),
+        layouts=unless_all(4, None),
     )
 
 
@@ -69,7 +69,7 @@ def tensorflow_world(layout_pairs: int = 30) -> World:
         numpy=_eager_array,
         vjp=_eager_vjp,
         layout_pairs=layout_pairs,
-        layouts=unless_all(8, None),
+        layouts=unless_all(4, None),
     )
 
 

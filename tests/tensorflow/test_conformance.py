@@ -47,7 +47,7 @@ def _world(backend: Any, layout_pairs: int) -> World:
         return found
 
     return World(
-        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(8, None)
+        backend=backend, array=array, numpy=numpy, vjp=vjp, layout_pairs=layout_pairs, layouts=unless_all(4, None)
     )
 
 

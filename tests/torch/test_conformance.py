@@ -10,6 +10,7 @@ import torch
 
 import unidist
 from tests import preloaded
+from tests.support.sampling import unless_all
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
@@ -17,7 +18,14 @@ from unidist.testing.laws import World
 
 def world() -> World:
     """Called in each process, under torchrun's environment."""
-    return World(backend=unidist.use("torch"), array=_tensor, numpy=_array, vjp=_vjp)
+    return World(
+        backend=unidist.use("torch"),
+        array=_tensor,
+        numpy=_array,
+        vjp=_vjp,
+        layout_pairs=unless_all(14, 60),
+        layouts=unless_all(8, None),
+    )
 
 
 def _tensor(value: Array, dtype: str) -> torch.Tensor:
