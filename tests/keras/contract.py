@@ -211,7 +211,16 @@ def _strategy(kind: str | None, zero: int, rules: Any = RULES) -> Any:
     return None if kind is None else strategy(kind, rules, zero=zero)
 
 
+def _built(model: Any) -> Any:
+    """On TensorFlow a step that builds its optimizer is traced twice; Keras leaves it to the first. (So it is in tests/
+    parity/test_training.py.) DTensor's driver builds it before."""
+    if keras.config.backend() == "tensorflow" and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
 def _fitted(model: Any, x: Any, y: Any, **options: Any) -> Result:
+    model = _built(model)
     batch = options.pop("batch_size", BATCH)
     history = model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0, **options).history
     seen = told(model)  # now: Keras on JAX loses the averages of a model that is evaluated
@@ -259,7 +268,8 @@ def measured(kind: str | None, zero: int, name: str) -> Result:
     """Metrics that keep more than a mean."""
     fresh()
     with scope(_strategy(kind, zero)):
-        model = keras.Sequential([*plain().layers, layers.Dense(1, "sigmoid", name="d")], name="plain")
+        top = layers.Dense(1, "sigmoid", name="d")
+        model = keras.Sequential([layers.Input((12,)), *plain().layers, top], name="plain")
         model.compile(_sgd(momentum=0.9), "binary_crossentropy", metrics=METRICS[name]())
     x, y = rows()
     return _fitted(model, x, (y > 1).astype("float32")[:, None], sample_weight=np.linspace(0, 2, ROWS))

@@ -164,12 +164,11 @@ def translate(strategy: Any = None) -> np.ndarray:
 
 
 def check_backbones() -> None:
-    """Everything equal to one device, computed in the same process."""
-    for name in ("bert", "gemma mqa", "t5"):
-        found = zoo.train(zoo.BACKBONES[name], zoo.strategy(name, 2))
-        zoo.assert_equal(found, zoo.train(zoo.BACKBONES[name]))
-        assert zoo.pairs_of(found.model), name
-        assert unidist.describe(found.model).sharded, name
+    """Equal to one device, computed in the same process; one key for all heads is the most that is sent."""
+    found = zoo.train(zoo.BACKBONES["gemma mqa"], zoo.strategy("gemma mqa", 2))
+    zoo.assert_equal(found, zoo.train(zoo.BACKBONES["gemma mqa"]))
+    assert zoo.pairs_of(found.model)
+    assert unidist.describe(found.model).sharded
 
 
 def check_found_layouts() -> None:
