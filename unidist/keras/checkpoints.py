@@ -97,7 +97,7 @@ def save(
     state = State.of(model)
     state.settle()
     holders = state.holders
-    where = Path(os.fspath(directory))
+    where = _folder(directory)
 
     def begin() -> dict[str, Any]:
         number = _count_of(model) if step is None else step
@@ -153,6 +153,18 @@ def _write(state: State, folder: Path) -> OSError | None:
             except OSError as error:
                 failure = error
     return failure
+
+
+def _folder(directory: str | os.PathLike[str]) -> Path:
+    """Raises CheckpointError: it is an address, and no folder."""
+    text = os.fspath(directory)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text!r} is no folder: object stores are not served in this version. Give a folder on a file system that "
+            "all processes see; one that is mounted will do",
+            file=text,
+        )
+    return Path(text)
 
 
 def _count_of(model: Any) -> int:
@@ -215,7 +227,7 @@ def restore(
     wait()
     state = State.of(model, to_be_trained=True)
     holders = state.holders
-    where = Path(os.fspath(directory))
+    where = _folder(directory)
     number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
     failure: OSError | None = None
     reader: Reader | None = None
@@ -250,7 +262,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
         >>> latest("/no/such/folder") is None
         True
     """
-    return folders.latest(os.fspath(directory))
+    return folders.latest(_folder(directory))
 
 
 def _reading(reader: Reader, name: str, dtype: str) -> Read:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
@@ -28,3 +30,14 @@ def test_a_model_that_does_not_fit_is_refused(
 def test_where_the_system_does_not_tell_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_MEMORY", Path("/no/such/file"))
     saving.check_room(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]))
+
+
+@pytest.mark.parametrize("call", [lambda m, d: unidist.save(m, d), lambda m, d: unidist.restore(m, d)])
+def test_an_address_is_no_folder(
+    call: Callable[[Any, str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    with pytest.raises(unidist.CheckpointError, match="object stores are not served"):
+        call(model, "s3://bucket/checkpoints")
+    assert not list(tmp_path.iterdir())
