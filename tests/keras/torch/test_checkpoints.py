@@ -79,8 +79,9 @@ def test_what_waits_in_an_accumulation_is_saved(tmp_path: Path) -> None:
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, name="down")], name="net")
             model.compile(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3), "mse")
-        model.fit(X[:16], Y[:16], batch_size=8, epochs=1, verbose=0, shuffle=False)
-        with Reader(unidist.save(model, place)) as reader:
+        saving = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: unidist.save(model, place))
+        model.fit(X[:16], Y[:16], batch_size=8, epochs=1, verbose=0, shuffle=False, callbacks=[saving])
+        with Reader(place) as reader:
             return {name: reader.read(name).view("float32") for name in reader.tensors if "accumulator" in name}
 
     wanted = run(None, tmp_path / "one")
