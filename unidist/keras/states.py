@@ -118,9 +118,9 @@ class State:
                     optimizer.build(model.trainable_variables)
         if driver is None:
             held: Callable[[Any], Held] = Whole
-            return State(model, tuple(_named(model, held)), Holders(None), lambda model: None)
+            return State(model, tuple(named(model, held)), Holders(None), lambda model: None)
         driver.ready(model)
-        return State(model, tuple(_named(model, driver.held)), Holders(driver.processes(model)), driver.settle)
+        return State(model, tuple(named(model, driver.held)), Holders(driver.processes(model)), driver.settle)
 
     @cached_property
     def files(self) -> tuple[FileSpec, ...]:
@@ -180,7 +180,7 @@ def optimizers(model: Any) -> list[Any]:
     return list({id(x): x for x in found if isinstance(x, BaseOptimizer)}.values())
 
 
-def _named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Held]]:
+def named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Held]]:
     """Each variable once, under its path; paths that repeat get "#2", "#3"... behind theirs."""
     weights = {id(v) for v in model.weights}
     kinds = [(v, "model") for v in model.weights]
