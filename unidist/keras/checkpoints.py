@@ -28,13 +28,12 @@ from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
 from unidist.keras import later, seeds
 from unidist.keras.compat import saving_lib
-from unidist.keras.held import WORDS, Held, itemsize_of
+from unidist.keras.held import WORDS, Held, Read, entries, itemsize_of, words
 from unidist.keras.states import State
 
 _log = logging.getLogger(__name__)
 # What unidist itself keeps among the facts, beside the user's own; and the model's config in it.
 OWN, _USERS = "unidist", "facts"
-CONFIG = "config"
 # The manifest has a bound, and the rest of it needs some.
 _LARGEST_CONFIG = 4 << 20
 Step = int | Literal["latest"]
@@ -49,6 +48,7 @@ class Restored:
         facts: what was given to `save` with it.
         skipped: without `strict`, the variables that only one of model and checkpoint has, or of another shape, each
             with the reason.
+        converted: the variables that were read as another dtype than they were written in, with both.
 
     Example:
         >>> Restored(step=3).skipped
@@ -58,6 +58,7 @@ class Restored:
     step: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
 
 
 def save(
@@ -102,7 +103,7 @@ def save(
     state = State.of(model)
     state.settle()
     holders = state.holders
-    where = Path(os.fspath(directory))
+    where = _folder(directory)
 
     # By all processes: a variable that is asked for may be a collective.
     number = _count_of(model) if step is None else step
@@ -170,6 +171,18 @@ def _check_json(told: dict[str, Any]) -> None:
         raise CheckpointError(f"facts are JSON, and these are not: {error}") from error
 
 
+def _folder(directory: str | os.PathLike[str]) -> Path:
+    """Raises CheckpointError: it is an address, and no folder."""
+    text = os.fspath(directory)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text!r} is no folder: object stores are not served in this version. Give a folder on a file system that "
+            "all processes see; one that is mounted will do",
+            file=text,
+        )
+    return Path(text)
+
+
 def _count_of(model: Any) -> int:
     optimizer = getattr(model, "optimizer", None)
     return 0 if optimizer is None else int(np.asarray(optimizer.iterations))
@@ -183,7 +196,7 @@ def _told_of(state: State) -> dict[str, Any]:
         "keras backend": keras.config.backend(),
         "processes": state.holders.count,
         "model": state.model.name,
-        CONFIG: _config_of(state),
+        "config": _config_of(state),
         "random": seeds.state().decode(),
     }
 
@@ -211,7 +224,8 @@ def restore(
     verify: Verify = "read",
 ) -> Restored:
     """Reads a step into a model, in place, onto the layouts that it has: whatever mesh, ZeRO stage, number of processes
-    and Keras backend wrote it.
+    and Keras backend wrote it. Values are bit for bit those that were written; where the model has floats of another
+    precision, or whole numbers of another size (Keras's own differ by backend), they are converted.
 
     A collective of the processes that hold the model: each reads the bytes of its own shards.
 
@@ -239,12 +253,12 @@ def restore(
         >>> folder = tempfile.mkdtemp()
         >>> _ = unidist.save(model, folder, step=7, facts={"note": "half way"})
         >>> unidist.restore(model, folder)
-        Restored(step=7, facts={'note': 'half way'}, skipped=())
+        Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
     wait()
     state = State.of(model, to_be_trained=True)
     holders = state.holders
-    where = Path(os.fspath(directory))
+    where = _folder(directory)
     number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
     failure: OSError | None = None
     reader: Reader | None = None
@@ -260,11 +274,11 @@ def restore(
     with reader:
         try:
             for name, held in fits:
-                held.put(_reading(reader, name, itemsize_of(held.dtype)))
+                held.put(reading(reader, name, held.dtype))
         except OSError as error:
             failure = error
         holders.agree(failure, f"read step {number} of {where}; some variables have its values already")
-        facts = reader.facts
+        facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}
     for layer in model._flatten_layers():
         # As Keras does after loading: Normalization computes with what it has made of its variables.
         if hasattr(layer, "finalize_state"):
@@ -272,7 +286,8 @@ def restore(
     own, users = facts.get(OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
         seeds.restore(own["random"].encode())
-    return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped))
+    converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fits if (theirs := told[name]) != held.dtype]
+    return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
@@ -282,17 +297,31 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
         >>> latest("/no/such/folder") is None
         True
     """
-    return folders.latest(os.fspath(directory))
+    return folders.latest(_folder(directory))
 
 
-def _reading(reader: Reader, name: str, itemsize: int) -> Any:
+def reading(reader: Reader, name: str, dtype: str) -> Read:
+    """What gives the words of a region, in the model's dtype."""
+    written = reader.tensors[name].dtype
+
     def read(region: Region, out: Array | None) -> Array:
-        found = np.empty([n for _, n in region], WORDS[itemsize]) if out is None else out
+        own = np.empty([n for _, n in region], WORDS[itemsize_of(dtype)]) if out is None else out
+        found = own if written == dtype else np.empty(own.shape, WORDS[itemsize_of(written)])
         if found.size:
             reader.read_into(name, region, found.reshape(-1).view(np.uint8))
-        return found
+        if written != dtype:
+            own[...] = words(_converted(entries(found, written), dtype, name))
+        return own
 
     return read
+
+
+def _converted(value: Array, dtype: str, name: str) -> Array:
+    """Raises CheckpointError: a whole number does not fit."""
+    found = value.astype(np.dtype(dtype))
+    if value.dtype.kind in "iu" and (found.astype(value.dtype) != value).any():
+        raise CheckpointError(f"{name}: has whole numbers that do not fit into the model's {dtype}", tensor=name)
+    return found
 
 
 def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str, Held]], list[str]]:
@@ -335,6 +364,12 @@ def problem(own: Tensor | None, theirs: Tensor | None) -> str:
         return "is in the model alone"
     if own.shape != theirs.shape:
         return f"has shape {own.shape} in the model and {theirs.shape} in the checkpoint"
-    if own.dtype != theirs.dtype:
+    if own.dtype != theirs.dtype and _sort(own.dtype) != _sort(theirs.dtype):
         return f"is {own.dtype} in the model and {theirs.dtype} in the checkpoint"
     return ""
+
+
+def _sort(dtype: str) -> str:
+    """Numbers of one sort can be converted into each other."""
+    kind = np.dtype(dtype).kind
+    return "whole" if kind in "iu" else "truth" if kind == "b" else "float"

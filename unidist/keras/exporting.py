@@ -21,9 +21,9 @@ from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.tensors import Tensor, parse_json
 from unidist.errors import CheckpointError
 from unidist.keras import files, loading
-from unidist.keras.checkpoints import OWN, problem
+from unidist.keras.checkpoints import OWN, problem, reading
 from unidist.keras.compat import TorchLayer, saving_lib
-from unidist.keras.held import Whole, entries, itemsize_of
+from unidist.keras.held import Whole, entries, itemsize_of, whole_region
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.states import named
 
@@ -89,9 +89,9 @@ def _fill(model: Any, reader: Reader, names: list[str], initializers: dict[int, 
     """Gives small variables their values, and lets the others read theirs."""
     for name, held in _fitting(model, reader, names):
         if initializers.pop(id(held.variable), None) is None:
-            held.variable.assign(entries(reader.read(name), held.dtype).reshape(held.shape))
+            held.put(reading(reader, name, held.dtype))
         else:
-            held.variable._initializer = _reading(reader, name, held)
+            held.variable._initializer = _later(reader, name, held)
     for variable in [*model.variables, *model.metrics_variables]:
         if id(variable) in initializers:
             variable._initializer = initializers[id(variable)]
@@ -127,10 +127,10 @@ def _difference(stored: Tensor, own: Tensor) -> str:
     return problem(own, stored) or ("" if a.endswith(b) or b.endswith(a) else f"is {own.name} in the model")
 
 
-def _reading(reader: Reader, name: str, held: Whole) -> Any:
+def _later(reader: Reader, name: str, held: Whole) -> Any:
     def read(shape: Any, dtype: Any) -> Any:
-        found = entries(reader.read(name), held.dtype).reshape(held.shape)
-        return held.variable._convert_to_tensor(found, dtype=held.dtype)
+        found = reading(reader, name, held.dtype)(whole_region(held.shape), None)
+        return held.variable._convert_to_tensor(entries(found, held.dtype), dtype=held.dtype)
 
     return read
 
@@ -156,9 +156,7 @@ def _lazy() -> Iterator[dict[int, Any]]:
 
     hooks = [
         Hook(keras.Variable, "_initialize_with_initializer", defer, "variables that are read when they are written"),
-        Hook(
-            keras.optimizers.Optimizer, "_var_key", by(lambda self, one: id(one)), "no value is a key"
-        ),
+        Hook(keras.optimizers.Optimizer, "_var_key", by(lambda self, one: id(one)), "no value is a key"),
         Hook(saving_lib, "is_memory_sufficient", by(lambda model: False), "no file is held in memory"),
         *loading.hooks(),
         *files.hooks(),
