@@ -1,4 +1,4 @@
-"""What the tests of faults of checkpoints run in processes: disks that are full, files that are damaged, and killing."""
+"""What the tests of faults of checkpoints run in processes: full disks, damaged files, and killing."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ def save_until(folder: str, spec: Spec, seed: int, count: int, at: int | None) -
 
     lock = Path(f"{folder}-lock")
     lock.touch()
-    with mock.patch.multiple("os", **{name: changing(getattr(os, name)) for name in CHANGES}):
+    replaced: dict[str, Any] = {name: changing(really) for name, really in _REALLY.items()}
+    with mock.patch.multiple("os", **replaced):
         step = 0
         while not _is_enough(copies, count):
             step += 1
@@ -207,7 +208,7 @@ def _copy(folder: str, to: Path) -> None:
         shutil.copytree(folder, to)
 
 
-_REALLY = {name: getattr(os, name) for name in CHANGES}
+_REALLY: dict[str, Any] = {name: getattr(os, name) for name in CHANGES}
 
 
 def _is_enough(copies: Path, count: int) -> bool:

@@ -76,7 +76,7 @@ def save(
     64 MiB, no more. The step counts when all of it is on the disk, and not before.
 
     Args:
-        model: a built Keras model, distributed or not.
+        model: a built Keras model, distributed or not. Its optimizer is built if need be.
         directory: the folder of the checkpoints, which all processes see.
         step: the step's number; by default the optimizer's count of steps. A step of this number is replaced.
         asynchronous: copies what this process writes into memory, and returns while a process of its own writes it.
@@ -256,7 +256,7 @@ def restore(
         Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
     wait()
-    state = State.of(model, to_be_trained=True)
+    state = State.of(model)
     holders = state.holders
     where = _folder(directory)
     number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
