@@ -8,6 +8,8 @@ bytes of what it stores.
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,11 +27,15 @@ from unidist.checkpoint.tensors import Tensor
 from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
 from unidist.keras import later, seeds
+from unidist.keras.compat import saving_lib
 from unidist.keras.held import WORDS, Held, Read, entries, itemsize_of, words
 from unidist.keras.states import State
 
-# What unidist itself keeps among the facts, beside the user's own.
-_OWN, _USERS = "unidist", "facts"
+_log = logging.getLogger(__name__)
+# What unidist itself keeps among the facts, beside the user's own; and the model's config in it.
+OWN, _USERS = "unidist", "facts"
+# The manifest has a bound, and the rest of it needs some.
+_LARGEST_CONFIG = 4 << 20
 Step = int | Literal["latest"]
 
 
@@ -70,7 +76,7 @@ def save(
     64 MiB, no more. The step counts when all of it is on the disk, and not before.
 
     Args:
-        model: a built Keras model, distributed or not.
+        model: a built Keras model, distributed or not. Its optimizer is built if need be.
         directory: the folder of the checkpoints, which all processes see.
         step: the step's number; by default the optimizer's count of steps. A step of this number is replaced.
         asynchronous: copies what this process writes into memory, and returns while a process of its own writes it.
@@ -99,20 +105,23 @@ def save(
     holders = state.holders
     where = _folder(directory)
 
+    # By all processes: a variable that is asked for may be a collective.
+    number = _count_of(model) if step is None else step
+    told = {OWN: _told_of(state), _USERS: dict(facts or {})}
+
     def begin() -> dict[str, Any]:
-        number = _count_of(model) if step is None else step
-        told = {_OWN: _told_of(model, holders.count), _USERS: dict(facts or {})}
-        return {"folder": prepare(where, number, state.files).name, "step": number, "facts": told}
+        _check_json(told)
+        return {"folder": prepare(where, number, state.files).name, "step": number}
 
     begun = holders.by_first(begin)
     folder, number = where / begun["folder"], int(begun["step"])
     if asynchronous:
-        later.start(state, folder, begun["facts"], keep, number)
+        later.start(state, folder, told, keep, number)
         return folders.folder_of(where, number)
     holders.agree(_write(state, folder), f"write {folder}")
 
     def end() -> dict[str, Any]:
-        stands = commit(folder, state.files, begun["facts"], holders.count)
+        stands = commit(folder, state.files, told, holders.count)
         if keep is not None:
             folders.prune(where, keep, number)
         return {"folder": stands.name}
@@ -155,6 +164,13 @@ def _write(state: State, folder: Path) -> OSError | None:
     return failure
 
 
+def _check_json(told: dict[str, Any]) -> None:
+    try:
+        json.dumps(told, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"facts are JSON, and these are not: {error}") from error
+
+
 def _folder(directory: str | os.PathLike[str]) -> Path:
     """Raises CheckpointError: it is an address, and no folder."""
     text = os.fspath(directory)
@@ -172,16 +188,31 @@ def _count_of(model: Any) -> int:
     return 0 if optimizer is None else int(np.asarray(optimizer.iterations))
 
 
-def _told_of(model: Any, processes: int) -> dict[str, Any]:
+def _told_of(state: State) -> dict[str, Any]:
     import unidist
 
     return {
         "versions": {"unidist": unidist.__version__, "keras": keras.__version__},
         "keras backend": keras.config.backend(),
-        "processes": processes,
-        "model": model.name,
+        "processes": state.holders.count,
+        "model": state.model.name,
+        "config": _config_of(state),
         "random": seeds.state().decode(),
     }
+
+
+def _config_of(state: State) -> dict[str, Any] | None:
+    """What Keras makes the model of again, and the names of its variables in their order: one that Keras makes of a
+    config may have other paths. None where there is none: a class of the user's that does not say how, or too much."""
+    try:
+        with saving_lib.ObjectSharingScope():
+            text = json.dumps(keras.saving.serialize_keras_object(state.model), allow_nan=False)
+    # Whatever a user's `get_config` raises, the checkpoint is written.
+    except Exception as error:
+        _log.info("no config in checkpoints of model %r: %s", state.model.name, error)
+        return None
+    found = {"model": text, "names": [tensor.name for tensor, _ in state.variables]}
+    return found if len(json.dumps(found)) <= _LARGEST_CONFIG else None
 
 
 def restore(
@@ -225,7 +256,7 @@ def restore(
         Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
     wait()
-    state = State.of(model, to_be_trained=True)
+    state = State.of(model)
     holders = state.holders
     where = _folder(directory)
     number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
@@ -234,7 +265,7 @@ def restore(
     skipped: list[str] = []
     try:
         reader = Reader(where, number, verify)
-        fitting, skipped = _fitting(state, reader, strict)
+        fits, skipped = _fitting(state, reader, strict)
         # All see that it fits before the first value is changed.
     except OSError as error:
         failure = error
@@ -242,16 +273,20 @@ def restore(
     assert reader is not None
     with reader:
         try:
-            for name, held in fitting:
-                held.put(_reading(reader, name, held.dtype))
+            for name, held in fits:
+                held.put(reading(reader, name, held.dtype))
         except OSError as error:
             failure = error
         holders.agree(failure, f"read step {number} of {where}; some variables have its values already")
         facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}
-    own, users = facts.get(_OWN), facts.get(_USERS)
+    for layer in model._flatten_layers():
+        # As Keras does after loading: Normalization computes with what it has made of its variables.
+        if hasattr(layer, "finalize_state"):
+            layer.finalize_state()
+    own, users = facts.get(OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
         seeds.restore(own["random"].encode())
-    converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fitting if (theirs := told[name]) != held.dtype]
+    converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fits if (theirs := told[name]) != held.dtype]
     return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
 
 
@@ -265,7 +300,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
     return folders.latest(_folder(directory))
 
 
-def _reading(reader: Reader, name: str, dtype: str) -> Read:
+def reading(reader: Reader, name: str, dtype: str) -> Read:
     """What gives the words of a region, in the model's dtype."""
     written = reader.tensors[name].dtype
 
@@ -303,14 +338,14 @@ def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str
     for name in dict.fromkeys([*ours, *reader.tensors]):
         theirs = reader.tensors.get(name)
         own = ours.get(name)
-        problem = _problem(own[0] if own else None, theirs)
-        if own is not None and not problem:
+        wrongly = problem(own[0] if own else None, theirs)
+        if own is not None and not wrongly:
             fitting.append((name, own[1]))
             continue
         kind = own[0].kind if own is not None else theirs.kind  # type: ignore[union-attr]
         # A model that is not compiled has neither; metrics come and go with what a model was asked.
         optional = kind == "state" or (kind == "optimizer" and own is None and not state.has_optimizer)
-        (lenient if optional else wrong).append(f"{name}: {problem}")
+        (lenient if optional else wrong).append(f"{name}: {wrongly}")
     if wrong and strict:
         shown = "\n".join(f"- {line}" for line in sorted(wrong))
         hint = "" if "optimizer" in kinds or not state.has_optimizer else " It was saved without an optimizer."
@@ -322,7 +357,7 @@ def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str
     return fitting, [] if strict else sorted([*wrong, *lenient])
 
 
-def _problem(own: Tensor | None, theirs: Tensor | None) -> str:
+def problem(own: Tensor | None, theirs: Tensor | None) -> str:
     if own is None:
         return "is in the checkpoint alone"
     if theirs is None:

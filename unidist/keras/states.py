@@ -98,11 +98,9 @@ class State:
     _settle: Callable[[Any], None]
 
     @staticmethod
-    def of(model: Any, *, to_be_trained: bool = False) -> State:
-        """The state of a built model, which is placed if it is distributed.
-
-        Args:
-            to_be_trained: its optimizer is built too.
+    def of(model: Any) -> State:
+        """The state of a built model, which is placed if it is distributed. Its optimizer is built if need be: a model
+        that has taken no step has the same variables as one that goes on.
 
         Raises:
             LayoutError: the model is not built.
@@ -112,15 +110,14 @@ class State:
             raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
         package = drivers.driver()
         driver = None if package is None else importlib.import_module(f"{package}.states")
-        if to_be_trained:
-            for optimizer in optimizers(model):
-                if not optimizer.built:
-                    optimizer.build(model.trainable_variables)
+        for optimizer in optimizers(model):
+            if not optimizer.built:
+                optimizer.build(model.trainable_variables)
         if driver is None:
             held: Callable[[Any], Held] = Whole
-            return State(model, tuple(_named(model, held)), Holders(None), lambda model: None)
+            return State(model, tuple(named(model, held)), Holders(None), lambda model: None)
         driver.ready(model)
-        return State(model, tuple(_named(model, driver.held)), Holders(driver.processes(model)), driver.settle)
+        return State(model, tuple(named(model, driver.held)), Holders(driver.processes(model)), driver.settle)
 
     @cached_property
     def files(self) -> tuple[FileSpec, ...]:
@@ -180,7 +177,7 @@ def optimizers(model: Any) -> list[Any]:
     return list({id(x): x for x in found if isinstance(x, BaseOptimizer)}.values())
 
 
-def _named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Held]]:
+def named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Held]]:
     """Each variable once, under its path; paths that repeat get "#2", "#3"... behind theirs."""
     weights = {id(v) for v in model.weights}
     kinds = [(v, "model") for v in model.weights]
