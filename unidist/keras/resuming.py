@@ -1,0 +1,340 @@
+"""`unidist.Checkpoint`: a training that goes on where it stood, inside of an epoch too."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unidist.errors import CheckpointError
+from unidist.keras import checkpoints, following, hooks, position, walking
+from unidist.keras.compat import INSIDE, Callback, CallbackList
+from unidist.keras.following import Follower
+from unidist.keras.position import Attributes, Position
+from unidist.keras.processes import taking_part
+from unidist.keras.walking import Walk
+
+Every = str | int | float
+
+
+class Checkpoint(Follower):
+    """A callback of `fit` that saves the training, and goes on with it when the same program is started again.
+
+    The next batch is then the one that would have come, also inside of an epoch and where data is shuffled. Weights,
+    optimizer, metrics, random numbers and the history go on as if nothing had been. The mesh, the strategy, the number
+    of processes and ZeRO's stage may be others than before. A training that has ended does nothing more; with more
+    epochs it goes on.
+
+    The program must come to `fit` as it did before: the same model, the same data, the same callbacks. Each fit of a
+    program has a directory of its own.
+
+    What is not kept: weights that EarlyStopping(restore_best_weights=True) holds, and attributes of callbacks that are
+    neither numbers nor arrays.
+
+    Args:
+        directory: where checkpoints are, and are looked for.
+        every: "epoch"; a number of batches, as an int; or seconds, as a float or as "30s". The training's end is saved
+            in any case. What falls due in an epoch's last batch is saved when the epoch has ended.
+        keep: how many checkpoints stay; None: all of them.
+        asynchronous: whether training goes on while files are written.
+        resume: whether to go on with what is in the directory. If not, the training starts from the beginning, and
+            what it saves comes after what is there.
+
+    Raises:
+        ValueError: `every` is none of these.
+
+    Example:
+        >>> import keras, numpy as np, tempfile, unidist
+        >>> keras.utils.set_random_seed(1)
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> x, y = np.ones((8, 2)), np.ones((8, 1))
+        >>> checkpoint = unidist.Checkpoint(tempfile.mkdtemp(), every=3)
+        >>> history = model.fit(x, y, batch_size=2, epochs=2, callbacks=[checkpoint], verbose=0)
+        >>> again = model.fit(x, y, batch_size=2, epochs=3, callbacks=[checkpoint], verbose=0)
+        >>> again.epoch, again.history["loss"][:2] == history.history["loss"]
+        ([0, 1, 2], True)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every: Every = "epoch",
+        keep: int | None = 3,
+        asynchronous: bool = False,
+        resume: bool = True,
+    ) -> None:
+        super().__init__()
+        self.directory = os.fspath(directory)
+        self.every = every
+        self.keep = keep
+        self.asynchronous = asynchronous
+        self.resume = resume
+        self._turn = _turn(every)
+        self._fit: _Fit | None = None
+        hooks.table().turn_on()
+
+    def fit_begins(self, model: Any) -> None:
+        self._fit = _Fit(self, model)
+
+    def data_is_ready(self, iterator: Any) -> None:
+        self.fit.follow(iterator)
+
+    def training_begins(self, callbacks: Any, others: Callable[[], None]) -> None:
+        self.fit.begin(callbacks, others)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.fit.epoch = epoch
+
+    def epoch_ended(self, epoch: int, callbacks: Any) -> None:
+        self.fit.end_epoch(epoch)
+
+    def fit_ended(self) -> None:
+        # A later fit has an initial epoch of its own.
+        self.fit.model._initial_epoch = None
+        self._fit = None
+
+    @property
+    def fit(self) -> _Fit:
+        assert self._fit is not None
+        return self._fit
+
+
+class _Fit:
+    """One call of fit: where it began, where it stands, and what is due."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
+        self.model = model
+        self.epoch = 0
+        self._own = checkpoint
+        self._turn = checkpoint._turn()
+        found = _of_first(checkpoints.latest(checkpoint.directory))
+        self._number = found
+        self._resumed = self._read(found) if found is not None and checkpoint.resume else None
+        if self._resumed is None:
+            # Numbers of checkpoints grow, so that the latest is the one that was written last.
+            self._before, self._made = found or 0, walking.random_state()
+        else:
+            self._before, self._made = (found or 0) - self._resumed.total, self._resumed.made
+            walking.set_random_state(self._made)
+        self._walk: Walk | None = None
+        self._is_due = False
+        self._saved = found
+
+    def _read(self, number: int) -> Position:
+        facts = checkpoints.facts(self._own.directory, number)
+        if "position" not in facts:
+            raise CheckpointError(
+                f"checkpoint {number} in {self._own.directory} was not written by unidist.Checkpoint, so there is no "
+                "place in a training to go on from: unidist.checkpoint.restore takes its values, and another directory "
+                "keeps this training"
+            )
+        return Position.of_json(facts["position"])
+
+    # beginning --------------------------------------------------------------------------------------------------------
+
+    def follow(self, iterator: Any) -> None:
+        if self._walk is None:
+            self._walk = Walk(iterator, self._step, self._arrive)
+            self._iterator = iterator
+
+    @property
+    def walk(self) -> Walk:
+        assert self._walk is not None
+        return self._walk
+
+    def begin(self, callbacks: Any, others: Callable[[], None]) -> None:
+        found = self._resumed
+        if found is not None:
+            _build(self.model, self._iterator)
+            checkpoints.restore(self.model, self._own.directory, step=self._number)
+            self._small = [(variable, np.asarray(variable.numpy())) for variable in _of_an_epoch(self.model)]
+        others()
+        self._callbacks, self._epochs = callbacks, callbacks.params["epochs"]
+        self._counting = _counting(callbacks)
+        self._at_first = position.attributes(self._counting)
+        self.walk.begin(found)
+        if found is None:
+            return
+        self._restored = found.callbacks
+        position.set_attributes(self._counting, found.callbacks)
+        history = callbacks._history
+        history.epoch[:] = found.history["epoch"]
+        history.history.update({name: position.unpacked(values) for name, values in found.history["logs"].items()})
+        self.model._initial_epoch = self._epochs if found.ended else found.epoch
+        walking.set_random_state(found.random)
+
+    def _arrive(self) -> None:
+        """Callbacks that begin an epoch, and Keras, have set anew what belongs to the epoch under way."""
+        for variable, value in self._small:
+            variable.assign(value)
+
+    # going on ---------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._is_due |= self._turn.has_come(self._iterator.steps_per_execution)
+        if not self._is_due or self.walk.is_last:
+            return
+        here = self._position(self.epoch, self.walk.step)
+        if not self.walk.ends_here():
+            self._save(here)
+
+    def end_epoch(self, epoch: int) -> None:
+        is_last = epoch + 1 >= self._epochs or self.model.stop_training
+        if self._own.every == "epoch" or self._is_due or is_last:
+            self.walk.step = 0
+            self._save(self._position(epoch + 1, 0), wait=is_last)
+
+    def _save(self, here: Position, wait: bool = False) -> None:
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        checkpoints.save(
+            self.model,
+            self._own.directory,
+            step=self._before + here.total,
+            asynchronous=self._own.asynchronous and not wait,
+            keep=self._own.keep,
+            facts={"position": here.as_json()},
+        )
+        self._is_due = False
+        self._turn.saved()
+
+    def _position(self, epoch: int, step: int) -> Position:
+        walk, history = self.walk, self._callbacks._history
+        course = walk.course()
+        earlier = 0 if self._resumed is None else self._resumed.total
+        return Position(
+            epoch=epoch,
+            step=step,
+            total=earlier + walk.trained,
+            ended=bool(self.model.stop_training),
+            made=self._made,
+            random=walking.random_state(),
+            source=walk.source(),
+            course=course,
+            batches=walk.batches,
+            passes=walk.passes,
+            history={
+                "epoch": position.packed(history.epoch),
+                "logs": {name: position.packed(values) for name, values in history.history.items()},
+            },
+            callbacks=self._counted(),
+        )
+
+    def _counted(self) -> Attributes:
+        """What callbacks have changed since training began, before it was interrupted too."""
+        now = position.attributes(self._counting)
+        found = position.changed(now, self._at_first)
+        before = {} if self._resumed is None else self._resumed.callbacks
+        return {name: {k: v for k, v in now[name].items() if k in own or k in before.get(name, {})} for name, own in found.items()}
+
+
+# when a save is due ---------------------------------------------------------------------------------------------------
+
+
+class _AtEpochs:
+    def has_come(self, steps: int) -> bool:
+        return False
+
+    def saved(self) -> None:
+        pass
+
+
+class _BySteps(_AtEpochs):
+    def __init__(self, every: int) -> None:
+        self._every, self._made = every, 0
+
+    def has_come(self, steps: int) -> bool:
+        self._made += steps
+        return self._made >= self._every
+
+    def saved(self) -> None:
+        self._made = 0
+
+
+class _ByTime(_AtEpochs):
+    """By the clock of process 0, which tells the others how many steps from now it looks at it again."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = self._looked = time.monotonic()
+        self._steps = self._left = 1
+
+    def has_come(self, steps: int) -> bool:
+        self._left -= 1
+        if self._left > 0:
+            return False
+        told = _of_first(self._steps_to_wait()) or 0
+        self._steps = self._left = max(told, 1)
+        return not told
+
+    def _steps_to_wait(self) -> int:
+        """0: it is time."""
+        now = time.monotonic()
+        each, self._looked = (now - self._looked) / self._steps, now
+        remaining = self._seconds - (now - self._began)
+        if remaining <= 0:
+            return 0
+        # Half of the time that is left: steps may get longer.
+        return max(1, min(2 * self._steps, int(remaining / max(each, 1e-6) / 2)))
+
+    def saved(self) -> None:
+        self._began = time.monotonic()
+
+
+def _turn(every: Every) -> Callable[[], _AtEpochs]:
+    if every == "epoch":
+        return _AtEpochs
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return lambda: _BySteps(every)
+    seconds = every.removesuffix("s") if isinstance(every, str) and every.endswith("s") else every
+    try:
+        found = float(seconds)
+    except ValueError:
+        found = -1.0
+    if isinstance(every, bool) or isinstance(seconds, str) and not isinstance(every, str) or found <= 0:
+        raise ValueError(f'every={every!r}: give "epoch", a number of batches (100), or seconds (30.0 or "30s")')
+    return lambda: _ByTime(found)
+
+
+def _of_first(number: int | None) -> int | None:
+    """Process 0's number, on every process."""
+    several = taking_part.get()
+    if several is None:
+        return number
+    told = int(several.of_first(np.array([-1 if number is None else number], np.int32), "checkpoints")[0])
+    return None if told < 0 else told
+
+
+# the model, and other callbacks ---------------------------------------------------------------------------------------
+
+
+def _build(model: Any, iterator: Any) -> None:
+    """Makes all variables that a first step would make: those of metrics are made in it on TensorFlow."""
+    spec = getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
+    if spec is not None:
+        model._symbolic_build(data_batch=spec)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _of_an_epoch(model: Any) -> list[Any]:
+    """Variables that the beginning of an epoch may set: those of metrics, and the learning rate."""
+    optimizer = model.optimizer
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(optimizer, "_learning_rate", None)
+    return [*model.metrics_variables, *([rate] if hasattr(rate, "assign") else [])]
+
+
+def _counting(callbacks: CallbackList) -> list[tuple[str, Callback]]:
+    """Callbacks whose attributes go along: (name, callback)."""
+    found: dict[str, Callback] = {}
+    for one in callbacks.callbacks:
+        if isinstance(one, Follower) or one in (callbacks._history, callbacks._progbar):
+            continue
+        name = type(one).__name__
+        found[f"{name} {sum(known.split()[0] == name for known in found)}"] = one
+    return list(found.items())
