@@ -25,7 +25,7 @@ _HOME = {
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
-    "CapabilityError DesyncError ProcessLostError",
+    "CapabilityError DesyncError ProcessLostError CheckpointError",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *_WHERE]
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from unidist.errors import BackendMismatchError as BackendMismatchError
     from unidist.errors import BackendNotAvailableError as BackendNotAvailableError
     from unidist.errors import CapabilityError as CapabilityError
+    from unidist.errors import CheckpointError as CheckpointError
     from unidist.errors import DesyncError as DesyncError
     from unidist.errors import LayoutError as LayoutError
     from unidist.errors import MeshError as MeshError

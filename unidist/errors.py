@@ -107,3 +107,23 @@ class ProcessLostError(UnidistError, RuntimeError):
         >>> issubclass(unidist.ProcessLostError, RuntimeError)
         True
     """
+
+
+class CheckpointError(UnidistError, OSError):
+    """A checkpoint that cannot be written, or one that is not what was written: a file is missing, cut or damaged.
+
+    Attributes:
+        file: the file concerned, or "".
+        tensor: the tensor concerned, or "".
+
+    Example:
+        >>> import unidist
+        >>> error = unidist.CheckpointError("model-00001-of-00001.safetensors: ...", tensor="dense/kernel")
+        >>> isinstance(error, OSError), error.tensor
+        (True, 'dense/kernel')
+    """
+
+    def __init__(self, message: str, *, file: str = "", tensor: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor

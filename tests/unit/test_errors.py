@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 
@@ -12,7 +13,7 @@ from unidist import errors
 
 def test_all_errors_are_unidist_errors_and_public() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     for kind in kinds:
         assert issubclass(kind, errors.UnidistError)
         assert getattr(unidist, kind.__name__) is kind
@@ -29,6 +30,7 @@ def test_all_errors_are_unidist_errors_and_public() -> None:
         (errors.CapabilityError, NotImplementedError),
         (errors.DesyncError, RuntimeError),
         (errors.ProcessLostError, RuntimeError),
+        (errors.CheckpointError, OSError),
     ],
 )
 def test_an_error_is_caught_as_its_builtin_kind(kind: type[Exception], builtin: type[Exception]) -> None:
@@ -42,3 +44,11 @@ def test_a_desync_names_ranks_collective_and_variable() -> None:
     bare = errors.DesyncError("parted")
     assert (bare.ranks, bare.collective, bare.variable) == ((), None, None)
     assert str(bare) == "parted"
+
+
+def test_a_checkpoints_error_names_file_and_tensor_also_from_another_process() -> None:
+    error = errors.CheckpointError("damaged", file="model.safetensors", tensor="dense/kernel")
+    again = pickle.loads(pickle.dumps(error))
+    for one in (error, again):
+        assert (str(one), one.file, one.tensor) == ("damaged", "model.safetensors", "dense/kernel")
+    assert (errors.CheckpointError("x").file, errors.CheckpointError("x").tensor) == ("", "")

@@ -1,1 +1,12 @@
+"""Checkpoints on disk: whole tensors in plain safetensors files, whatever mesh wrote them or reads them.
 
+Nothing here knows of Keras, of a framework or of a mesh: bytes of named tensors, and where they stand in files.
+
+- tensors: what a checkpoint holds, and which file has which tensor.
+- regions: the contiguous runs of bytes of a region of a tensor.
+- writing: how processes write one step together, and how it comes to count.
+- folders: the steps of a directory.
+- reading: any region of any tensor, with its checksums.
+- background: writing in a process of its own, while training goes on.
+- command: `unidist checkpoint`.
+"""

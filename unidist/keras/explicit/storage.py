@@ -138,7 +138,7 @@ class Storage:
         frame = context.frame()
         with torch.no_grad():
             for rank in self.world.ranks if frame is None else (frame.rank,):
-                self._settled(rank).copy_(self._shard_of(value, rank))
+                self.settled(rank).copy_(self._shard_of(value, rank))
                 if not self.is_kept and self.leaves[rank].untyped_storage().size():
                     self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
 
@@ -151,11 +151,16 @@ class Storage:
             return value
         return value[stored.slices(rank)] if stored.layout.dims else value
 
-    def _settled(self, rank: int) -> torch.nn.Parameter:
+    def settled(self, rank: int) -> torch.nn.Parameter:
         """The stored value, when what the last update sent has come."""
         if self.is_kept and rank in self.units:
             self.units[rank].finish()
         return self.shards[rank]
+
+    def forget_gathered(self) -> None:
+        """What layers compute with is gathered anew from the stored shards when it is next needed."""
+        for unit in self.units.values():
+            unit.free()
 
     # reading ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +184,7 @@ class Storage:
 
     def parameter(self) -> torch.nn.Parameter:
         """What torch sees of the variable: this process's (first) stored shard."""
-        return self._settled(self.world.ranks[0])
+        return self.settled(self.world.ranks[0])
 
     def leaf(self, rank: int) -> torch.nn.Parameter:
         """Where a rank's gradient arrives; its value need not be there."""
@@ -213,7 +218,7 @@ class Storage:
         stored = self.shardings.stored
         if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
             return torch.as_tensor(self._assembled())
-        shard = self._settled(frame.rank if frame is not None else self.world.ranks[0])
+        shard = self.settled(frame.rank if frame is not None else self.world.ranks[0])
         if not stored.layout.dims and not stored.layout.partial:
             return shard
         if frame is None and walks.was_read():

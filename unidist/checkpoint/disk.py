@@ -1,0 +1,94 @@
+"""Files as a checkpoint needs them: on the disk before they count, never through a link, errors with names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from unidist.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def told(file: str | Path, tensor: str = "") -> Iterator[None]:
+    """What the system says of a file, as a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        words = error.strerror or str(error)
+        of = f" (tensor {tensor!r})" if tensor else ""
+        raise CheckpointError(f"{file}: {words}{of}", file=str(file), tensor=tensor) from error
+
+
+def open_regular(name: str, folder: int, flags: int = os.O_RDONLY) -> int:
+    """Opens a file of a folder that is open: no link, no pipe, no device.
+
+    Raises:
+        CheckpointError: there is no such file, or it is something else.
+    """
+    try:
+        # Without O_NONBLOCK opening a pipe would wait for who writes into it.
+        opened = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name}: is missing", file=name) from error
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be opened: {error.strerror}", file=name) from error
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise CheckpointError(f"{name}: is no regular file", file=name)
+    return opened
+
+
+def open_folder(folder: Path) -> int:
+    with told(folder):
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def read_small(name: str, folder: int, most: int) -> bytes:
+    """All of a file, if it has at most so many bytes."""
+    opened = open_regular(name, folder)
+    try:
+        size = os.fstat(opened).st_size
+        if size > most:
+            raise CheckpointError(f"{name}: has {size} bytes; {most} is the most", file=name)
+        return read_exactly(opened, size, 0, name)
+    finally:
+        os.close(opened)
+
+
+def read_exactly(opened: int, size: int, offset: int, name: str) -> bytes:
+    parts = []
+    while size:
+        with told(name):
+            part = os.pread(opened, size, offset)
+        if not part:
+            raise CheckpointError(f"{name}: is cut short: it ends at byte {offset}", file=name)
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)
+
+
+def write_durably(folder: Path, name: str, content: bytes) -> None:
+    """A file that is either there, whole and on the disk, or not there."""
+    path, half = folder / name, folder / f"{name}.half"
+    with told(path):
+        with half.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        half.rename(path)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was made, renamed and removed in a folder is on the disk."""
+    with told(folder):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

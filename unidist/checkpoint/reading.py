@@ -1,0 +1,232 @@
+"""Reading any region of any tensor of a step: the runs of its bytes, no more beside them than their checksums need.
+
+For each contiguous run at most 1.01 times its bytes and 4 KiB are read. Runs with gaps that fit into that are read as
+one. Beside the array that is asked for, a MiB or two are held, and where each range of one tensor begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unidist.checkpoint import folders, manifest
+from unidist.checkpoint.blocks import Blocks, Ranges
+from unidist.checkpoint.checksums import Bytes
+from unidist.checkpoint.opened import Opened
+from unidist.checkpoint.regions import Region, batches, whole
+from unidist.checkpoint.tensors import FileSpec, Tensor
+from unidist.errors import CheckpointError
+
+Verify = Literal["read", "all", "off"]
+# Read at once: it stays in the core's cache while its checksums are counted.
+_PIECE = 1 << 20
+_SLACK = 4096
+# Runs of fewer bytes are taken out of what was read by their numbers, longer ones one by one.
+_SHORT = 512
+_Offsets = NDArray[np.int64]
+
+
+class Reader:
+    """A step of a directory of checkpoints.
+
+    Args:
+        directory: of the checkpoints; or, for the latest, the folder of a step.
+        step: its number, or "latest".
+        verify: "read": the checksums of what is read; "all": those of the whole step, now; "off": none but those of
+            manifest and headers.
+
+    Attributes:
+        folder: of the step.
+        step: its number.
+        facts: what the caller of `commit` told.
+        tensors: name -> the tensor.
+
+    Raises:
+        CheckpointError: there is no such step; or a file is missing, cut short, damaged or of another step.
+
+    Example:
+        >>> Reader("/no/such/directory")
+        Traceback (most recent call last):
+        unidist.errors.CheckpointError: /no/such/directory has no checkpoint
+    """
+
+    def __init__(
+        self, directory: str | Path, step: int | Literal["latest"] = "latest", verify: Verify = "read"
+    ) -> None:
+        if verify not in ("read", "all", "off"):
+            raise CheckpointError(f'verify is "read", "all" or "off", got {verify!r}')
+        self.folder = folders.find(directory, step)
+        self._opened = Opened(self.folder)
+        self._blocks: Blocks | None = None
+        try:
+            self._look()
+            if verify != "off":
+                self._checked()
+            if verify == "all":
+                self.verify()
+        except BaseException:
+            self.close()
+            raise
+
+    def _look(self) -> None:
+        """What manifest and headers tell, and that they fit each other."""
+        told = self._opened.manifest
+        self.step, self.facts = told.step, dict(told.facts)
+        named = folders.named(self.folder)
+        if named is not None and named[0] != self.step:
+            text = f"the folder {self.folder.name} has the manifest of step {self.step}"
+            raise CheckpointError(f"{manifest.MANIFEST}: {text}", file=manifest.MANIFEST)
+        tensors: dict[str, Tensor] = {}
+        self._files: dict[str, FileSpec] = {}
+        for file in self._opened.files():
+            for name in file.tensors:
+                if name in tensors:
+                    raise CheckpointError(f"{file.name}: has {name!r:.200} a second time", file=file.name, tensor=name)
+                self._files[name] = file
+            tensors |= file.tensors
+        self.tensors: Mapping[str, Tensor] = tensors
+        for file_told, name in ((told.checksums, manifest.CHECKSUMS), (told.index, manifest.INDEX)):
+            if file_told.name != name:
+                raise CheckpointError(f"{manifest.MANIFEST}: {name} is not told of", file=manifest.MANIFEST)
+
+    def _checked(self) -> Blocks:
+        """From now on, what is read is verified."""
+        if self._blocks is None:
+            order = [(tensor, self._files[name].name) for name, tensor in self.tensors.items()]
+            self._blocks = Blocks(self._opened, order)
+        return self._blocks
+
+    def verify(self) -> None:
+        """Every byte of every file is what was written.
+
+        Raises:
+            CheckpointError: one is not; it names the file and the tensor.
+        """
+        blocks = self._checked()
+        self._opened.check_whole(self._opened.manifest.index)
+        self._opened.check_whole(self._opened.manifest.checksums)
+        scratch = np.empty(_PIECE, np.uint8)
+        for name, tensor in self.tensors.items():
+            if tensor.nbytes:
+                ranges = blocks.of(tensor)
+                for begin, end in _pieces(ranges, 0, tensor.nbytes):
+                    self._fill(name, begin, end, scratch[: end - begin], ranges)
+
+    def read(self, name: str, region: Region | None = None) -> Bytes:
+        """The bytes of a region, row major.
+
+        Args:
+            name: the tensor's.
+            region: (first index, how many) for each dim; without it, the whole tensor.
+
+        Raises:
+            CheckpointError: there is no such tensor or region, or what is there is not what was written.
+        """
+        tensor = self._tensor(name)
+        region = whole(tensor.shape) if region is None else region
+        out = np.empty(math.prod(n for _, n in region) * tensor.itemsize, np.uint8)
+        self.read_into(name, region, out)
+        return out
+
+    def read_into(self, name: str, region: Region | None, out: Bytes) -> None:
+        """As `read`, into an array of bytes that is there."""
+        tensor = self._tensor(name)
+        region = whole(tensor.shape) if region is None else region
+        nbytes = math.prod(n for _, n in region) * tensor.itemsize
+        if out.dtype != np.uint8 or out.shape != (nbytes,) or not out.flags.c_contiguous:
+            text = f"the region has {nbytes} bytes; the array is of {out.dtype}, {out.shape}"
+            raise CheckpointError(f"tensor {name!r}: {text}", tensor=name)
+        at = 0
+        for offsets, length in batches(tensor.shape, tensor.itemsize, region):
+            ranges = self._blocks.of(tensor) if self._blocks is not None else Ranges.whole(tensor)
+            self._read_runs(name, ranges, offsets, length, out[at : at + len(offsets) * length])
+            at += len(offsets) * length
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}", file=str(self.folder), tensor=name)
+        return tensor
+
+    def _read_runs(self, name: str, ranges: Ranges, offsets: _Offsets, length: int, out: Bytes) -> None:
+        """Runs of one length, one behind the other in `out`."""
+        begins, ends = ranges.around(offsets, length)
+        beside = ends - begins - length
+        joined = begins[1:] - ends[:-1] + beside[:-1] <= _SLACK
+        firsts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(offsets)]]).tolist()
+        for first, stop in pairwise(firsts):
+            for begin, end in _pieces(ranges, int(begins[first]), int(ends[first:stop].max())):
+                self._read_piece(name, ranges, begin, end, offsets[first:stop], length, out[first * length :])
+
+    def _read_piece(
+        self, name: str, ranges: Ranges, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes
+    ) -> None:
+        """Those bytes of the runs that lie in [begin, end), which is read and verified."""
+        first = int(np.searchsorted(offsets, begin, "right")) - 1
+        at = int(offsets[max(first, 0)])
+        if at <= begin and end <= at + length:
+            to = max(first, 0) * length + begin - at
+            self._fill(name, begin, end, out[to : to + end - begin], ranges)
+            return
+        piece = np.empty(end - begin, np.uint8)
+        self._fill(name, begin, end, piece, ranges)
+        _take(piece, begin, end, offsets, length, out)
+
+    def _fill(self, name: str, begin: int, end: int, out: Bytes, ranges: Ranges) -> None:
+        file = self._files[name]
+        self._opened.read(file.name, file.begins[name] + begin, out, name)
+        self._opened.bytes_read += end - begin
+        if self._blocks is not None:
+            self._blocks.check(file.name, self.tensors[name], ranges, begin, out)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far, with those that only checksums needed."""
+        return self._opened.bytes_read
+
+    @property
+    def bytes_beside(self) -> int:
+        """Bytes of the manifest, of headers and of checksums that were read so far."""
+        return self._opened.bytes_beside
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _pieces(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in pieces that end where blocks do."""
+    while end - begin > _PIECE:
+        stop = ranges.floor(begin + _PIECE)
+        yield begin, stop
+        begin = stop
+    yield begin, end
+
+
+def _take(piece: Bytes, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes) -> None:
+    """Copies what a piece has of the runs to where it belongs."""
+    first = int(np.searchsorted(offsets, begin - length, "right"))
+    stop = int(np.searchsorted(offsets, end, "left"))
+    whole_ones = (offsets[first:stop] >= begin) & (offsets[first:stop] + length <= end)
+    if length < _SHORT and whole_ones.any():
+        start, count = first + int(whole_ones.argmax()), int(whole_ones.sum())
+        at = offsets[start : start + count, None] - begin + np.arange(length)
+        out[start * length : (start + count) * length] = piece[at].reshape(-1)
+        left = np.flatnonzero(~whole_ones) + first
+    else:
+        left = np.arange(first, stop)
+    for number, offset in zip(left.tolist(), offsets[left].tolist(), strict=True):
+        a, b = max(offset, begin), min(offset + length, end)
+        to = number * length - offset
+        out[to + a : to + b] = piece[a - begin : b - begin]
