@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from unidist.errors import CheckpointError
+
 # (object's place among those looked at) -> attribute -> value, packed.
 Attributes = dict[str, dict[str, Any]]
 _PLAIN = (bool, int, float, np.generic, type(None))
@@ -74,10 +76,13 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> Position:
-        """Raises TypeError: it is none."""
-        course = found["course"]
-        return cls(**{**found, "course": None if course is None else Course(**course)})
+    def of_json(cls, found: Mapping[str, Any], where: str = "") -> Position:
+        """Raises CheckpointError: it is none, or that of another version."""
+        try:
+            course = found["course"]
+            return cls(**{**found, "course": None if course is None else Course(**course)})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{where}: holds no position that this version of unidist can go on from") from error
 
 
 # attributes of objects ------------------------------------------------------------------------------------------------
@@ -105,6 +110,8 @@ def set_attributes(objects: Iterable[tuple[str, Any]], found: Attributes) -> Non
         for key, value in found.get(name, {}).items():
             sort = next(iter(value)) if isinstance(value, dict) else None
             held = vars(one).get(key)
+            if key not in vars(one) and hasattr(one, key):
+                continue
             if sort in _GENERATORS and held is not None:
                 _GENERATORS[sort](held, value[sort])
             else:

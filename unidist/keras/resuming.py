@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 
-from unidist.errors import CheckpointError
+from unidist.checkpoint.reading import Reader
+from unidist.errors import CapabilityError, CheckpointError
 from unidist.keras import checkpoints, following, hooks, position, walking
-from unidist.keras.compat import INSIDE, Callback, CallbackList
+from unidist.keras.compat import Callback, CallbackList, tree
 from unidist.keras.following import Follower
 from unidist.keras.position import Attributes, Position
 from unidist.keras.processes import taking_part
@@ -86,6 +89,13 @@ class Checkpoint(Follower):
     def training_begins(self, callbacks: Any, others: Callable[[], None]) -> None:
         self.fit.begin(callbacks, others)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._fit is None:
+            raise CapabilityError(
+                "unidist.Checkpoint follows the fit of Keras's own trainers, and this is none: in a loop of your own use "
+                "unidist.save and unidist.restore; after unidist.shutdown() make the callback anew"
+            )
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.fit.epoch = epoch
 
@@ -93,8 +103,9 @@ class Checkpoint(Follower):
         self.fit.end_epoch(epoch)
 
     def fit_ended(self) -> None:
-        # A later fit has an initial epoch of its own.
-        self.fit.model._initial_epoch = None
+        if self._fit is not None:
+            # A later fit has an initial epoch of its own.
+            self._fit.model._initial_epoch = None
         self._fit = None
 
     @property
@@ -111,28 +122,17 @@ class _Fit:
         self.epoch = 0
         self._own = checkpoint
         self._turn = checkpoint._turn()
-        found = _of_first(checkpoints.latest(checkpoint.directory))
-        self._number = found
-        self._resumed = self._read(found) if found is not None and checkpoint.resume else None
+        number, facts = _found(checkpoint.directory, checkpoint.resume)
+        self._resumed = None if facts is None else Position.of_json(facts, checkpoint.directory)
         if self._resumed is None:
             # Numbers of checkpoints grow, so that the latest is the one that was written last.
-            self._before, self._made = found or 0, walking.random_state()
+            self._before, self._made = number, walking.random_state()
         else:
-            self._before, self._made = (found or 0) - self._resumed.total, self._resumed.made
+            self._before, self._made = number - self._resumed.total, self._resumed.made
             walking.set_random_state(self._made)
+        self._number = number
         self._walk: Walk | None = None
         self._is_due = False
-        self._saved = found
-
-    def _read(self, number: int) -> Position:
-        facts = checkpoints.facts(self._own.directory, number)
-        if "position" not in facts:
-            raise CheckpointError(
-                f"checkpoint {number} in {self._own.directory} was not written by unidist.Checkpoint, so there is no "
-                "place in a training to go on from: unidist.checkpoint.restore takes its values, and another directory "
-                "keeps this training"
-            )
-        return Position.of_json(facts["position"])
 
     # beginning --------------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,8 @@ class _Fit:
         if found is not None:
             _build(self.model, self._iterator)
             checkpoints.restore(self.model, self._own.directory, step=self._number)
-            self._small = [(variable, np.asarray(variable.numpy())) for variable in _of_an_epoch(self.model)]
+            small = _of_an_epoch(self.model)
+            self._small = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in small]
         others()
         self._callbacks, self._epochs = callbacks, callbacks.params["epochs"]
         self._counting = _counting(callbacks)
@@ -159,7 +160,10 @@ class _Fit:
         self.walk.begin(found)
         if found is None:
             return
-        self._restored = found.callbacks
+        for name, one in self._counting:
+            if found.callbacks.get(name) and getattr(one, "monitor_op", self) is None:
+                # Keras's callbacks that monitor a metric set this when the first epoch ends, and begin to count anew.
+                one._set_monitor_op()
         position.set_attributes(self._counting, found.callbacks)
         history = callbacks._history
         history.epoch[:] = found.history["epoch"]
@@ -195,7 +199,6 @@ class _Fit:
             self.model,
             self._own.directory,
             step=self._before + here.total,
-            asynchronous=self._own.asynchronous and not wait,
             keep=self._own.keep,
             facts={"position": here.as_json()},
         )
@@ -229,7 +232,10 @@ class _Fit:
         now = position.attributes(self._counting)
         found = position.changed(now, self._at_first)
         before = {} if self._resumed is None else self._resumed.callbacks
-        return {name: {k: v for k, v in now[name].items() if k in own or k in before.get(name, {})} for name, own in found.items()}
+        return {
+            name: {key: value for key, value in now[name].items() if key in own or key in before.get(name, {})}
+            for name, own in found.items()
+        }
 
 
 # when a save is due ---------------------------------------------------------------------------------------------------
@@ -267,7 +273,7 @@ class _ByTime(_AtEpochs):
         self._left -= 1
         if self._left > 0:
             return False
-        told = _of_first(self._steps_to_wait()) or 0
+        told = _of_first(self._steps_to_wait())
         self._steps = self._left = max(told, 1)
         return not told
 
@@ -300,13 +306,46 @@ def _turn(every: Every) -> Callable[[], _AtEpochs]:
     return lambda: _ByTime(found)
 
 
-def _of_first(number: int | None) -> int | None:
+def _of_first(number: int) -> int:
     """Process 0's number, on every process."""
     several = taking_part.get()
     if several is None:
         return number
-    told = int(several.of_first(np.array([-1 if number is None else number], np.int32), "checkpoints")[0])
-    return None if told < 0 else told
+    return int(several.of_first(np.array([number], np.int32), "checkpoints")[0])
+
+
+def _found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
+    """(the latest checkpoint's number or 0, the position in it if one is looked for), as process 0 finds them.
+
+    Raises:
+        CheckpointError: it holds no position, or cannot be read; on all processes.
+    """
+    several = taking_part.get()
+    found: dict[str, Any] = {}
+    if several is None or several.is_first:
+        try:
+            found = _look(directory, resume)
+        except CheckpointError as error:
+            found = {"error": str(error)}
+    if several is not None:
+        found = json.loads(several.bytes_of_first(json.dumps(found).encode(), "checkpoints"))
+    if "error" in found:
+        raise CheckpointError(found["error"])
+    return found["number"], found["position"]
+
+
+def _look(directory: str, resume: bool) -> dict[str, Any]:
+    number = checkpoints.latest(directory)
+    if number is None or not resume:
+        return {"number": number or 0, "position": None}
+    with Reader(directory, number, "off") as reader:
+        facts: Any = reader.facts.get("facts")
+    if not isinstance(facts, dict) or "position" not in facts:
+        raise CheckpointError(
+            f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a training "
+            "to go on from. Take its values with unidist.restore, and give this training another directory"
+        )
+    return {"number": number, "position": facts["position"]}
 
 
 # the model, and other callbacks ---------------------------------------------------------------------------------------
@@ -314,8 +353,10 @@ def _of_first(number: int | None) -> int | None:
 
 def _build(model: Any, iterator: Any) -> None:
     """Makes all variables that a first step would make: those of metrics are made in it on TensorFlow."""
-    spec = getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
-    if spec is not None:
+    dataset = getattr(iterator, "_distributed_dataset", None)
+    # An engine may have put its own around Keras's.
+    spec = getattr(getattr(dataset, "dataset", dataset), "element_spec", None)
+    if spec is not None and all(one.shape.rank is not None for one in tree.flatten(spec)):
         model._symbolic_build(data_batch=spec)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
