@@ -20,6 +20,7 @@ _HOME = {
     "unidist.ledger": "ledger Ledger",
     "unidist.keras.strategy": "DataParallel ModelParallel",
     "unidist.keras.models": "parallelize describe gather_weights",
+    "unidist.keras.checkpoints": "save restore",
     "unidist.keras.planning.planning": "plan",
     "unidist.keras.resuming": "Checkpoint",
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from unidist.errors import MeshError as MeshError
     from unidist.errors import ProcessLostError as ProcessLostError
     from unidist.errors import UnidistError as UnidistError
+    from unidist.keras.checkpoints import restore as restore
+    from unidist.keras.checkpoints import save as save
     from unidist.keras.models import describe as describe
     from unidist.keras.models import gather_weights as gather_weights
     from unidist.keras.models import parallelize as parallelize

@@ -66,6 +66,9 @@ def commands() -> list[Command]:
             "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
         ),
         Command("doctor", "Check this machine, and with -n each link of a world of processes", _add_doctor, _doctor),
+        Command(
+            "checkpoint", "List, show, verify, compare, export checkpoints", _add_rest, _checkpoint, passes_on=True
+        ),
         Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
         Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
         Command("plan", "Show how a model would lie on a mesh, and what it costs", _add_rest, _plan, passes_on=True),
@@ -79,6 +82,10 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_rest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+
+
+def _checkpoint(parsed: argparse.Namespace) -> int:
+    return int(importlib.import_module("unidist.checkpoint.command").main(parsed.arguments))
 
 
 def _demo(parsed: argparse.Namespace) -> int:

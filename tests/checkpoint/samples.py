@@ -39,6 +39,11 @@ def contents(of: Sequence[Tensor], seed: int = 0) -> dict[str, Bytes]:
     return {t.name: draw.integers(0, 2 if t.dtype == "bool" else 256, t.nbytes, np.uint8) for t in of}
 
 
+def known(step: int) -> dict[str, Bytes]:
+    """What a step has that a program wrote which is killed."""
+    return contents(tensors(), step)
+
+
 def write(
     directory: Path,
     step: int,

@@ -123,6 +123,17 @@ def test_large_tensors_are_read_in_pieces_whatever_their_ranges(tmp_path: Path) 
                 assert reader.bytes_read - before <= 1.01 * len(found) + 4096 * offsets
 
 
+@pytest.mark.parametrize("verify", ["read", "off"])
+def test_a_column_is_read_without_what_lies_between(tmp_path: Path, verify: str) -> None:
+    of = Tensor("wide", "float32", (50, 5000))
+    bytes_of = contents([of])
+    write(tmp_path, 1, bytes_of, [of], cuts={"wide": [100_003]})
+    with Reader(tmp_path, verify=verify) as reader:
+        region = ((0, 50), (1000, 10))
+        assert reader.read("wide", region).tobytes() == region_of(bytes_of["wide"], of, region).tobytes()
+        assert 50 * 40 <= reader.bytes_read <= 50 * (1.01 * 40 + 4096)
+
+
 def test_every_process_finds_the_same_files_and_none_is_too_large() -> None:
     of = tensors()
     files = files_of(of, 3000)
@@ -209,14 +220,14 @@ def test_the_index_is_that_of_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torch_reads_the_model_as_hugging_faces(tmp_path: Path) -> None:
     import torch
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     of = [tensor for tensor in tensors() if tensor.name.startswith("dense/")]
     bytes_of = contents(of)
     folder = write(tmp_path, 1, bytes_of, of, largest=5000)
     state = {tensor.name: torch.zeros(tensor.shape) for tensor in of}
-    checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     for tensor in of:
         assert state[tensor.name].numpy().tobytes() == bytes_of[tensor.name].tobytes()
 

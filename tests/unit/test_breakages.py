@@ -24,6 +24,7 @@ ROOMS = {
     "horovod": "unidist/backends/horovod/",
     "strategies": "unidist/strategies/",
     "planner": "unidist/planner/",
+    "checkpoint": "unidist/checkpoint/",
     "ledger": "unidist/ledger.py",
     "testing": "unidist/testing/",
     "explicit": "unidist/keras/explicit/",

@@ -123,7 +123,7 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.Path) -> None:
     assert "unidist = unidist.cli:main" in (info / "entry_points.txt").read_text()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
-    assert [Requirement(r).name for r in plain] == ["numpy"]
+    assert [Requirement(r).name for r in plain] == ["google-crc32c", "numpy", "safetensors"]
 
 
 def pins() -> dict[str, str]:

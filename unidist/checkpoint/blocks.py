@@ -123,6 +123,15 @@ class Blocks:
             raise self._damaged(f"ranges of tensor {tensor.name!r} are not in order", tensor.name)
         return ranges
 
+    def places(self, tensor: Tensor) -> dict[int, int]:
+        """The places that wrote a tensor that is not empty, each with its bytes."""
+        ranges = self.of(tensor)
+        places = self._read(manifest.PLACES, int(self._firsts[self._numbers[tensor.name], 0]), len(ranges.begins))
+        found: dict[int, int] = {}
+        for place, nbytes in zip(places.tolist(), np.diff(ranges.bounds).tolist(), strict=True):
+            found[place] = found.get(place, 0) + nbytes
+        return dict(sorted(found.items()))
+
     def check(self, file: str, tensor: Tensor, ranges: Ranges, begin: int, data: Bytes) -> None:
         """Raises where the bytes of a tensor from `begin` on, whole blocks, do not have their checksums."""
         parts = ranges.blocks(begin, begin + len(data))

@@ -24,6 +24,7 @@ from unidist.errors import CheckpointError
 
 TMP, REPLACED, REMOVED = ".tmp", ".replaced", ".removed"
 LAST_STEP = 10**12 - 1
+Step = int | Literal["latest"]
 _NAME = re.compile(r"step-(\d{8,12})(\.tmp|\.replaced|\.removed)?")
 
 
@@ -50,7 +51,7 @@ def step_folder(directory: str | Path, step: int) -> Path:
     raise CheckpointError(f"{directory} has no checkpoint of step {step}; the last ones: {there}", file=str(directory))
 
 
-def find(directory: str | Path, step: int | Literal["latest"]) -> Path:
+def find(directory: str | Path, step: Step) -> Path:
     """The folder of a step of a directory; "latest" of a step's own folder is this folder.
 
     Raises:
@@ -84,7 +85,9 @@ def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
     old = older[: max(0, len(older) - (keep - 1))]
     for step, suffix in _found(where):
         is_left = suffix in (TMP, REMOVED) and step < newest
-        if step in old or is_left or (suffix == REPLACED and _counts(where, step, "")):
+        is_wanted = step not in old and not is_left and not (suffix == REPLACED and _counts(where, step, ""))
+        # What is half removed may have gone with the folder before it in the list.
+        if not is_wanted and folder_of(where, step, suffix).exists():
             remove(where, step, suffix)
     return old
 

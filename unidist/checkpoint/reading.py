@@ -19,7 +19,7 @@ from unidist.checkpoint import folders, manifest
 from unidist.checkpoint.blocks import Blocks, Ranges
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.opened import Opened
-from unidist.checkpoint.regions import Region, batches, whole
+from unidist.checkpoint.regions import Region, batches, check, whole
 from unidist.checkpoint.tensors import FileSpec, Tensor
 from unidist.errors import CheckpointError
 
@@ -56,9 +56,7 @@ class Reader:
         unidist.errors.CheckpointError: /no/such/directory has no checkpoint
     """
 
-    def __init__(
-        self, directory: str | Path, step: int | Literal["latest"] = "latest", verify: Verify = "read"
-    ) -> None:
+    def __init__(self, directory: str | Path, step: folders.Step = "latest", verify: Verify = "read") -> None:
         if verify not in ("read", "all", "off"):
             raise CheckpointError(f'verify is "read", "all" or "off", got {verify!r}')
         self.folder = folders.find(directory, step)
@@ -128,25 +126,47 @@ class Reader:
         Raises:
             CheckpointError: there is no such tensor or region, or what is there is not what was written.
         """
-        tensor = self._tensor(name)
-        region = whole(tensor.shape) if region is None else region
-        out = np.empty(math.prod(n for _, n in region) * tensor.itemsize, np.uint8)
+        _, region, nbytes = self._asked(name, region)
+        out = np.empty(nbytes, np.uint8)
         self.read_into(name, region, out)
         return out
 
     def read_into(self, name: str, region: Region | None, out: Bytes) -> None:
         """As `read`, into an array of bytes that is there."""
-        tensor = self._tensor(name)
-        region = whole(tensor.shape) if region is None else region
-        nbytes = math.prod(n for _, n in region) * tensor.itemsize
+        tensor, region, nbytes = self._asked(name, region)
         if out.dtype != np.uint8 or out.shape != (nbytes,) or not out.flags.c_contiguous:
             text = f"the region has {nbytes} bytes; the array is of {out.dtype}, {out.shape}"
             raise CheckpointError(f"tensor {name!r}: {text}", tensor=name)
         at = 0
         for offsets, length in batches(tensor.shape, tensor.itemsize, region):
-            ranges = self._blocks.of(tensor) if self._blocks is not None else Ranges.whole(tensor)
-            self._read_runs(name, ranges, offsets, length, out[at : at + len(offsets) * length])
+            self._read_runs(name, self._ranges(tensor), offsets, length, out[at : at + len(offsets) * length])
             at += len(offsets) * length
+
+    def _asked(self, name: str, region: Region | None) -> tuple[Tensor, Region, int]:
+        """The tensor, the region that lies in it, and the region's bytes."""
+        tensor = self._tensor(name)
+        region = whole(tensor.shape) if region is None else region
+        check(tensor.shape, region)
+        return tensor, region, math.prod(n for _, n in region) * tensor.itemsize
+
+    def read_bytes(self, name: str, begin: int, nbytes: int) -> Bytes:
+        """So many bytes of a tensor, from one on: to go through a large one piece by piece."""
+        tensor = self._tensor(name)
+        if not 0 <= begin <= begin + nbytes <= tensor.nbytes:
+            text = f"has {tensor.nbytes} bytes, and {begin}..{begin + nbytes} were asked for"
+            raise CheckpointError(f"tensor {name!r} {text}", tensor=name)
+        out = np.empty(nbytes, np.uint8)
+        if nbytes:
+            self._read_runs(name, self._ranges(tensor), np.array([begin]), nbytes, out)
+        return out
+
+    def written_by(self, name: str) -> dict[int, int]:
+        """Who wrote a tensor: the places of processes, each with how many bytes."""
+        tensor = self._tensor(name)
+        return self._checked().places(tensor) if tensor.nbytes else {}
+
+    def _ranges(self, tensor: Tensor) -> Ranges:
+        return self._blocks.of(tensor) if self._blocks is not None else Ranges.whole(tensor)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self.tensors.get(name)

@@ -122,12 +122,13 @@ class FileSpec:
         return self.name.partition("-")[0]
 
 
-def files_of(tensors: Iterable[Tensor], largest: int = LARGEST) -> tuple[FileSpec, ...]:
+def files_of(tensors: Iterable[Tensor], largest: int = LARGEST, *, has_stamp: bool = True) -> tuple[FileSpec, ...]:
     """Which tensors go into which file, in the order given: every process computes the same.
 
     Args:
         tensors: with names of their own, whatever their kind.
         largest: bytes of a file at most, unless one tensor alone has more.
+        has_stamp: whether the files tell of which step they are.
 
     Raises:
         CheckpointError: two tensors of one name.
@@ -148,7 +149,7 @@ def files_of(tensors: Iterable[Tensor], largest: int = LARGEST) -> tuple[FileSpe
         groups[tensor.kind][-1].append(tensor)
         costs[tensor.kind] = texts, data
     return tuple(
-        file_of(f"{kind}-{number:05d}-of-{len(parts):05d}.safetensors", part)
+        file_of(f"{kind}-{number:05d}-of-{len(parts):05d}.safetensors", part, has_stamp=has_stamp)
         for kind, parts in groups.items()
         for number, part in enumerate(parts, 1)
     )

@@ -176,6 +176,10 @@ class PartWriter:
         while self._opened:
             os.close(self._opened.popitem()[1])
 
+    def __del__(self) -> None:
+        if hasattr(self, "_opened"):
+            self.close()
+
     def __enter__(self) -> PartWriter:
         return self
 

@@ -52,7 +52,7 @@ class Stored:
         self.shape = sharding.shape
         self.dtype = str(variable.dtype)
         self.sharding = sharding
-        parts = dtensor.unpack(tf.Variable.read_value(variable._value))
+        parts = dtensor.unpack(variable._value.read_value())
         self._ranks = [rank for rank in worlds.backend().local_ranks() if rank in sharding.mesh.devices]
         self._shards = dict(zip(self._ranks, parts, strict=True))
 

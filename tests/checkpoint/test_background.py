@@ -1,0 +1,202 @@
+"""Writing in a process of its own: what is written, what is told, and that it ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.samples import contents, tensors
+from unidist.checkpoint import folders, writing
+from unidist.checkpoint.background import Background
+from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.tensors import Tensor, files_of
+from unidist.errors import CheckpointError
+
+OF = tensors()
+FILES = files_of(OF)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[list[Background]]:
+    """Two processes' writers, used one test after the other."""
+    with Background(0) as first, Background(1) as second:
+        yield [first, second]
+
+
+def fill(background: Background, bytes_of: dict, names: list[str]) -> list[tuple[str, int, int, int]]:
+    """Copies tensors into the memory; the pieces."""
+    memory, at, pieces = background.memory(sum(len(bytes_of[name]) for name in names)), 0, []
+    for name in names:
+        memory[at : at + len(bytes_of[name])] = bytes_of[name]
+        pieces.append((name, 0, at, len(bytes_of[name])))
+        at += len(bytes_of[name])
+    return pieces
+
+
+def test_two_processes_write_steps_and_the_first_commits(tmp_path: Path, worlds: list[Background]) -> None:
+    for step in (1, 2, 3):
+        bytes_of = contents(OF, step)
+        folder = writing.prepare(tmp_path, step, FILES)
+        names = list(bytes_of)
+        worlds[0].start(folder, FILES, fill(worlds[0], bytes_of, names[::2]), {"facts": {"step": step}, "places": 2})
+        assert worlds[0].is_busy
+        with pytest.raises(CheckpointError, match="still being written"):
+            worlds[0].memory(1)
+        with pytest.raises(CheckpointError, match=r"still being written after 0\.05 s"):
+            worlds[0].wait(0.05)
+        worlds[1].start(folder, FILES, fill(worlds[1], bytes_of, names[1::2]))
+        assert worlds[1].wait(60) is None
+        assert worlds[0].wait(60) == tmp_path / f"step-{step:08d}"
+        assert not worlds[0].is_busy
+        with Reader(tmp_path, step, "all") as reader:
+            assert reader.facts == {"step": step}
+            assert all(reader.read(name).tobytes() == bytes_of[name].tobytes() for name in bytes_of)
+
+
+def test_memory_is_kept_and_grows(worlds: list[Background]) -> None:
+    small = worlds[0].memory(10)
+    small[:] = 7
+    assert worlds[0].memory(10).tolist() == [7] * 10
+    large = worlds[0].memory(1 << 20)
+    large[:] = 1
+    assert (len(large), small[0]) == (1 << 20, 7)
+
+
+def test_a_part_that_failed_is_told_by_its_process_and_by_the_first(tmp_path: Path, worlds: list[Background]) -> None:
+    folder = writing.prepare(tmp_path, 1, FILES)
+    worlds[0].start(folder, FILES, [], {"facts": {}, "places": 2})
+    worlds[1].memory(10)
+    worlds[1].start(folder, FILES, [("dense/bias", 380, 0, 10)])
+    with pytest.raises(CheckpointError, match=r"'dense/bias' has 384 bytes, and 380\.\.390 were to") as found:
+        worlds[1].wait(60)
+    assert (found.value.tensor, found.value.file) == ("dense/bias", "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"process 1 could not write its part: .*380\.\.390"):
+        worlds[0].wait(60)
+    assert folders.latest(tmp_path) is None
+    assert worlds[0].wait() is None
+
+
+def test_a_part_that_does_not_come_is_told(tmp_path: Path, worlds: list[Background]) -> None:
+    folder = writing.prepare(tmp_path, 1, FILES)
+    worlds[0].start(folder, FILES, [], {"facts": {}, "places": 3, "timeout": 0.1})
+    with pytest.raises(CheckpointError, match=r"did not write their parts within 0.1 s: 1, 2$"):
+        worlds[0].wait(60)
+
+
+def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
+    of = [Tensor("big", "uint8", (1 << 20,))]
+    files = files_of(of)
+    folder = writing.prepare(tmp_path, 1, files)
+    with Background(0) as background:
+        background.memory(1 << 20)
+        background.start(folder, files, [("big", 0, 0, 10)], {"facts": {}, "places": 9, "timeout": 0})
+        with pytest.raises(CheckpointError, match="within 0 s"):
+            background.wait(60)
+        assert background._child is not None
+        # Its files may not grow beyond this, as on a full disk.
+        resource.prlimit(background._child[0].pid, resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
+        background.start(folder, files, [("big", 0, 0, 1 << 20)], {"facts": {}, "places": 1})
+        with pytest.raises(CheckpointError, match=r"model-00001.*: File too large \(tensor 'big'\)") as found:
+            background.wait(60)
+        assert found.value.tensor == "big"
+    assert folders.steps(tmp_path) == []
+
+
+def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_path: Path) -> None:
+    bytes_of = contents(OF)
+    folder = writing.prepare(tmp_path, 1, FILES)
+    with Background(0) as background:
+        background.start(folder, FILES, [], {"facts": {}, "places": 2})
+        assert background._child is not None
+        background._child[0].kill()
+        with pytest.raises(CheckpointError, match="the process that writes checkpoints ended by signal 9"):
+            background.wait(60)
+        assert not background.is_busy
+        pieces = fill(background, bytes_of, list(bytes_of))
+        background.start(writing.prepare(tmp_path, 1, FILES), FILES, pieces, {"facts": {}, "places": 1})
+        assert background.wait(60) == tmp_path / "step-00000001"
+
+
+def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Background]) -> None:
+    worlds[0].memory(8)
+    beyond = len(worlds[0]._memory[1]) - 4
+    worlds[0].start(
+        writing.prepare(tmp_path, 1, FILES), FILES, [("dense/bias", 0, beyond, 8)], {"facts": {}, "places": 1}
+    )
+    with pytest.raises(CheckpointError, match="are not in the memory"):
+        worlds[0].wait(60)
+    with pytest.raises(CheckpointError, match="is no JSON"):
+        worlds[0].start(tmp_path, FILES, [], {"facts": {"x": float("nan")}, "places": 1})
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from unidist.checkpoint import writing
+from unidist.checkpoint.background import Background
+from unidist.checkpoint.tensors import Tensor, files_of
+
+files = files_of([Tensor("a", "uint8", (1 << 20,))])
+folder = writing.prepare(sys.argv[1], 1, files)
+background = Background(0)
+background.memory(1 << 20)[:] = 1
+background.start(folder, files, [("a", 0, 0, 1 << 20)], {"facts": {}, "places": 2})
+print(background._child[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_writer_ends_with_its_parent_and_nothing_counts(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    part = tmp_path / "step-00000001.tmp" / "part-0.json"
+    wait_for(part.exists)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    # It waits for the second part, which comes now, too late.
+    wait_for(lambda: not is_running(child))
+    assert folders.steps(tmp_path) == []
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_writer_imports_no_framework() -> None:
+    program = (
+        "import sys, unidist.checkpoint.background\n"
+        "print([name for name in ('keras', 'torch', 'jax', 'tensorflow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_arrays_of_every_layout_are_bytes_or_are_refused() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert writing.as_bytes(array).tobytes() == array.tobytes()
+    assert writing.as_bytes(np.array(3.0)).tobytes() == np.array(3.0).tobytes()
+    assert writing.as_bytes(b"abc").tolist() == [97, 98, 99]
+    assert len(writing.as_bytes(b"")) == 0
+    with pytest.raises(CheckpointError, match="is no run of bytes"):
+        writing.as_bytes(array.T)

@@ -1,0 +1,336 @@
+"""Writing a step in a process of its own, while the training goes on.
+
+The training copies what is to be written into memory that both processes have, and goes on. The other process is
+started once. It imports no framework, gets its work as JSON over a socket, and ends with its parent: what it was
+writing then does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from unidist.checkpoint import disk, writing
+from unidist.checkpoint.checksums import Bytes
+from unidist.checkpoint.tensors import FileSpec, parse_json, parsed
+from unidist.errors import CheckpointError
+
+TIMEOUT = 600.0
+# Of a message: a million pieces have some 60 MB.
+_MOST_MESSAGE = 1 << 28
+# Between two looks for the parent.
+_PIECE = 16 << 20
+_LOOK = 0.05
+_MOST_WORDS = 4096
+# A child's socket and its parent's process, on its command line.
+_MODULE = "unidist.checkpoint.background"
+
+
+class Background:
+    """A process that writes for this one.
+
+    Args:
+        place: this process's number, as `PartWriter`'s.
+
+    Example:
+        >>> background = Background(place=0)
+        >>> background.is_busy
+        False
+    """
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self._memory: tuple[int, mmap.mmap] | None = None
+        self._child: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._knows_memory = self._waits = False
+        self._end: weakref.finalize[..., Background] | None = None
+
+    def memory(self, nbytes: int) -> Bytes:
+        """So many bytes, which the other process reads too: those of before, if they were enough.
+
+        Raises:
+            CheckpointError: the other process reads it now.
+        """
+        self._must_be_idle()
+        if self._memory is None or len(self._memory[1]) < nbytes:
+            self._forget_memory()
+            with disk.told("memory for a checkpoint"):
+                opened = os.memfd_create("unidist-checkpoint", os.MFD_CLOEXEC)
+                os.ftruncate(opened, max(nbytes, 1))
+                self._memory = opened, mmap.mmap(opened, max(nbytes, 1))
+            weakref.finalize(self._memory[1], os.close, opened)
+        return np.frombuffer(self._memory[1], np.uint8)[:nbytes]
+
+    def start(
+        self,
+        folder: str | Path,
+        files: Sequence[FileSpec],
+        pieces: Sequence[tuple[str, int, int, int]],
+        commit: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begins to write; returns at once.
+
+        Args:
+            folder: of `writing.prepare`.
+            files: of `files_of`.
+            pieces: (tensor's name, its first byte, where it is in the memory, how many bytes) of what to write.
+            commit: for process 0: `facts` and `places` as of `writing.commit`, and how long to wait for the others
+                (`timeout`, in seconds). The step is committed when all parts stand.
+
+        Raises:
+            CheckpointError: it is still busy; or what was written before failed, and nobody has waited for it.
+        """
+        self._must_be_idle()
+        self.wait()
+        message = {
+            "folder": str(Path(folder).absolute()),
+            "place": self.place,
+            "files": [(file.name, file.size, file.header[8:].decode()) for file in files],
+            "pieces": [tuple(piece) for piece in pieces],
+            "commit": None if commit is None else {"timeout": TIMEOUT, **commit},
+        }
+        try:
+            text = json.dumps(message, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"what is to be written is no JSON: {error}") from error
+        _, channel = self._child = self._child or self._started()
+        new = self._memory is not None and not self._knows_memory
+        try:
+            _send(channel, text, self._memory[0] if self._memory is not None and new else None)
+        except OSError:
+            raise self._lost() from None
+        self._knows_memory, self._waits = self._memory is not None, True
+
+    def wait(self, timeout: float | None = None) -> Path | None:
+        """Waits until all is written.
+
+        Returns:
+            The step's folder, where it was committed here.
+
+        Raises:
+            CheckpointError: it could not be written; the text says why. Or it takes longer than `timeout` seconds.
+        """
+        if not self._waits or self._child is None:
+            return None
+        _, channel = self._child
+        if not _is_readable(channel, timeout):
+            raise CheckpointError(f"a checkpoint is still being written after {timeout:g} s")
+        try:
+            text, _ = _receive(channel)
+        except OSError:
+            raise self._lost() from None
+        self._waits = False
+        match parse_json(text, "the writing process"):
+            case {"folder": str() as folder}:
+                return Path(folder) if folder else None
+            case {"error": str() as words, "file": str() as file, "tensor": str() as tensor}:
+                raise CheckpointError(words, file=file, tensor=tensor)
+        raise AssertionError(text[:200])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being written now."""
+        return self._waits and self._child is not None and not _is_readable(self._child[1], 0)
+
+    def close(self) -> None:
+        """Ends the process, also in the midst of writing: `wait` first. Lets the memory go."""
+        if self._end is not None:
+            self._end()
+        self._child, self._waits, self._knows_memory = None, False, False
+        self._forget_memory()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _must_be_idle(self) -> None:
+        if self.is_busy:
+            raise CheckpointError("the checkpoint before is still being written: wait for it first")
+
+    def _forget_memory(self) -> None:
+        self._memory, self._knows_memory = None, False
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        package = str(Path(__file__).parents[2])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
+        with theirs, disk.told("a process that writes"):
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        self._end = weakref.finalize(self, _ended, process, ours)
+        return process, ours
+
+    def _lost(self) -> CheckpointError:
+        """The other process has ended by itself."""
+        assert self._child is not None
+        code = _ended(*self._child)
+        self.close()
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return CheckpointError(f"the process that writes checkpoints ended {how}")
+
+
+def _ended(process: subprocess.Popen[bytes], channel: socket.socket) -> int:
+    """Without its socket the process ends."""
+    channel.close()
+    try:
+        return process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _is_readable(channel: socket.socket, timeout: float | None) -> bool:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+
+def _send(channel: socket.socket, text: bytes, memory: int | None = None) -> None:
+    if len(text) > _MOST_MESSAGE:
+        raise CheckpointError(f"{len(text)} bytes say what is to be written; {_MOST_MESSAGE} is the most")
+    length = len(text).to_bytes(8, "little")
+    socket.send_fds(channel, [length], [] if memory is None else [memory])
+    channel.sendall(text)
+
+
+def _receive(channel: socket.socket) -> tuple[bytes, int | None]:
+    """A message, and the memory that came with it."""
+    head, given, _, _ = socket.recv_fds(channel, 8, 1)
+    while 0 < len(head) < 8:
+        head += channel.recv(8 - len(head)) or _gone()
+    length = int.from_bytes(head, "little") if head else _MOST_MESSAGE + 1
+    text = bytearray()
+    if length > _MOST_MESSAGE:
+        _gone()
+    while len(text) < length:
+        text += channel.recv(min(1 << 20, length - len(text))) or _gone()
+    return bytes(text), given[0] if given else None
+
+
+def _gone() -> NoReturn:
+    raise ConnectionError("the other process has ended")
+
+
+class _Worker:
+    """The other process: writes what it is told to, until its parent ends."""
+
+    def __init__(self, channel: socket.socket, parent: int) -> None:
+        self._channel, self._parent = channel, parent
+        self._memory = np.zeros(0, np.uint8)
+
+    def serve(self) -> None:
+        while True:
+            # A fork of the parent may hold the socket's other end longer than the parent lives.
+            while not _is_readable(self._channel, 1.0):
+                self._end_with_parent()
+            try:
+                text, memory = _receive(self._channel)
+            except ConnectionError:
+                return
+            if memory is not None:
+                self._memory = np.frombuffer(mmap.mmap(memory, 0, prot=mmap.PROT_READ), np.uint8)
+                os.close(memory)
+            job = json.loads(text)
+            try:
+                answer = {"folder": str(self._write(job) or "")}
+            except CheckpointError as error:
+                self._tell_the_first(job, str(error))
+                answer = {"error": str(error), "file": error.file, "tensor": error.tensor}
+            _send(self._channel, json.dumps(answer).encode())
+
+    def _end_with_parent(self) -> None:
+        if os.getppid() != self._parent:
+            os._exit(1)
+        if _is_readable(self._channel, 0) and not self._channel.recv(1, socket.MSG_PEEK):
+            os._exit(1)
+
+    def _write(self, job: dict[str, Any]) -> Path | None:
+        folder, commit = Path(job["folder"]), job["commit"]
+        files = [parsed(name, _header(text), size) for name, size, text in job["files"]]
+        with writing.PartWriter(folder, files, job["place"]) as part:
+            for name, begin, offset, nbytes in job["pieces"]:
+                if not 0 <= offset <= offset + nbytes <= len(self._memory):
+                    raise CheckpointError(f"bytes {offset}..{offset + nbytes} are not in the memory", tensor=name)
+                for first in range(0, nbytes, _PIECE):
+                    self._end_with_parent()
+                    count = min(_PIECE, nbytes - first)
+                    part.write(name, begin + first, self._memory[offset + first : offset + first + count])
+            part.finish()
+        if commit is None:
+            return None
+        for _ in _until_all_wrote(folder, commit["places"], commit["timeout"]):
+            self._end_with_parent()
+        self._end_with_parent()
+        return writing.commit(folder, files, commit["facts"], commit["places"])
+
+    def _tell_the_first(self, job: dict[str, Any], words: str) -> None:
+        """Process 0 waits for this one's part. On a full disk a file without words may still be made."""
+        if job["commit"] is None:
+            with contextlib.suppress(OSError):
+                (Path(job["folder"]) / f"failed-{job['place']}").write_text(words[:_MOST_WORDS])
+
+
+def _header(text: str) -> bytes:
+    encoded = text.encode()
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None]:
+    """Goes on until each process's part stands.
+
+    Raises:
+        CheckpointError: one could not write its part, or did not in time.
+    """
+    until = time.monotonic() + timeout
+    left = set(range(places))
+    while True:
+        for place in sorted(left):
+            if (failed := folder / f"failed-{place}").exists():
+                with disk.told(failed), failed.open(errors="replace") as file:
+                    words = file.read(_MOST_WORDS) or "it could not say why"
+                raise CheckpointError(f"process {place} could not write its part: {words}", file=str(failed))
+            if (folder / writing.part_of(place)).exists():
+                left.discard(place)
+        if not left:
+            return
+        if time.monotonic() > until:
+            missing = ", ".join(map(str, sorted(left)[:10]))
+            text = f"processes did not write their parts within {timeout:g} s: {missing}"
+            raise CheckpointError(f"{folder}: {text}", file=str(folder))
+        yield
+        time.sleep(_LOOK)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs in the other process: the number of its socket, and its parent's."""
+    # Ctrl-C reaches all processes of a terminal; the parent says what becomes of this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    number, parent = map(int, arguments)
+    with socket.socket(fileno=number) as channel, contextlib.suppress(ConnectionError):
+        _Worker(channel, parent).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,282 @@
+"""save and restore: a model's state in files that all its processes write together, and any mesh and backend reads.
+
+A variable comes to its file so: each process brings what it stores to ranges of rows (checkpoint/shares.py), and writes
+their bytes where they belong in the whole tensor. Nothing in the files knows of a mesh. Back: each process reads the
+bytes of what it stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from unidist.algebra.sharding import Region
+from unidist.backends.protocol import Array
+from unidist.checkpoint import folders
+from unidist.checkpoint.reading import Reader, Verify
+from unidist.checkpoint.tensors import Tensor
+from unidist.checkpoint.writing import PartWriter, commit, prepare
+from unidist.errors import CheckpointError
+from unidist.keras import seeds
+from unidist.keras.held import WORDS, Held, itemsize_of
+from unidist.keras.states import State
+
+# What unidist itself keeps among the facts, beside the user's own.
+_OWN, _USERS = "unidist", "facts"
+Step = int | Literal["latest"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` has found.
+
+    Attributes:
+        step: of the checkpoint.
+        facts: what was given to `save` with it.
+        skipped: without `strict`, the variables that only one of model and checkpoint has, or of another shape, each
+            with the reason.
+
+    Example:
+        >>> Restored(step=3).skipped
+        ()
+    """
+
+    step: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+def save(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a model's weights, its optimizer's and metrics' variables and the random state, as one step of a folder.
+
+    A collective of the processes that hold the model: each writes a part. A process holds its shards and a buffer of
+    64 MiB, no more. The step counts when all of it is on the disk, and not before.
+
+    Args:
+        model: a built Keras model, distributed or not.
+        directory: the folder of the checkpoints, which all processes see.
+        step: the step's number; by default the optimizer's count of steps. A step of this number is replaced.
+        keep: how many steps stay; older ones are removed when the new one stands. None: all.
+        facts: JSON of your own, which `restore` gives back.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        CheckpointError: the files could not be written, by this process or by another. The step does not count.
+        LayoutError: the model is not built.
+
+    Example:
+        >>> import keras, tempfile, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> _ = unidist.parallelize(model, unidist.ModelParallel())
+        >>> unidist.save(model, tempfile.mkdtemp(), step=7).name
+        'step-00000007'
+    """
+    state = State.of(model)
+    state.settle()
+    where = Path(os.fspath(directory))
+
+    def begin() -> dict[str, Any]:
+        number = _count_of(model) if step is None else step
+        told = {_OWN: _told_of(model, state), _USERS: dict(facts or {})}
+        return {"folder": prepare(where, number, state.files).name, "step": number, "facts": told}
+
+    begun = state.by_first(begin)
+    folder = where / begun["folder"]
+    state.agree(_write(state, folder), f"write {folder}")
+
+    def end() -> dict[str, Any]:
+        stands = commit(folder, state.files, begun["facts"], state.count)
+        if keep is not None:
+            folders.prune(where, keep, begun["step"])
+        return {"folder": stands.name}
+
+    return where / str(state.by_first(end)["folder"])
+
+
+def _write(state: State, folder: Path) -> OSError | None:
+    """Writes what this process brings of each variable. Where it cannot, the exchanges go on to their end, which the
+    others wait for."""
+    failure: OSError | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            writer = stack.enter_context(PartWriter(folder, state.files, state.place))
+        except OSError as error:
+            failure = error
+        for name, begin, rows in state.pieces():
+            if failure is None:
+                try:
+                    writer.write(name, begin, rows)
+                except OSError as error:
+                    failure = error
+        if failure is None:
+            try:
+                writer.finish()
+            except OSError as error:
+                failure = error
+    return failure
+
+
+def _count_of(model: Any) -> int:
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(np.asarray(optimizer.iterations))
+
+
+def _told_of(model: Any, state: State) -> dict[str, Any]:
+    import unidist
+
+    return {
+        "versions": {"unidist": unidist.__version__, "keras": keras.__version__},
+        "keras backend": keras.config.backend(),
+        "processes": state.count,
+        "model": model.name,
+        "random": seeds.state().decode(),
+    }
+
+
+def restore(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    step: Step = "latest",
+    strict: bool = True,
+    verify: Verify = "read",
+) -> Restored:
+    """Reads a step into a model, in place, onto the layouts that it has: whatever mesh, ZeRO stage, number of processes
+    and Keras backend wrote it.
+
+    A collective of the processes that hold the model: each reads the bytes of its own shards.
+
+    Args:
+        model: a built Keras model, distributed or not. Its optimizer is built if need be.
+        directory: the folder of the checkpoints.
+        step: the step's number, or the latest that counts.
+        strict: variables that only one of model and checkpoint has, or of another shape, are an error. A model that has
+            no optimizer takes the weights alone, and the states of metrics need not fit.
+        verify: "read": the checksums of what is read; "all": of the whole step, first; "off": none.
+
+    Returns:
+        The step, the facts that were saved with it, and what was skipped.
+
+    Raises:
+        CheckpointError: there is no such step, it does not fit the model, or what is there is not what was written; on
+            all processes. Where it is found while values are read, some variables have theirs already.
+        LayoutError: the model is not built.
+
+    Example:
+        >>> import keras, tempfile, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> _ = unidist.parallelize(model, unidist.ModelParallel())
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = unidist.save(model, folder, step=7, facts={"note": "half way"})
+        >>> unidist.restore(model, folder)
+        Restored(step=7, facts={'note': 'half way'}, skipped=())
+    """
+    state = State.of(model, to_be_trained=True)
+    where = Path(os.fspath(directory))
+    number = state.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
+    failure: OSError | None = None
+    reader: Reader | None = None
+    skipped: list[str] = []
+    try:
+        reader = Reader(where, number, verify)
+        fitting, skipped = _fitting(state, reader, strict)
+        # All see that it fits before the first value is changed.
+    except OSError as error:
+        failure = error
+    state.agree(failure, f"read step {number} of {where}")
+    assert reader is not None
+    with reader:
+        try:
+            for name, held in fitting:
+                held.put(_reading(reader, name, itemsize_of(held.dtype)))
+        except OSError as error:
+            failure = error
+        state.agree(failure, f"read step {number} of {where}; some variables have its values already")
+        facts = reader.facts
+    own, users = facts.get(_OWN), facts.get(_USERS)
+    if isinstance(own, dict) and isinstance(own.get("random"), str):
+        seeds.restore(own["random"].encode())
+    return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped))
+
+
+def latest(directory: str | os.PathLike[str]) -> int | None:
+    """The latest step that counts, or None. No collective.
+
+    Example:
+        >>> latest("/no/such/folder") is None
+        True
+    """
+    return folders.latest(os.fspath(directory))
+
+
+def _reading(reader: Reader, name: str, itemsize: int) -> Any:
+    def read(region: Region, out: Array | None) -> Array:
+        found = np.empty([n for _, n in region], WORDS[itemsize]) if out is None else out
+        if found.size:
+            reader.read_into(name, region, found.reshape(-1).view(np.uint8))
+        return found
+
+    return read
+
+
+def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str, Held]], list[str]]:
+    """(what model and checkpoint both have, what only one has).
+
+    Raises:
+        CheckpointError: with `strict`, where something is missing, too much, or of another shape or dtype.
+    """
+    ours = {tensor.name: (tensor, held) for tensor, held in state.variables}
+    wrong: list[str] = []
+    lenient: list[str] = []
+    fitting = []
+    kinds = {tensor.kind for tensor in reader.tensors.values()}
+    for name in dict.fromkeys([*ours, *reader.tensors]):
+        theirs = reader.tensors.get(name)
+        own = ours.get(name)
+        problem = _problem(own[0] if own else None, theirs)
+        if own is not None and not problem:
+            fitting.append((name, own[1]))
+            continue
+        kind = own[0].kind if own is not None else theirs.kind  # type: ignore[union-attr]
+        # A model that is not compiled has neither; metrics come and go with what a model was asked.
+        optional = kind == "state" or (kind == "optimizer" and own is None and not state.has_optimizer)
+        (lenient if optional else wrong).append(f"{name}: {problem}")
+    if wrong and strict:
+        shown = "\n".join(f"- {line}" for line in sorted(wrong))
+        hint = "" if "optimizer" in kinds or not state.has_optimizer else " It was saved without an optimizer."
+        raise CheckpointError(
+            f"step {reader.step} of {reader.folder.parent} does not fit model {state.model.name!r}:\n{shown}\n"
+            f"{hint}Build the model as it was built then (keras.utils.clear_session() resets the names that Keras "
+            "gives), or restore what fits with strict=False"
+        )
+    return fitting, [] if strict else sorted([*wrong, *lenient])
+
+
+def _problem(own: Tensor | None, theirs: Tensor | None) -> str:
+    if own is None:
+        return "is in the checkpoint alone"
+    if theirs is None:
+        return "is in the model alone"
+    if own.shape != theirs.shape:
+        return f"has shape {own.shape} in the model and {theirs.shape} in the checkpoint"
+    if own.dtype != theirs.dtype:
+        return f"is {own.dtype} in the model and {theirs.dtype} in the checkpoint"
+    return ""
