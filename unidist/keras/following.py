@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.compat import Callback, CallbackList, EpochIterator, JAXTrainer, TensorFlowTrainer, TorchTrainer, tree
+from unidist.keras.compat import Callback, CallbackList, EpochIterator, tree
 from unidist.keras.interception import Hook
 
 
@@ -44,16 +44,33 @@ _current: ContextVar[Follower | None] = ContextVar("unidist_follower", default=N
 
 def hooks() -> Iterator[Hook]:
     """Where no callback follows all is as before."""
-    trainers = {"torch": lambda: TorchTrainer, "jax": lambda: JAXTrainer, "tensorflow": lambda: TensorFlowTrainer}
-    find = trainers.get(keras.config.backend())
-    if find is None:
+    trainer = _trainer()
+    if trainer is None:
         return
     why = "a training goes on where it stood"
     # Under the drivers' own hooks of it: all processes are there, with one random state.
-    yield Hook(find(), "fit", _fitting, why)
+    yield Hook(trainer, "fit", _fitting, why)
     yield Hook(EpochIterator, "__init__", _reading, why)
     yield Hook(CallbackList, "on_train_begin", _beginning, why)
     yield Hook(CallbackList, "on_epoch_end", _ending, why)
+
+
+def _trainer() -> Any:
+    """Keras's class. Its import imports its framework: only that of the Keras backend."""
+    name = keras.config.backend()
+    if name == "torch":
+        from unidist.keras.compat import TorchTrainer
+
+        return TorchTrainer
+    if name == "jax":
+        from unidist.keras.compat import JAXTrainer
+
+        return JAXTrainer
+    if name == "tensorflow":
+        from unidist.keras.compat import TensorFlowTrainer
+
+        return TensorFlowTrainer
+    return None
 
 
 def _follower_in(callbacks: Any) -> Follower | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 
 from unidist.checkpoint.reading import Reader
 from unidist.errors import CapabilityError, CheckpointError
-from unidist.keras import checkpoints, following, hooks, position, walking
+from unidist.keras import checkpoints, hooks, position, walking
 from unidist.keras.compat import Callback, CallbackList, tree
 from unidist.keras.following import Follower
 from unidist.keras.position import Attributes, Position
@@ -92,8 +93,8 @@ class Checkpoint(Follower):
     def on_train_begin(self, logs: Any = None) -> None:
         if self._fit is None:
             raise CapabilityError(
-                "unidist.Checkpoint follows the fit of Keras's own trainers, and this is none: in a loop of your own use "
-                "unidist.save and unidist.restore; after unidist.shutdown() make the callback anew"
+                "unidist.Checkpoint follows the fit of Keras's own trainers, and this is none: in a loop of your own "
+                "use unidist.save and unidist.restore; after unidist.shutdown() make the callback anew"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -261,12 +262,15 @@ class _BySteps(_AtEpochs):
         self._made = 0
 
 
+_now = time.monotonic
+
+
 class _ByTime(_AtEpochs):
     """By the clock of process 0, which tells the others how many steps from now it looks at it again."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._began = self._looked = time.monotonic()
+        self._began = self._looked = _now()
         self._steps = self._left = 1
 
     def has_come(self, steps: int) -> bool:
@@ -279,7 +283,7 @@ class _ByTime(_AtEpochs):
 
     def _steps_to_wait(self) -> int:
         """0: it is time."""
-        now = time.monotonic()
+        now = _now()
         each, self._looked = (now - self._looked) / self._steps, now
         remaining = self._seconds - (now - self._began)
         if remaining <= 0:
@@ -288,22 +292,28 @@ class _ByTime(_AtEpochs):
         return max(1, min(2 * self._steps, int(remaining / max(each, 1e-6) / 2)))
 
     def saved(self) -> None:
-        self._began = time.monotonic()
+        self._began = _now()
 
 
 def _turn(every: Every) -> Callable[[], _AtEpochs]:
     if every == "epoch":
         return _AtEpochs
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+    if type(every) is int and every > 0:
         return lambda: _BySteps(every)
-    seconds = every.removesuffix("s") if isinstance(every, str) and every.endswith("s") else every
-    try:
-        found = float(seconds)
-    except ValueError:
-        found = -1.0
-    if isinstance(every, bool) or isinstance(seconds, str) and not isinstance(every, str) or found <= 0:
+    seconds = _seconds(every)
+    if not 0 < seconds < math.inf:
         raise ValueError(f'every={every!r}: give "epoch", a number of batches (100), or seconds (30.0 or "30s")')
-    return lambda: _ByTime(found)
+    return lambda: _ByTime(seconds)
+
+
+def _seconds(every: Every) -> float:
+    """0: it is none."""
+    if isinstance(every, float):
+        return every
+    try:
+        return float(every.removesuffix("s")) if isinstance(every, str) and every.endswith("s") else 0.0
+    except ValueError:
+        return 0.0
 
 
 def _of_first(number: int) -> int:
@@ -342,8 +352,8 @@ def _look(directory: str, resume: bool) -> dict[str, Any]:
         facts: Any = reader.facts.get("facts")
     if not isinstance(facts, dict) or "position" not in facts:
         raise CheckpointError(
-            f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a training "
-            "to go on from. Take its values with unidist.restore, and give this training another directory"
+            f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a "
+            "training to go on from. Take its values with unidist.restore, and give this training another directory"
         )
     return {"number": number, "position": facts["position"]}
 

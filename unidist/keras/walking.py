@@ -320,5 +320,3 @@ class _Unread:
 
     def __getitem__(self, index: int) -> Any:
         return (np.zeros((1, 1), "float32"),)
-
-
