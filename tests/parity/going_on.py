@@ -7,7 +7,7 @@ from typing import Any
 
 ROWS, BATCH, EPOCHS = 22, 4, 3
 # Kinds of data, of which each Keras backend takes all.
-ARRAYS = ("arrays", "arrays by batches", "short epochs")
+ARRAYS = ("arrays", "arrays by batches", "short epochs", "counted epochs")
 OF_PYTHON = ("PyDataset", "generator")
 OF_TORCH = ("DataLoader", "DataLoader with a generator")
 OF_TENSORFLOW = ("tf.data", "tf.data without end", "tf.data of unknown length")

@@ -93,6 +93,8 @@ SOURCES: dict[str, Any] = {
     "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH},
     "arrays by batches": lambda: {"x": X, "y": Y, "batch_size": BATCH, "shuffle": "batch"},
     "short epochs": lambda: {"x": X, "y": Y, "batch_size": BATCH // 2, "steps_per_epoch": 4},
+    # The next epoch's iterator is made when one ends, and drawn from later.
+    "counted epochs": lambda: {"x": X, "y": Y, "batch_size": BATCH, "steps_per_epoch": 6},
     "PyDataset": lambda: {"x": Batches(), "shuffle": True},
     "DataLoader": lambda: {"x": _loader(own=False), "shuffle": False},
     "DataLoader with a generator": lambda: {"x": _loader(own=True), "shuffle": False},
@@ -151,7 +153,7 @@ def run(
     checkpoint: dict[str, Any] | None = None,
 ) -> Told:
     """Trains from the beginning, or from what is in the folder, to the end or to the stop."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     told = Told()

@@ -26,6 +26,7 @@ SEEDED = OF_TENSORFLOW
 # Sources of which every epoch is all rows, each once.
 WHOLE = ["arrays", "arrays by batches", "PyDataset", "DataLoader", "DataLoader with a generator", "tf.data"]
 
+VIRTUAL = ("sim-torch", "jax-4", "tensorflow-4")
 # Keras alone, and strategies in the simulator and on JAX's and TensorFlow's virtual devices; dropout everywhere.
 PLACES: list[tuple[str, Spec | None, str]] = [
     *(("torch-alone", None, source) for source in (*ARRAYS, *OF_PYTHON, *OF_TORCH)),
@@ -74,7 +75,10 @@ def test_a_training_goes_on_inside_an_epoch(
     setting: str, spec: Spec | None, source: str, alone: Alone, worlds: Worlds, tmp_path: Path
 ) -> None:
     run, folder = call(setting, alone, worlds), str(tmp_path)
-    options = {"dropout": 0.25 if spec is None or setting in ("sim-torch", "jax-4", "tensorflow-4") else 0.0}
+    options: dict[str, Any] = {"dropout": 0.25 if spec is None or setting in VIRTUAL else 0.0}
+    if setting.startswith("tensorflow-"):
+        # Its steps, and what each process brings to a file, take long.
+        options |= {"every": 8, "epochs": 2}
     whole = run(spec, source, None, **options)[0]
     stopped = run(spec, source, folder, INSIDE, **options)[0]
     assert (stopped.raised, stopped.steps[-1]) == ("StopTestError", (1, 2))

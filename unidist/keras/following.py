@@ -22,7 +22,7 @@ from unidist.keras.interception import Hook
 class Follower(Callback):  # type: ignore[misc]
     """A callback that follows the fit which it is given to. All methods are called in the thread of fit."""
 
-    def fit_begins(self, model: Any) -> None:
+    def fit_begins(self, model: Any, epochs: int) -> None:
         """Before the data is made ready."""
 
     def data_is_ready(self, iterator: Any) -> None:
@@ -82,11 +82,11 @@ def _follower_in(callbacks: Any) -> Follower | None:
 
 
 @contextlib.contextmanager
-def _followed_by(follower: Follower | None, model: Any) -> Iterator[None]:
+def _followed_by(follower: Follower | None, model: Any, epochs: int) -> Iterator[None]:
     token = _current.set(follower)
     try:
         if follower is not None:
-            follower.fit_begins(model)
+            follower.fit_begins(model, epochs)
         yield
     finally:
         if follower is not None:
@@ -99,8 +99,9 @@ def _fitting(original: Any) -> Any:
 
     @functools.wraps(original)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        follower = _follower_in(signature.bind(self, *args, **kwargs).arguments.get("callbacks"))
-        with _followed_by(follower, self):
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        with _followed_by(_follower_in(given.arguments["callbacks"]), self, given.arguments["epochs"]):
             return original(self, *args, **kwargs)
 
     return fit

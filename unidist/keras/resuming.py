@@ -81,8 +81,8 @@ class Checkpoint(Follower):
         self._fit: _Fit | None = None
         hooks.table().turn_on()
 
-    def fit_begins(self, model: Any) -> None:
-        self._fit = _Fit(self, model)
+    def fit_begins(self, model: Any, epochs: int) -> None:
+        self._fit = _Fit(self, model, epochs)
 
     def data_is_ready(self, iterator: Any) -> None:
         self.fit.follow(iterator)
@@ -118,8 +118,9 @@ class Checkpoint(Follower):
 class _Fit:
     """One call of fit: where it began, where it stands, and what is due."""
 
-    def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: Any, epochs: int) -> None:
         self.model = model
+        self._epochs = epochs
         self.epoch = 0
         self._own = checkpoint
         self._turn = checkpoint._turn()
@@ -155,7 +156,7 @@ class _Fit:
             small = _of_an_epoch(self.model)
             self._small = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in small]
         others()
-        self._callbacks, self._epochs = callbacks, callbacks.params["epochs"]
+        self._history = callbacks._history
         self._counting = _counting(callbacks)
         self._at_first = position.attributes(self._counting)
         self.walk.begin(found)
@@ -166,9 +167,8 @@ class _Fit:
                 # Keras's callbacks that monitor a metric set this when the first epoch ends, and begin to count anew.
                 one._set_monitor_op()
         position.set_attributes(self._counting, found.callbacks)
-        history = callbacks._history
-        history.epoch[:] = found.history["epoch"]
-        history.history.update({name: position.unpacked(values) for name, values in found.history["logs"].items()})
+        self._history.epoch[:] = found.history["epoch"]
+        self._history.history |= {name: position.unpacked(values) for name, values in found.history["logs"].items()}
         self.model._initial_epoch = self._epochs if found.ended else found.epoch
         walking.set_random_state(found.random)
 
@@ -207,8 +207,7 @@ class _Fit:
         self._turn.saved()
 
     def _position(self, epoch: int, step: int) -> Position:
-        walk, history = self.walk, self._callbacks._history
-        course = walk.course()
+        walk = self.walk
         earlier = 0 if self._resumed is None else self._resumed.total
         return Position(
             epoch=epoch,
@@ -218,15 +217,17 @@ class _Fit:
             made=self._made,
             random=walking.random_state(),
             source=walk.source(),
-            course=course,
+            course=walk.course(),
             batches=walk.batches,
             passes=walk.passes,
-            history={
-                "epoch": position.packed(history.epoch),
-                "logs": {name: position.packed(values) for name, values in history.history.items()},
-            },
+            history=self._told(),
             callbacks=self._counted(),
         )
+
+    def _told(self) -> dict[str, Any]:
+        """The epochs that have ended, and their logs."""
+        logs = {name: position.packed(values) for name, values in self._history.history.items()}
+        return {"epoch": position.packed(self._history.epoch), "logs": logs}
 
     def _counted(self) -> Attributes:
         """What callbacks have changed since training began, before it was interrupted too."""
