@@ -116,6 +116,7 @@ class Steps(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
+        self.told.random.append(random.random() + float(np.random.uniform()))
         if self.stop == (epoch, -1):
             raise StopTestError(f"before epoch {epoch}")
 
@@ -148,8 +149,6 @@ def run(
     validate: bool = False,
     seed: int | None = 7,
     steps_per_execution: int = 1,
-    first: list[Any] | None = None,
-    fit: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
 ) -> Told:
     """Trains from the beginning, or from what is in the folder, to the end or to the stop."""
@@ -164,8 +163,6 @@ def run(
         model.compile(
             optimizer, "mse", metrics=[Amiss(), "mae"], steps_per_execution=steps_per_execution, jit_compile=jit
         )
-        if first is not None:
-            model.set_weights(first)
         given = SOURCES[source]()
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate)
         plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=10.0)
@@ -177,7 +174,7 @@ def run(
         with warnings.catch_warnings(), contextlib.suppress(StopTestError):
             warnings.filterwarnings("ignore", "Your input ran out of data")
             told.raised = "StopTestError"
-            history = model.fit(**given, epochs=epochs, callbacks=callbacks, verbose=0, **fit or {})
+            history = model.fit(**given, epochs=epochs, callbacks=callbacks, verbose=0)
             told.raised = ""
             told.history, told.epochs = history.history, history.epoch
         told.counted = steps.count

@@ -161,20 +161,22 @@ class Walk:
         """The steps of an epoch from a position on."""
         wanted, self._wanted = self._wanted, None
         assert wanted is not None
-        self._open(wanted)
+        # Between epochs callbacks have drawn since.
+        here = wanted.random if wanted.step else random_state()
+        self._open(wanted, here)
         steps = self._looking_ahead(self._make_steps())
         if wanted.course is None:
             return steps
-        return self._from(steps, wanted, wanted.course)
+        return self._from(steps, wanted, wanted.course, here)
 
-    def _open(self, wanted: Position) -> None:
+    def _open(self, wanted: Position, here: str) -> None:
         """All is as it was when the position's iterator was made, or is about to be made."""
         if self._iterator._num_batches is None:
             self._iterator._num_batches = wanted.batches
         self._draw_earlier(wanted)
         course = wanted.course
         position.set_attributes(self._sources, wanted.source if course is None else course.source)
-        set_random_state(wanted.random if course is None else course.random)
+        set_random_state(here if course is None else course.random)
         self._opening = self._snapshot()
 
     def _draw_earlier(self, wanted: Position) -> None:
@@ -192,7 +194,7 @@ class Walk:
             for _ in range((min(drawn, 1) if lazily else 0) if counted_when_made else drawn):
                 next(batches, None)
 
-    def _from(self, steps: Iterator[Any], wanted: Position, course: Course) -> Iterator[Any]:
+    def _from(self, steps: Iterator[Any], wanted: Position, course: Course, here: str) -> Iterator[Any]:
         is_dropping = True
         for begin, end, batches in steps:
             if is_dropping:
@@ -203,6 +205,7 @@ class Walk:
                     continue
                 is_dropping = False
                 self._arrive(wanted, course)
+                set_random_state(here)
             yield begin, end, batches
 
     def _join(self, batches: Any, wanted: Position, course: Course) -> None:
@@ -216,7 +219,7 @@ class Walk:
     def _drop(self, batches: Any, count: int) -> None:
         with _unread(self._iterator.data_adapter):
             for _ in range(count):
-                next(batches)
+                _skip(batches)
         self._passes[-1] += count
 
     def _arrive(self, wanted: Position, course: Course) -> None:
@@ -225,7 +228,6 @@ class Walk:
         self.step = wanted.step
         if _reads_in_step(self._iterator.data_adapter):
             position.set_attributes(self._sources, wanted.source)
-        set_random_state(wanted.random)
         if wanted.step:
             self._arrived()
 
@@ -280,6 +282,15 @@ def sources_of(adapter: Any) -> list[tuple[str, Any]]:
         found |= {"sampler": loader.sampler, "inner sampler": getattr(loader.batch_sampler, "sampler", None)}
     once = {id(one): (name, one) for name, one in found.items() if hasattr(one, "__dict__")}
     return list(once.values())
+
+
+def _skip(batches: Any) -> None:
+    """Draws a batch. A torch DataLoader draws the rows that it would have read."""
+    loads = type(batches).__name__ == "_SingleProcessDataLoaderIter"
+    if loads and type(batches._dataset_fetcher).__name__ == "_MapDatasetFetcher":
+        batches._next_index()
+    else:
+        next(batches)
 
 
 def _draws_in_steps(batches: Any) -> bool:

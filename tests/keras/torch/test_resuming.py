@@ -164,6 +164,38 @@ def test_data_that_does_not_tell_its_length_is_saved_after_its_last_batch(tmp_pa
     assert steps.steps == [(epoch, batch) for epoch in (1, 2) for batch in range(3)]
 
 
+def test_rows_that_were_trained_on_are_not_read_again(tmp_path: Any) -> None:
+    """A map-style DataLoader draws their numbers alone. (Of a PyDataset: tests/parity.)"""
+    asked: list[int] = []
+
+    class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, k: int) -> Any:
+            asked.append(k)
+            return X[k], Y[k]
+
+    def data() -> Any:
+        return {"x": torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True), "shuffle": False}
+
+    # Built, so that nothing is read to build it.
+    whole = train(trained=_built(), **data())
+    every = asked[:20]
+    with pytest.raises(StopTestError):
+        train(unidist.Checkpoint(tmp_path, 1), Steps((1, 2)), trained=_built(), **data())
+    asked.clear()
+    same(train(unidist.Checkpoint(tmp_path, 1), trained=_built(), **data()), whole)
+    assert asked == every[-2:]
+
+
+def _built() -> Any:
+    found = model()
+    found.optimizer.build(found.trainable_variables)
+    found._compile_loss.build(Y[:2], Y[:2])
+    return found
+
+
 def test_without_resuming_a_training_begins_anew_and_its_checkpoints_are_the_latest(tmp_path: Any) -> None:
     first, other = train(), train(seed=99)
     train(unidist.Checkpoint(tmp_path))
@@ -233,6 +265,8 @@ def test_a_loop_of_ones_own_is_refused(tmp_path: Any) -> None:
 
 
 class Holder:
+    generator: Any
+
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
