@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_format.py                    1 GB in the temporary folder
     python benchmarks/checkpoint_format.py --megabytes 256 --folder /mnt/disk
 
-Each is done `--times` times in turn, and the best counts. Reads are of what the system holds in memory: what is compared
-is the work beside the disk's. Peak memory is what a process of its own has held beyond what it began with.
+Each is done `--times` times in turn, and the best counts. Reads are of what the system holds in memory: what is
+compared is the work beside the disk's. Peak memory is what a process of its own has held beyond what it began with.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 HOROVOD = ROOT / "ci" / "install_horovod.sh"
-EXTRAS = ("dev", "torch", "jax", "demo", "remote")
+EXTRAS = ("dev", "torch", "jax", "demo")
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),

@@ -22,7 +22,7 @@ JAX = (
     "unidist.backends.sim.backend",
     "unidist.testing.laws",
 )
-TENSORFLOW = (
+_TENSORFLOW = (
     "tensorflow",
     "tests.support.quick_tensorflow",
     "tensorflow.experimental.dtensor",
@@ -32,9 +32,12 @@ TENSORFLOW = (
     "unidist.backends.horovod.over_tensorflow",
     "unidist.testing.laws",
 )
-# With Keras, on the backend that KERAS_BACKEND names.
+# With Keras, on the backend that KERAS_BACKEND names, and what the programs of the tests import besides.
+_BESIDES = ("keras", "pytest", "h5py")
 KERAS = {
-    "torch": (*TORCH, "keras", "unidist.keras.explicit.hooks"),
-    "jax": (*JAX, "keras", "unidist.keras.partitioned.hooks"),
-    "tensorflow": (*TENSORFLOW, "keras", "unidist.keras.dtensor.hooks", "unidist.keras.replicated.hooks"),
+    "torch": (*TORCH, *_BESIDES, "unidist.keras.explicit.hooks"),
+    "jax": (*JAX, *_BESIDES, "unidist.keras.partitioned.hooks"),
+    "tensorflow": (*_TENSORFLOW, *_BESIDES, "unidist.keras.dtensor.hooks", "unidist.keras.replicated.hooks"),
 }
+# Keras on torch, given tf.data: keras_hub reads text by it.
+TORCH_AND_TENSORFLOW = (*KERAS["torch"], "keras_hub", "tensorflow")

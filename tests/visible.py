@@ -27,3 +27,10 @@ QUICK_XLA = " ".join(
     )
 )
 QUICK_JAX = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_XLA}
+
+# By Keras backend. Worlds with the same variables and the same `preload` are forked from one server.
+OF_KERAS = {
+    "torch": {"KERAS_BACKEND": "torch"},
+    "jax": {"KERAS_BACKEND": "jax", **QUICK_JAX},
+    "tensorflow": {"KERAS_BACKEND": "tensorflow", **WITH_TENSORFLOW},
+}

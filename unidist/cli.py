@@ -85,7 +85,10 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 
 
 def _checkpoint(parsed: argparse.Namespace) -> int:
-    return int(importlib.import_module("unidist.checkpoint.command").main(parsed.arguments))
+    def by_keras(*given: object) -> None:
+        importlib.import_module("unidist.keras.exporting").export(*given)
+
+    return int(importlib.import_module("unidist.checkpoint.command").main(parsed.arguments, by_keras))
 
 
 def _demo(parsed: argparse.Namespace) -> int:

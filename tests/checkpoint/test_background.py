@@ -126,6 +126,19 @@ def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
         assert background.wait(60) == tmp_path / "step-00000001"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[Background], number: int) -> None:
+    """Whoever is asked to end may write a last checkpoint first."""
+    bytes_of = contents(OF)
+    folder = writing.prepare(tmp_path, 1, FILES)
+    worlds[0].start(folder, FILES, fill(worlds[0], bytes_of, list(bytes_of)), {"facts": {}, "places": 2})
+    wait_for((folder / "part-0.json").exists)
+    os.kill(worlds[0]._child[0].pid, number)
+    with writing.PartWriter(folder, FILES, 1) as part:
+        part.finish()
+    assert worlds[0].wait(60) == tmp_path / "step-00000001"
+
+
 def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Background]) -> None:
     worlds[0].memory(8)
     beyond = len(worlds[0]._memory[1]) - 4
@@ -164,7 +177,9 @@ def test_the_writer_ends_with_its_parent_and_nothing_counts(tmp_path: Path) -> N
     wait_for(part.exists)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    # It waits for the second part, which comes now, too late.
+    # It waits for the second part, which comes too late.
+    with writing.PartWriter(part.parent, files_of([Tensor("a", "uint8", (1 << 20,))]), 1) as second:
+        second.finish()
     wait_for(lambda: not is_running(child))
     assert folders.steps(tmp_path) == []
 

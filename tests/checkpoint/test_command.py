@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from tests.checkpoint.samples import contents, tensors, write
 from unidist import cli
+from unidist.checkpoint import command
 from unidist.checkpoint.tensors import DTYPES, Tensor
 from unidist.checkpoint.values import difference, numbers
 
@@ -162,6 +163,14 @@ def test_export_writes_plain_files_that_others_read(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
-def test_files_of_keras_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = told(capsys, "export", tmp_path, tmp_path / name)
-    assert (code, "files of Keras are written by saving a model" in err) == (2, True)
+def test_files_of_keras_are_left_to_it(tmp_path: Path, name: str) -> None:
+    given: list[object] = []
+    arguments = ["export", "in", str(tmp_path / name), "--step", "3"]
+    assert command.main(arguments, lambda *found: given.extend(found)) == 0
+    assert given == [Path("in"), 3, tmp_path / name]
+
+
+def test_long_facts_are_shown_by_their_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 3, contents(OF), OF, facts={"config": {"model": "x" * 5000}})
+    code, out, _ = told(capsys, "show", tmp_path)
+    assert (code, f"{'x' * 300}... (5000 letters)" in out, "x" * 301 in out) == (0, True, False)

@@ -293,8 +293,11 @@ HEADERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", HEADERS)
 def test_a_header_of_somebody_else_is_refused(how: str) -> None:
     text = header(HEADERS[how])
+    ends = [one["data_offsets"][1] for one in HEADERS[how].values() if isinstance(one, dict)]
+    # All is right but what is wrong: the file has the bytes that the last tensor ends with.
+    size = 8 if "than the file" in how or not isinstance(max(ends, default=""), int) else max(ends)
     with pytest.raises(CheckpointError) as found:
-        parsed("model-00001-of-00001.safetensors", text, len(text) + 8)
+        parsed("model-00001-of-00001.safetensors", text, len(text) + size)
     assert found.value.file == "model-00001-of-00001.safetensors"
 
 

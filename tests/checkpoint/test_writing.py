@@ -130,6 +130,30 @@ def test_pieces_that_follow_each_other_are_one_range(tmp_path: Path) -> None:
         assert reader.read("a").tobytes() == BYTES_OF["a"].tobytes()
 
 
+def test_all_of_a_step_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+    really_sync, really_write, really_rename = os.fsync, os.pwrite, Path.rename
+
+    def note(what: str, opened: int) -> None:
+        done.append((what, os.readlink(f"/proc/self/fd/{opened}").replace(".half", "")))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (really_sync(fd), note("on the disk", fd))[0])
+    monkeypatch.setattr(os, "pwrite", lambda fd, *given: (note("written", fd), really_write(fd, *given))[1])
+    monkeypatch.setattr(Path, "rename", lambda at, to: (done.append(("renamed", str(at))), really_rename(at, to))[1])
+    of = [*OF, Tensor("empty", "int8", (0,), "state")]
+    folder = write(tmp_path, 1, contents(of), of, places=2)
+    tmp = f"{folder}.tmp"
+    last = {event: number for number, event in enumerate(done)}
+    stands = last["renamed", tmp]
+    files = [f"{tmp}/{path.name}" for path in folder.iterdir()]
+    assert len(files) == 6
+    for file in files:
+        assert last.get(("written", file), 0) < last["on the disk", file] < stands
+        assert last["on the disk", file] <= last["on the disk", f"{tmp}/manifest.json"]
+    assert last["renamed", f"{tmp}/manifest.json.half"] < last["on the disk", tmp] < stands
+    assert stands < last["on the disk", str(tmp_path)]
+
+
 def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: really(fd, data[:1000], offset))

@@ -16,7 +16,7 @@ import pytest
 
 import unidist
 from tests import preloaded
-from tests.visible import WITH_TENSORFLOW
+from tests.visible import OF_KERAS
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
 from unidist.backends.protocol import ALL_DTYPES
@@ -439,7 +439,7 @@ def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
 def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
     limit = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(
-        2, setup=join_tensorflow, env={**WITH_TENSORFLOW, "KERAS_BACKEND": "tensorflow"}, preload=preloaded.TENSORFLOW
+        2, setup=join_tensorflow, env=OF_KERAS["tensorflow"], preload=preloaded.KERAS["tensorflow"]
     ) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
@@ -472,8 +472,7 @@ def keras_on_tensorflow() -> str:
 
 
 def test_what_keras_on_tensorflow_cannot_is_refused_with_the_remedy() -> None:
-    env = {"KERAS_BACKEND": "tensorflow", **WITH_TENSORFLOW}
-    with ProcessWorld(1, launcher=None, env=env, preload=preloaded.KERAS["tensorflow"]) as world:
+    with ProcessWorld(1, launcher=None, env=OF_KERAS["tensorflow"], preload=preloaded.KERAS["tensorflow"]) as world:
         assert "jit_compile=False" in world.call(keras_on_tensorflow)[0]
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import unidist
 from tests import preloaded
 from tests.support.sampling import unless_all
-from tests.visible import WITH_TENSORFLOW
+from tests.visible import OF_KERAS
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
 
 # Whichever Keras the tests before have run on.
-ON_TENSORFLOW = {**WITH_TENSORFLOW, "KERAS_BACKEND": "tensorflow"}
+ON_TENSORFLOW = OF_KERAS["tensorflow"]
 # What four processes show for groups of two and of all.
 OF_FOUR = frozenset(
     [
@@ -34,7 +34,7 @@ def torch_world(layout_pairs: int = 60) -> World:
         numpy=_array,
         vjp=_vjp,
         layout_pairs=layout_pairs,
-        layouts=unless_all(8, None),
+        layouts=unless_all(4, None),
     )
 
 
@@ -69,7 +69,7 @@ def tensorflow_world(layout_pairs: int = 30) -> World:
         numpy=_eager_array,
         vjp=_eager_vjp,
         layout_pairs=layout_pairs,
-        layouts=unless_all(8, None),
+        layouts=unless_all(4, None),
     )
 
 
@@ -119,7 +119,7 @@ class TestTwoProcessesOfTensorFlow(ConformanceSuite):
     world = f"{__name__}:tensorflow_world"
     processes = 2
     left_out = unless_all(OF_FOUR, frozenset())
-    preload = preloaded.TENSORFLOW
+    preload = preloaded.KERAS["tensorflow"]
     env: ClassVar = ON_TENSORFLOW
 
 
@@ -127,6 +127,6 @@ class TestFourProcessesOfTensorFlow(ConformanceSuite):
     backend = "horovod"
     world = f"{__name__}:tensorflow_world_of_four"
     processes = 4
-    preload = preloaded.TENSORFLOW
+    preload = preloaded.KERAS["tensorflow"]
     env: ClassVar = ON_TENSORFLOW
     timeout = 200.0

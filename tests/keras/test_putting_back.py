@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import preloaded
-from tests.visible import QUICK_JAX, WITH_TENSORFLOW
+from tests.visible import OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -33,10 +33,7 @@ PLACES = {place for _, _, places in CASES.values() for place in places}
 @pytest.fixture(params=list(CASES))
 def case(request: pytest.FixtureRequest) -> Any:
     keras, backends, places = CASES[request.param]
-    env = {"KERAS_BACKEND": keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
-    if keras == "tensorflow":
-        env |= WITH_TENSORFLOW
-    preload = (*preloaded.KERAS[keras], "tests.keras.putting_back")
+    env, preload = {"CUDA_VISIBLE_DEVICES": "", **OF_KERAS[keras]}, preloaded.KERAS[keras]
     programs = (("trained",), ("used", backends))
     alone, found = (_called(env, preload, *program) for program in programs)
     return places, alone, found
@@ -64,8 +61,7 @@ def test_only_the_driver_in_use_is_on_and_keras_is_left_as_it_was(case: Any) -> 
 @pytest.mark.parametrize(("backend", "devices", "count"), [("sim", 2, 1), ("torch", None, 2)])
 def test_a_model_of_a_world_that_was_left_raises(backend: str, devices: int | None, count: int, tmp_path: Path) -> None:
     """Without the hooks each process would train alone, or wait for processes that are gone."""
-    env, preload = {"KERAS_BACKEND": "torch"}, (*preloaded.KERAS["torch"], "tests.keras.putting_back")
-    with ProcessWorld(count, env=env, timeout=100, preload=preload) as world:
+    with ProcessWorld(count, env=OF_KERAS["torch"], timeout=100, preload=preloaded.KERAS["torch"]) as world:
         for found in world.call("tests.keras.putting_back:left", backend, devices, str(tmp_path)):
             for way, raised in found.items():
                 assert raised.startswith("BackendMismatchError: "), (way, raised)

@@ -119,6 +119,23 @@ rank = launch.process_index""",
     reduce="multihost_utils.process_allgather(jax.numpy.ones(()))",
 )
 
+# As the others, with no framework: whoever imports one takes seconds. All have come when their ids are there.
+PLAIN_FAILS = LEAVE_PIDS + _FAILS.format(
+    join="""rank = int(next(os.environ[n] for n in ("RANK", "JAX_PROCESS_ID", "HOROVOD_RANK") if n in os.environ))
+count = int(next(os.environ[n] for n in ("WORLD_SIZE", "JAX_NUM_PROCESSES", "HOROVOD_SIZE") if n in os.environ))""",
+    meet="""while len(list(pathlib.Path().glob("*.pid"))) < 3 * count:
+    time.sleep(0.02)""",
+    leave="pass",
+    reduce="",
+)
+
+# What a module is told.
+TELLS = """
+import os, sys
+print("name", __name__, os.path.basename(sys.argv[0]), os.environ["UNIDIST_BACKEND"], os.environ["KERAS_BACKEND"])
+print("arguments", sys.argv[1:])
+"""
+
 # No framework: only the launcher is tested. It hangs, with children, and may refuse to be asked.
 HANGS = (
     LEAVE_PIDS

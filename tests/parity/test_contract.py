@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import preloaded
 from tests.parity.worlds import SETTINGS, Alone, Worlds
 from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.visible import WITH_TENSORFLOW
@@ -153,7 +154,9 @@ def test_callbacks_write_once_and_decide_alike(setting: str, worlds: Worlds, exp
 @pytest.mark.parametrize("name", ["torch-2", "horovod-2"])
 def test_tensorboard_is_written_once(name: str, tmp_path: Path) -> None:
     """In processes of their own: TensorFlow writes the events."""
-    setting = dataclasses.replace(SETTINGS[name], environment=tuple(WITH_TENSORFLOW.items()))
+    setting = dataclasses.replace(
+        SETTINGS[name], environment=tuple(WITH_TENSORFLOW.items()), preload=preloaded.TORCH_AND_TENSORFLOW
+    )
     with setting.world() as world:
         for found in world.call(RUN("boarded"), "dp", 3, str(tmp_path)):
             assert found == [str(tmp_path)]

@@ -14,7 +14,7 @@ import pytest
 from tests import preloaded
 from tests.parity.compare import assert_same_values
 from tests.parity.worlds import SETTINGS, Worlds
-from tests.visible import QUICK_JAX
+from tests.visible import OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -34,10 +34,17 @@ class Plain:
         return self._told[script]
 
 
+def four_devices_of_jax() -> None:
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 4)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Plain]:
-    env = {"KERAS_BACKEND": "jax", "JAX_NUM_CPU_DEVICES": "4", **QUICK_JAX}
-    with ProcessWorld(1, launcher=None, env=env, preload=preloaded.KERAS["jax"]) as world:
+    with ProcessWorld(
+        1, launcher=None, env=OF_KERAS["jax"], setup=four_devices_of_jax, preload=preloaded.KERAS["jax"]
+    ) as world:
         yield Plain(world)
 
 

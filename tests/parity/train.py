@@ -140,6 +140,9 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **option
         if numpy_weights:
             model.set_weights(weights_from_numpy(model))
         first = weights_of(model, spec)
+        if spec is None and model.built and keras.config.backend() == "tensorflow":
+            # The reference alone: a step that builds its optimizer is traced twice.
+            model.optimizer.build(model.trainable_variables)
         logs, traffic = fitted(model, case, data)
         return Result(
             start=first,

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests import preloaded
 from tests.parity.train import Result, Spec, start
-from tests.visible import QUICK_JAX, WITH_TENSORFLOW
+from tests.visible import OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +30,7 @@ class Setting:
         devices: virtual devices in each process, where the backend has them.
         specs: the strategies that fit.
         environment: of the processes, beside what the Keras backend needs.
+        preload: what they find imported; () for what all of the Keras backend do.
     """
 
     name: str
@@ -40,12 +41,10 @@ class Setting:
     launcher: str | None = None
     specs: tuple[Spec, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    preload: tuple[str, ...] = ()
 
     def world(self) -> ProcessWorld:
-        env = {"KERAS_BACKEND": self.keras, "CUDA_VISIBLE_DEVICES": "", **QUICK_JAX}
-        if self.keras == "tensorflow":
-            env |= WITH_TENSORFLOW
-        env |= dict(self.environment)
+        env = {"CUDA_VISIBLE_DEVICES": "", **OF_KERAS[self.keras], **dict(self.environment)}
         return ProcessWorld(
             self.processes,
             launcher=self.launcher,
@@ -53,7 +52,7 @@ class Setting:
             setup=start,
             setup_args=(self.backend, self.devices),
             timeout=120.0,
-            preload=(*preloaded.KERAS[self.keras], "tests.parity.train"),
+            preload=self.preload or preloaded.KERAS[self.keras],
         )
 
 

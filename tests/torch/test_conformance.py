@@ -10,14 +10,26 @@ import torch
 
 import unidist
 from tests import preloaded
+from tests.support.sampling import unless_all
 from unidist.backends.protocol import Array
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
 
 
-def world() -> World:
+def world(layout_pairs: int = 60) -> World:
     """Called in each process, under torchrun's environment."""
-    return World(backend=unidist.use("torch"), array=_tensor, numpy=_array, vjp=_vjp)
+    return World(
+        backend=unidist.use("torch"),
+        array=_tensor,
+        numpy=_array,
+        vjp=_vjp,
+        layout_pairs=layout_pairs,
+        layouts=unless_all(8, None),
+    )
+
+
+def world_of_four() -> World:
+    return world(unless_all(14, 60))
 
 
 def _tensor(value: Array, dtype: str) -> torch.Tensor:
@@ -44,7 +56,7 @@ class TestTwoProcesses(ConformanceSuite):
 
 class TestFourProcesses(ConformanceSuite):
     backend = "torch"
-    world = f"{__name__}:world"
+    world = f"{__name__}:world_of_four"
     processes = 4
     preload = preloaded.TORCH
     timeout = 200.0

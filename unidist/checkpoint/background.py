@@ -36,7 +36,6 @@ _MOST_MESSAGE = 1 << 28
 _PIECE = 16 << 20
 _LOOK = 0.05
 _MOST_WORDS = 4096
-# A child's socket and its parent's process, on its command line.
 _MODULE = "unidist.checkpoint.background"
 
 
@@ -170,7 +169,7 @@ class Background:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
         with theirs, disk.told("a process that writes"):
             process = subprocess.Popen(
                 command,
@@ -325,10 +324,11 @@ def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None
 
 def main(arguments: Sequence[str]) -> None:
     """Runs in the other process: the number of its socket, and its parent's."""
-    # Ctrl-C reaches all processes of a terminal; the parent says what becomes of this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    number, parent = map(int, arguments)
-    with socket.socket(fileno=number) as channel, contextlib.suppress(ConnectionError):
+    # Ctrl-C and many launchers reach all processes of a group. The parent may still want to write: it ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    opened, parent = map(int, arguments)
+    with socket.socket(fileno=opened) as channel, contextlib.suppress(ConnectionError):
         _Worker(channel, parent).serve()
 
 

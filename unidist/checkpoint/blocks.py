@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class Ranges:
         return cls(np.zeros(1, np.int64), np.array([0, tensor.nbytes]), np.zeros(1, np.int64), 1)
 
     def _range(self, at: _Offsets) -> _Offsets:
-        return np.searchsorted(self.begins, at, "right") - 1
+        return self.begins.searchsorted(at, "right") - 1
 
     def around(self, offsets: _Offsets, length: int) -> tuple[_Offsets, _Offsets]:
         """(begin, end) of the blocks that hold each of some runs of one length."""
@@ -58,13 +59,23 @@ class Ranges:
 
     def floor(self, at: int) -> int:
         """The beginning of the block that holds a byte."""
-        begin = int(self.begins[np.searchsorted(self.begins, at, "right") - 1])
+        begin = int(self.begins[self.begins.searchsorted(at, "right") - 1])
         return at - (at - begin) % self.block
+
+    def block_of(self, at: int) -> int:
+        """The number of the block that holds a byte."""
+        number = int(self.begins.searchsorted(at, "right")) - 1
+        return int(self.firsts[number]) + (at - int(self.begins[number])) // self.block
+
+    def has_only_full_blocks(self, begin: int, end: int) -> bool:
+        """Whether only the last block of [begin, end) may be shorter than others."""
+        first, stop = self.begins.searchsorted(begin, "right"), self.begins.searchsorted(end, "left")
+        return bool(((self.begins[first:stop] - begin) % self.block == 0).all())
 
     def blocks(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """(begin, end, number of the first block) of what each range has of [begin, end), which cuts no block."""
-        first = int(np.searchsorted(self.begins, begin, "right")) - 1
-        stop = int(np.searchsorted(self.begins, end, "left"))
+        first = int(self.begins.searchsorted(begin, "right")) - 1
+        stop = int(self.begins.searchsorted(end, "left"))
         found = []
         for number in range(first, stop):
             start = max(int(self.begins[number]), begin)
@@ -104,6 +115,7 @@ class Blocks:
         if (counts[:, 0] < least).any() or (counts[:, 0] > most).any():
             raise self._damaged("a tensor has no ranges, or more than bytes")
         self._last: tuple[str, Ranges] | None = None
+        self._window = 0, np.zeros(0, np.int64)
 
     def of(self, tensor: Tensor) -> Ranges:
         """The ranges of a tensor that is not empty. Those of one tensor are kept."""
@@ -134,17 +146,35 @@ class Blocks:
 
     def check(self, file: str, tensor: Tensor, ranges: Ranges, begin: int, data: Bytes) -> None:
         """Raises where the bytes of a tensor from `begin` on, whole blocks, do not have their checksums."""
-        parts = ranges.blocks(begin, begin + len(data))
-        found = np.concatenate([np.frombuffer(sums(data[a - begin : b - begin]), np.uint32) for a, b, _ in parts])
-        due = self._read(manifest.SUMS, parts[0][2], len(found), tensor.name)
-        wrong = np.flatnonzero(found != due)
-        if not len(wrong):
+        end, at = begin + len(data), ranges.block_of(begin)
+        if ranges.has_only_full_blocks(begin, end):
+            found = sums(data)
+        else:
+            found = array("I")
+            for a, b, _ in ranges.blocks(begin, end):
+                found += sums(data[a - begin : b - begin])
+        due = self._due(at, len(found), tensor.name)
+        if found.tobytes() == due.tobytes():
             return
-        block = parts[0][2] + int(wrong[0])
-        a, b, first = next(part for part in reversed(parts) if part[2] <= block)
+        block = at + int((np.frombuffer(found, np.uint32) != due).argmax())
+        a, b, first = next(part for part in reversed(ranges.blocks(begin, end)) if part[2] <= block)
         at = a + (block - first) * BLOCK
         text = f"is damaged: its bytes {at}..{min(at + BLOCK, b)} do not have their checksum"
         raise CheckpointError(f"{file}: tensor {tensor.name!r} {text}", file=file, tensor=tensor.name)
+
+    def ahead(self, ranges: Ranges, begin: int, end: int, most: int) -> None:
+        """Reads the checksums of all that lies in [begin, end) at once, if they have at most so many bytes."""
+        first = ranges.block_of(begin)
+        count = ranges.block_of(end - 1) - first + 1
+        if count * 4 <= most:
+            self._window = first, self._read(manifest.SUMS, first, count)
+
+    def _due(self, first: int, count: int, tensor: str) -> NDArray[np.int64]:
+        """Checksums of blocks."""
+        start, held = self._window
+        if start <= first and first + count <= start + len(held):
+            return held[first - start : first - start + count]
+        return self._read(manifest.SUMS, first, count, tensor)
 
     def _read(self, what: str, first: int, count: int, tensor: str = "") -> NDArray[np.int64]:
         """Some numbers of one of the file's tensors."""

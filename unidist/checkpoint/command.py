@@ -6,8 +6,9 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from unidist.checkpoint import folders, manifest
 from unidist.checkpoint.exporting import export
@@ -19,10 +20,17 @@ from unidist.errors import CheckpointError
 
 # A multiple of every item's bytes; of each step so many are held at once, and some times as many as wider numbers.
 _PIECE = 1 << 20
+_OUT = "a folder that is empty or not there yet; or NAME.keras, or NAME.weights.h5, which Keras writes"
+# A model's config has thousands of letters.
+_MOST_SHOWN = 300
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str], by_keras: Callable[[Path, Step, Path], None]) -> int:
     """Does what is asked.
+
+    Args:
+        arguments: of the command.
+        by_keras: exports a step of a directory into a file of Keras's own.
 
     Returns:
         0; 1 where `verify` finds damage or `diff` a difference.
@@ -39,23 +47,14 @@ def main(arguments: Sequence[str] = ()) -> int:
         return _verify(options.directory, options.step)
     if options.what == "diff":
         return _diff((options.left, options.left_step), (options.right, options.right_step))
-    if options.out.suffix:
-        export_by_keras(options.directory, options.step, options.out)
+    if options.out.suffix in (".keras", ".h5"):
+        by_keras(options.directory, options.step, options.out)
+        print(options.out)
     else:
         kinds = ("model", "optimizer", "state") if options.all else ("model",)
         for name in export(options.directory, options.out, options.step, kinds=kinds, largest=options.largest):
             print(options.out / name)
     return 0
-
-
-def export_by_keras(directory: Path, step: Step, out: Path) -> None:
-    """Exports into a file of Keras's own.
-
-    Raises:
-        CheckpointError: such files need the model, which is made by code that no checkpoint has.
-    """
-    text = "export writes a folder of safetensors files; files of Keras are written by saving a model that was restored"
-    raise CheckpointError(f"{out}: {text}", file=str(out))
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,14 +68,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         ("list", "The steps of a directory"),
         ("show", "The tensors of a step, who wrote them, and what was noted"),
         ("verify", "Read every byte of a step and compare checksums"),
-        ("export", "Write a step's tensors as plain safetensors files into a folder"),
+        ("export", "Write a step's tensors as plain safetensors files, or as a file of Keras's own"),
     ):
         sub = subparsers.add_parser(name, help=summary, description=summary)
         sub.add_argument("directory", metavar="DIR", type=Path)
         if name != "list":
             sub.add_argument("--step", type=_step, default="latest", help="its number (default: the latest)")
         if name == "export":
-            sub.add_argument("out", metavar="OUT_DIR", type=Path, help="a folder that is empty or not there yet")
+            sub.add_argument("out", metavar="OUT", type=Path, help=_OUT)
             sub.add_argument("--all", action="store_true", help="also the optimizer's tensors and the state's")
             sub.add_argument("--largest", type=int, default=LARGEST, help=f"bytes of a file (default: {LARGEST})")
     summary = "Compare names, shapes, dtypes and values of two steps"
@@ -121,8 +120,15 @@ def _show(directory: Path, step: Step) -> int:
         _print_table(rows)
         total = sum(tensor.nbytes for tensor in reader.tensors.values())
         print(f"{len(reader.tensors)} tensors, {_size(total)}")
-        print(f"noted: {json.dumps(reader.facts, indent=1)}")
+        print(f"noted: {json.dumps(_shortened(reader.facts), indent=1)}")
     return 0
+
+
+def _shortened(facts: Any) -> Any:
+    if isinstance(facts, Mapping):
+        return {key: _shortened(value) for key, value in facts.items()}
+    is_long = isinstance(facts, str) and len(facts) > _MOST_SHOWN
+    return f"{facts[:_MOST_SHOWN]}... ({len(facts)} letters)" if is_long else facts
 
 
 def _verify(directory: Path, step: Step) -> int:

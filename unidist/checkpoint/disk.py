@@ -11,6 +11,11 @@ from pathlib import Path
 from unidist.errors import CheckpointError
 
 
+def error_of(file: str | Path, error: OSError, tensor: str = "") -> CheckpointError:
+    of = f" (tensor {tensor!r})" if tensor else ""
+    return CheckpointError(f"{file}: {error.strerror or error}{of}", file=str(file), tensor=tensor)
+
+
 @contextlib.contextmanager
 def told(file: str | Path, tensor: str = "") -> Iterator[None]:
     """What the system says of a file, as a CheckpointError."""
@@ -19,9 +24,7 @@ def told(file: str | Path, tensor: str = "") -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        words = error.strerror or str(error)
-        of = f" (tensor {tensor!r})" if tensor else ""
-        raise CheckpointError(f"{file}: {words}{of}", file=str(file), tensor=tensor) from error
+        raise error_of(file, error, tensor) from error
 
 
 def open_regular(name: str, folder: int, flags: int = os.O_RDONLY) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from unidist.checkpoint.checksums import crc
 from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, file_of, parse_json
@@ -53,7 +54,7 @@ class Manifest:
     files: tuple[Told, ...]
     checksums: Told
     index: Told
-    facts: Mapping[str, object]
+    facts: Mapping[str, Any]
 
 
 def text_of(manifest: Manifest) -> bytes:

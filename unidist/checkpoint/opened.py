@@ -101,8 +101,10 @@ class Opened:
         opened = self._open(name)
         left = out.data
         while len(left):
-            with disk.told(name, tensor):
+            try:
                 got = os.preadv(opened, [left], offset)
+            except OSError as error:
+                raise disk.error_of(name, error, tensor) from error
             if not got:
                 text = f"is cut short: it ends at byte {offset}, in tensor {tensor!r}"
                 raise CheckpointError(f"{name}: {text}", file=name, tensor=tensor)

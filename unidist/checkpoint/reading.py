@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,8 @@ Verify = Literal["read", "all", "off"]
 # Read at once: it stays in the core's cache while its checksums are counted.
 _PIECE = 1 << 20
 _SLACK = 4096
+# Checksums that are read at once for many runs.
+_MOST_AHEAD = 16 << 20
 # Runs of fewer bytes are taken out of what was read by their numbers, longer ones one by one.
 _SHORT = 512
 _Offsets = NDArray[np.int64]
@@ -179,19 +180,25 @@ class Reader:
         begins, ends = ranges.around(offsets, length)
         beside = ends - begins - length
         joined = begins[1:] - ends[:-1] + beside[:-1] <= _SLACK
-        firsts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(offsets)]]).tolist()
-        for first, stop in pairwise(firsts):
-            for begin, end in _pieces(ranges, int(begins[first]), int(ends[first:stop].max())):
+        firsts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(offsets)]])
+        starts, stops = begins[firsts[:-1]], np.maximum.reduceat(ends, firsts[:-1])
+        if self._blocks is not None and len(offsets) > 1:
+            left = len(offsets) * (length + length // 100 + _SLACK) - int((stops - starts).sum())
+            self._blocks.ahead(ranges, int(starts[0]), int(stops[-1]), min(left, _MOST_AHEAD))
+        for first, stop, start, its_stop in zip(
+            firsts[:-1].tolist(), firsts[1:].tolist(), starts.tolist(), stops.tolist(), strict=True
+        ):
+            for begin, end in _pieces(ranges, start, its_stop):
                 self._read_piece(name, ranges, begin, end, offsets[first:stop], length, out[first * length :])
 
     def _read_piece(
         self, name: str, ranges: Ranges, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes
     ) -> None:
         """Those bytes of the runs that lie in [begin, end), which is read and verified."""
-        first = int(np.searchsorted(offsets, begin, "right")) - 1
-        at = int(offsets[max(first, 0)])
+        first = max(int(offsets.searchsorted(begin, "right")) - 1, 0) if len(offsets) > 1 else 0
+        at = int(offsets[first])
         if at <= begin and end <= at + length:
-            to = max(first, 0) * length + begin - at
+            to = first * length + begin - at
             self._fill(name, begin, end, out[to : to + end - begin], ranges)
             return
         piece = np.empty(end - begin, np.uint8)
@@ -236,6 +243,11 @@ def _pieces(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def _take(piece: Bytes, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes) -> None:
     """Copies what a piece has of the runs to where it belongs."""
+    if len(offsets) == 1:
+        only = int(offsets[0])
+        a, b = max(only, begin), min(only + length, end)
+        out[a - only : b - only] = piece[a - begin : b - begin]
+        return
     first = int(np.searchsorted(offsets, begin - length, "right"))
     stop = int(np.searchsorted(offsets, end, "left"))
     whole_ones = (offsets[first:stop] >= begin) & (offsets[first:stop] + length <= end)

@@ -55,6 +55,8 @@ def prepare(directory: str | Path, step: int, files: Sequence[FileSpec]) -> Path
         with disk.told(path), path.open("xb") as opened:
             opened.write(stamped(file.header, step, writing))
             opened.truncate(file.size)
+            opened.flush()
+            os.fsync(opened.fileno())
     told = {"step": step, "writing": writing, "plan": _plan(files)}
     disk.write_durably(folder, PREPARED, json.dumps(told).encode())
     return folder
@@ -137,8 +139,10 @@ class PartWriter:
         for first in range(0, len(content), _PIECE):
             piece = content[first : first + _PIECE]
             running.add(piece)
-            with disk.told(self.folder / file.name, name):
+            try:
                 write_all(opened, piece, file.begins[name] + begin + first)
+            except OSError as error:
+                raise disk.error_of(self.folder / file.name, error, name) from error
 
     def _running(self, name: str, begin: int) -> Running:
         ranges = self._ranges.setdefault(name, [])

@@ -8,6 +8,8 @@ bytes of what it stores.
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,12 +26,16 @@ from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
 from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
-from unidist.keras import seeds
-from unidist.keras.held import WORDS, Held, itemsize_of
+from unidist.keras import later, seeds
+from unidist.keras.compat import saving_lib
+from unidist.keras.held import WORDS, Held, Read, entries, itemsize_of, words
 from unidist.keras.states import State
 
-# What unidist itself keeps among the facts, beside the user's own.
-_OWN, _USERS = "unidist", "facts"
+_log = logging.getLogger(__name__)
+# What unidist itself keeps among the facts, beside the user's own; and the model's config in it.
+OWN, _USERS = "unidist", "facts"
+# The manifest has a bound, and the rest of it needs some.
+_LARGEST_CONFIG = 4 << 20
 Step = int | Literal["latest"]
 
 
@@ -42,6 +48,7 @@ class Restored:
         facts: what was given to `save` with it.
         skipped: without `strict`, the variables that only one of model and checkpoint has, or of another shape, each
             with the reason.
+        converted: the variables that were read as another dtype than they were written in, with both.
 
     Example:
         >>> Restored(step=3).skipped
@@ -51,6 +58,7 @@ class Restored:
     step: int
     facts: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
 
 
 def save(
@@ -58,6 +66,7 @@ def save(
     directory: str | os.PathLike[str],
     *,
     step: int | None = None,
+    asynchronous: bool = False,
     keep: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -67,9 +76,11 @@ def save(
     64 MiB, no more. The step counts when all of it is on the disk, and not before.
 
     Args:
-        model: a built Keras model, distributed or not.
+        model: a built Keras model, distributed or not. Its optimizer is built if need be.
         directory: the folder of the checkpoints, which all processes see.
         step: the step's number; by default the optimizer's count of steps. A step of this number is replaced.
+        asynchronous: copies what this process writes into memory, and returns while a process of its own writes it.
+            `save`, `restore` and `wait` raise what went wrong there; they wait for it first.
         keep: how many steps stay; older ones are removed when the new one stands. None: all.
         facts: JSON of your own, which `restore` gives back.
 
@@ -88,26 +99,46 @@ def save(
         >>> unidist.save(model, tempfile.mkdtemp(), step=7).name
         'step-00000007'
     """
+    wait()
     state = State.of(model)
     state.settle()
-    where = Path(os.fspath(directory))
+    holders = state.holders
+    where = _folder(directory)
+
+    # By all processes: a variable that is asked for may be a collective.
+    number = _count_of(model) if step is None else step
+    told = {OWN: _told_of(state), _USERS: dict(facts or {})}
 
     def begin() -> dict[str, Any]:
-        number = _count_of(model) if step is None else step
-        told = {_OWN: _told_of(model, state), _USERS: dict(facts or {})}
-        return {"folder": prepare(where, number, state.files).name, "step": number, "facts": told}
+        _check_json(told)
+        return {"folder": prepare(where, number, state.files).name, "step": number}
 
-    begun = state.by_first(begin)
-    folder = where / begun["folder"]
-    state.agree(_write(state, folder), f"write {folder}")
+    begun = holders.by_first(begin)
+    folder, number = where / begun["folder"], int(begun["step"])
+    if asynchronous:
+        later.start(state, folder, told, keep, number)
+        return folders.folder_of(where, number)
+    holders.agree(_write(state, folder), f"write {folder}")
 
     def end() -> dict[str, Any]:
-        stands = commit(folder, state.files, begun["facts"], state.count)
+        stands = commit(folder, state.files, told, holders.count)
         if keep is not None:
-            folders.prune(where, keep, begun["step"])
+            folders.prune(where, keep, number)
         return {"folder": stands.name}
 
-    return where / str(state.by_first(end)["folder"])
+    return where / str(holders.by_first(end)["folder"])
+
+
+def wait() -> None:
+    """Returns when what `save(..., asynchronous=True)` began is written, or nothing is. A collective of its processes.
+
+    Raises:
+        CheckpointError: it could not be written, by this process or by another. The step does not count.
+
+    Example:
+        >>> wait()
+    """
+    later.wait()
 
 
 def _write(state: State, folder: Path) -> OSError | None:
@@ -116,7 +147,7 @@ def _write(state: State, folder: Path) -> OSError | None:
     failure: OSError | None = None
     with contextlib.ExitStack() as stack:
         try:
-            writer = stack.enter_context(PartWriter(folder, state.files, state.place))
+            writer = stack.enter_context(PartWriter(folder, state.files, state.holders.place))
         except OSError as error:
             failure = error
         for name, begin, rows in state.pieces():
@@ -133,21 +164,55 @@ def _write(state: State, folder: Path) -> OSError | None:
     return failure
 
 
+def _check_json(told: dict[str, Any]) -> None:
+    try:
+        json.dumps(told, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"facts are JSON, and these are not: {error}") from error
+
+
+def _folder(directory: str | os.PathLike[str]) -> Path:
+    """Raises CheckpointError: it is an address, and no folder."""
+    text = os.fspath(directory)
+    if "://" in text:
+        raise CheckpointError(
+            f"{text!r} is no folder: object stores are not served in this version. Give a folder on a file system that "
+            "all processes see; one that is mounted will do",
+            file=text,
+        )
+    return Path(text)
+
+
 def _count_of(model: Any) -> int:
     optimizer = getattr(model, "optimizer", None)
     return 0 if optimizer is None else int(np.asarray(optimizer.iterations))
 
 
-def _told_of(model: Any, state: State) -> dict[str, Any]:
+def _told_of(state: State) -> dict[str, Any]:
     import unidist
 
     return {
         "versions": {"unidist": unidist.__version__, "keras": keras.__version__},
         "keras backend": keras.config.backend(),
-        "processes": state.count,
-        "model": model.name,
+        "processes": state.holders.count,
+        "model": state.model.name,
+        "config": _config_of(state),
         "random": seeds.state().decode(),
     }
+
+
+def _config_of(state: State) -> dict[str, Any] | None:
+    """What Keras makes the model of again, and the names of its variables in their order: one that Keras makes of a
+    config may have other paths. None where there is none: a class of the user's that does not say how, or too much."""
+    try:
+        with saving_lib.ObjectSharingScope():
+            text = json.dumps(keras.saving.serialize_keras_object(state.model), allow_nan=False)
+    # Whatever a user's `get_config` raises, the checkpoint is written.
+    except Exception as error:
+        _log.info("no config in checkpoints of model %r: %s", state.model.name, error)
+        return None
+    found = {"model": text, "names": [tensor.name for tensor, _ in state.variables]}
+    return found if len(json.dumps(found)) <= _LARGEST_CONFIG else None
 
 
 def restore(
@@ -159,7 +224,8 @@ def restore(
     verify: Verify = "read",
 ) -> Restored:
     """Reads a step into a model, in place, onto the layouts that it has: whatever mesh, ZeRO stage, number of processes
-    and Keras backend wrote it.
+    and Keras backend wrote it. Values are bit for bit those that were written; where the model has floats of another
+    precision, or whole numbers of another size (Keras's own differ by backend), they are converted.
 
     A collective of the processes that hold the model: each reads the bytes of its own shards.
 
@@ -187,34 +253,41 @@ def restore(
         >>> folder = tempfile.mkdtemp()
         >>> _ = unidist.save(model, folder, step=7, facts={"note": "half way"})
         >>> unidist.restore(model, folder)
-        Restored(step=7, facts={'note': 'half way'}, skipped=())
+        Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
-    state = State.of(model, to_be_trained=True)
-    where = Path(os.fspath(directory))
-    number = state.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
+    wait()
+    state = State.of(model)
+    holders = state.holders
+    where = _folder(directory)
+    number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
     failure: OSError | None = None
     reader: Reader | None = None
     skipped: list[str] = []
     try:
         reader = Reader(where, number, verify)
-        fitting, skipped = _fitting(state, reader, strict)
+        fits, skipped = _fitting(state, reader, strict)
         # All see that it fits before the first value is changed.
     except OSError as error:
         failure = error
-    state.agree(failure, f"read step {number} of {where}")
+    holders.agree(failure, f"read step {number} of {where}")
     assert reader is not None
     with reader:
         try:
-            for name, held in fitting:
-                held.put(_reading(reader, name, itemsize_of(held.dtype)))
+            for name, held in fits:
+                held.put(reading(reader, name, held.dtype))
         except OSError as error:
             failure = error
-        state.agree(failure, f"read step {number} of {where}; some variables have its values already")
-        facts = reader.facts
-    own, users = facts.get(_OWN), facts.get(_USERS)
+        holders.agree(failure, f"read step {number} of {where}; some variables have its values already")
+        facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}
+    for layer in model._flatten_layers():
+        # As Keras does after loading: Normalization computes with what it has made of its variables.
+        if hasattr(layer, "finalize_state"):
+            layer.finalize_state()
+    own, users = facts.get(OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
         seeds.restore(own["random"].encode())
-    return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped))
+    converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fits if (theirs := told[name]) != held.dtype]
+    return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:
@@ -224,17 +297,31 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
         >>> latest("/no/such/folder") is None
         True
     """
-    return folders.latest(os.fspath(directory))
+    return folders.latest(_folder(directory))
 
 
-def _reading(reader: Reader, name: str, itemsize: int) -> Any:
+def reading(reader: Reader, name: str, dtype: str) -> Read:
+    """What gives the words of a region, in the model's dtype."""
+    written = reader.tensors[name].dtype
+
     def read(region: Region, out: Array | None) -> Array:
-        found = np.empty([n for _, n in region], WORDS[itemsize]) if out is None else out
+        own = np.empty([n for _, n in region], WORDS[itemsize_of(dtype)]) if out is None else out
+        found = own if written == dtype else np.empty(own.shape, WORDS[itemsize_of(written)])
         if found.size:
             reader.read_into(name, region, found.reshape(-1).view(np.uint8))
-        return found
+        if written != dtype:
+            own[...] = words(_converted(entries(found, written), dtype, name))
+        return own
 
     return read
+
+
+def _converted(value: Array, dtype: str, name: str) -> Array:
+    """Raises CheckpointError: a whole number does not fit."""
+    found = value.astype(np.dtype(dtype))
+    if value.dtype.kind in "iu" and (found.astype(value.dtype) != value).any():
+        raise CheckpointError(f"{name}: has whole numbers that do not fit into the model's {dtype}", tensor=name)
+    return found
 
 
 def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str, Held]], list[str]]:
@@ -251,14 +338,14 @@ def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str
     for name in dict.fromkeys([*ours, *reader.tensors]):
         theirs = reader.tensors.get(name)
         own = ours.get(name)
-        problem = _problem(own[0] if own else None, theirs)
-        if own is not None and not problem:
+        wrongly = problem(own[0] if own else None, theirs)
+        if own is not None and not wrongly:
             fitting.append((name, own[1]))
             continue
         kind = own[0].kind if own is not None else theirs.kind  # type: ignore[union-attr]
         # A model that is not compiled has neither; metrics come and go with what a model was asked.
         optional = kind == "state" or (kind == "optimizer" and own is None and not state.has_optimizer)
-        (lenient if optional else wrong).append(f"{name}: {problem}")
+        (lenient if optional else wrong).append(f"{name}: {wrongly}")
     if wrong and strict:
         shown = "\n".join(f"- {line}" for line in sorted(wrong))
         hint = "" if "optimizer" in kinds or not state.has_optimizer else " It was saved without an optimizer."
@@ -270,13 +357,19 @@ def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str
     return fitting, [] if strict else sorted([*wrong, *lenient])
 
 
-def _problem(own: Tensor | None, theirs: Tensor | None) -> str:
+def problem(own: Tensor | None, theirs: Tensor | None) -> str:
     if own is None:
         return "is in the checkpoint alone"
     if theirs is None:
         return "is in the model alone"
     if own.shape != theirs.shape:
         return f"has shape {own.shape} in the model and {theirs.shape} in the checkpoint"
-    if own.dtype != theirs.dtype:
+    if own.dtype != theirs.dtype and _sort(own.dtype) != _sort(theirs.dtype):
         return f"is {own.dtype} in the model and {theirs.dtype} in the checkpoint"
     return ""
+
+
+def _sort(dtype: str) -> str:
+    """Numbers of one sort can be converted into each other."""
+    kind = np.dtype(dtype).kind
+    return "whole" if kind in "iu" else "truth" if kind == "b" else "float"

@@ -6,11 +6,18 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import prod
+from pathlib import Path
 from typing import Any
 
+from unidist.errors import CapabilityError
 from unidist.keras.compat import saving_api
+from unidist.keras.held import itemsize_of
 from unidist.keras.interception import Hook
+from unidist.keras.making import all_variables
 from unidist.keras.processes import Processes
+
+_MEMORY = Path("/proc/meminfo")
 
 
 def hooks_of_saving(
@@ -31,6 +38,9 @@ def hooks_of_saving(
             several = processes(model)
             if several is None:
                 return original(model, *args, **kwargs)
+            with several.saving():
+                if several.is_first:
+                    check_room(model)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(gathered(model))
                 stack.enter_context(several.saving())
@@ -62,3 +72,29 @@ def hooks_of_loading(processes: Callable[[Any], Processes | None]) -> tuple[Hook
 
     why = "all processes load or none does"
     return tuple(Hook(saving_api, name, by_all, why, imported=True) for name in ("load_model", "load_weights"))
+
+
+def check_room(model: Any) -> None:
+    """Looks whether this process has memory for all of a model's whole values, where the system tells.
+
+    Raises:
+        CapabilityError: it has less than they take.
+    """
+    needed = sum(prod(v.shape) * itemsize_of(str(v.dtype)) for v in all_variables(model) if str(v.dtype) != "string")
+    room = _available()
+    if room is not None and needed > room:
+        raise CapabilityError(
+            f"saving {model.name!r} as one file gathers {needed / 2**30:.1f} GiB in process 0, which has "
+            f"{room / 2**30:.1f} GiB of memory left: unidist.save(model, directory) writes it from all processes, each "
+            "its own shards"
+        )
+
+
+def _available() -> int | None:
+    """Bytes of memory that can be had, or None."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None

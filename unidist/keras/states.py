@@ -22,50 +22,14 @@ from unidist.keras.processes import Processes
 
 
 @dataclass(frozen=True)
-class State:
-    """A model's variables, each with the tensor that it is in a checkpoint, in an order that all processes keep.
+class Holders:
+    """The processes that hold a model, and act together.
 
     Attributes:
-        several: the processes that hold the model together; None where this one holds it alone.
+        several: None where it is this process alone.
     """
 
-    model: Any
-    variables: tuple[tuple[Tensor, Held], ...]
     several: Processes | None
-    _settle: Callable[[Any], None]
-
-    @staticmethod
-    def of(model: Any, *, to_be_trained: bool = False) -> State:
-        """The state of a built model, which is placed if it is distributed.
-
-        Args:
-            to_be_trained: its optimizer is built too.
-
-        Raises:
-            LayoutError: the model is not built.
-            CheckpointError: a variable's dtype has no place in a file.
-        """
-        if not model.built:
-            raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
-        package = drivers.driver()
-        driver = None if package is None else importlib.import_module(f"{package}.states")
-        if to_be_trained:
-            for optimizer in optimizers(model):
-                if not optimizer.built:
-                    optimizer.build(model.trainable_variables)
-        if driver is None:
-            held: Callable[[Any], Held] = Whole
-            return State(model, tuple(_named(model, held)), None, lambda model: None)
-        driver.ready(model)
-        return State(model, tuple(_named(model, driver.held)), driver.processes(model), driver.settle)
-
-    @cached_property
-    def files(self) -> tuple[FileSpec, ...]:
-        return files_of([tensor for tensor, _ in self.variables])
-
-    @property
-    def has_optimizer(self) -> bool:
-        return any(tensor.kind == "optimizer" for tensor, _ in self.variables)
 
     @property
     def place(self) -> int:
@@ -74,34 +38,7 @@ class State:
 
     @property
     def count(self) -> int:
-        """How many processes hold the model."""
         return 1 if self.several is None else len(self.several.ranks)
-
-    def settle(self) -> None:
-        """The variables have the values that they would have on one device now."""
-        sync = getattr(self.model, "jax_state_sync", None)
-        if sync is not None:
-            sync()
-        self._settle(self.model)
-
-    def shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
-        """What this process is to write of each variable. A collective where values are sums over ranks."""
-        for number, (tensor, held) in enumerate(self.variables):
-            held.fetch()
-            sharding, owners = held.sharding, None if self.several is None else self.several.ranks
-            if sharding is None:
-                one = Mesh({"process": self.count}, range(self.count))
-                sharding, owners = Sharding(one, Layout(), tensor.shape), tuple((k,) for k in range(self.count))
-            owners = (sharding.mesh.devices,) if owners is None else owners
-            yield tensor, held, Share(sharding, owners, self.place, itemsize_of(held.dtype), number)
-
-    def pieces(self) -> Iterator[tuple[str, int, Array]]:
-        """(tensor, first byte, words): all that this process writes. A collective, whose order all keep."""
-        for tensor, held, share in self.shares():
-            for first, rows in rows_of(held, share):
-                yield tensor.name, first * share.row_bytes, rows
-
-    # acting together ----------------------------------------------------------------------------------------------
 
     def by_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What the first process's work gives, on all. A collective.
@@ -147,6 +84,80 @@ class State:
             raise CheckpointError(f"could not {what}: {told}. The output of that process says more")
 
 
+@dataclass(frozen=True)
+class State:
+    """A model's variables, each with the tensor that it is in a checkpoint, in an order that all processes keep.
+
+    Attributes:
+        holders: the processes that hold the model.
+    """
+
+    model: Any
+    variables: tuple[tuple[Tensor, Held], ...]
+    holders: Holders
+    _settle: Callable[[Any], None]
+
+    @staticmethod
+    def of(model: Any) -> State:
+        """The state of a built model, which is placed if it is distributed. Its optimizer is built if need be: a model
+        that has taken no step has the same variables as one that goes on.
+
+        Raises:
+            LayoutError: the model is not built.
+            CheckpointError: a variable's dtype has no place in a file.
+        """
+        if not model.built:
+            raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
+        package = drivers.driver()
+        driver = None if package is None else importlib.import_module(f"{package}.states")
+        for optimizer in optimizers(model):
+            if not optimizer.built:
+                optimizer.build(model.trainable_variables)
+        if driver is None:
+            held: Callable[[Any], Held] = Whole
+            return State(model, tuple(named(model, held)), Holders(None), lambda model: None)
+        driver.ready(model)
+        return State(model, tuple(named(model, driver.held)), Holders(driver.processes(model)), driver.settle)
+
+    @cached_property
+    def files(self) -> tuple[FileSpec, ...]:
+        return files_of([tensor for tensor, _ in self.variables])
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(tensor.kind == "optimizer" for tensor, _ in self.variables)
+
+    def settle(self) -> None:
+        """The variables have the values that they would have on one device now."""
+        sync = getattr(self.model, "jax_state_sync", None)
+        if sync is not None:
+            sync()
+        self._settle(self.model)
+
+    def shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
+        """What this process is to write of each variable. A collective where values are sums over ranks."""
+        for number, (tensor, held) in enumerate(self.variables):
+            held.fetch()
+            sharding, several = held.sharding, self.holders.several
+            owners = None if several is None else several.ranks
+            if sharding is None:
+                count = self.holders.count
+                one = Mesh({"process": count}, range(count))
+                sharding, owners = Sharding(one, Layout(), tensor.shape), tuple((k,) for k in range(count))
+            owners = (sharding.mesh.devices,) if owners is None else owners
+            yield tensor, held, Share(sharding, owners, self.holders.place, itemsize_of(held.dtype), number)
+
+    def pieces(self) -> Iterator[tuple[str, int, Array]]:
+        """(tensor, first byte, words): all that this process writes. A collective, whose order all keep."""
+        for tensor, held, share in self.shares():
+            for first, rows in rows_of(held, share):
+                yield tensor.name, first * share.row_bytes, rows
+
+    def bytes_written(self) -> int:
+        """The bytes of all pieces of this process. A collective as `shares` is."""
+        return sum(share.rows_written() * share.row_bytes for _, _, share in self.shares())
+
+
 # In place of a number of the system's.
 _OTHER = 1 << 16
 
@@ -166,7 +177,7 @@ def optimizers(model: Any) -> list[Any]:
     return list({id(x): x for x in found if isinstance(x, BaseOptimizer)}.values())
 
 
-def _named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Held]]:
+def named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Held]]:
     """Each variable once, under its path; paths that repeat get "#2", "#3"... behind theirs."""
     weights = {id(v) for v in model.weights}
     kinds = [(v, "model") for v in model.weights]

@@ -38,8 +38,9 @@ Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | forkserver.
 # One thread pool for each of many processes on few cores would spoil the world.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _STDERR_KEPT = 4000
-# Variables that no import reads: worlds that differ in them are forked from one server.
-_NOT_OF_IMPORTS = ("PYTEST_", "UNIDIST_", "HOROVOD_")
+# Variables that no import reads: worlds that differ in them are forked from one server. (CUDA and XLA read theirs when
+# devices are asked for.)
+_NOT_OF_IMPORTS = ("PYTEST_", "UNIDIST_", "HOROVOD_", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS")
 
 
 class ProcessFailedError(Exception):

@@ -40,12 +40,11 @@ def row(name: str) -> str:
     import unidist
     from tests.keras.hub import zoo
 
-    alone = zoo.train(zoo.BACKBONES[name], steps=STEPS)
+    alone = zoo.alone(name, STEPS)
     fractions, pairs, sent = [], "", ""
     for ranks in (2, 4):
         mesh = unidist.Mesh({"model": ranks})
-        with unidist.ledger() as traffic:
-            found = zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh), steps=STEPS)
+        found, traffic = zoo.planned(name, ranks, STEPS)
         zoo.assert_equal(found, alone)
         plan = unidist.plan(found.model, mesh)
         fractions.append(f"{plan.sharded_fraction:.1%}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import keras
@@ -14,12 +13,6 @@ from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
 from unidist.keras import sessions
 
-
-@functools.cache
-def alone(name: str) -> zoo.Trained:
-    return zoo.train(zoo.BACKBONES[name])
-
-
 RANKS = [(name, ranks) for name in zoo.BY_HAND for ranks in (2, 4)]
 # Two ranks and four in turn; where keys have fewer heads than queries, both.
 SOME = [(name, n) for k, name in enumerate(zoo.BY_HAND) for n in (2, 4) if n == (2, 4)[k % 2] or name in zoo.GROUPED]
@@ -27,7 +20,7 @@ SOME = [(name, n) for k, name in enumerate(zoo.BY_HAND) for n in (2, 4) if n == 
 
 @pytest.mark.parametrize(("name", "ranks"), unless_all(SOME, RANKS))
 def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
-    wanted = alone(name)
+    wanted = zoo.alone(name)
     with unidist.ledger() as traffic:
         found = zoo.train(zoo.BACKBONES[name], zoo.strategy(name, ranks))
     zoo.assert_equal(found, wanted)

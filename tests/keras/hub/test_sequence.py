@@ -3,7 +3,6 @@ as all_reduces would send."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from fractions import Fraction
 
@@ -25,11 +24,6 @@ CASES = [
 ]
 
 
-@functools.cache
-def alone(name: str) -> zoo.Trained:
-    return zoo.train(zoo.BACKBONES[name], steps=5)
-
-
 def strategy(sizes: dict[str, int], **more: int) -> unidist.ModelParallel:
     return unidist.ModelParallel(unidist.Mesh(sizes), sequence_parallel=True, **more)
 
@@ -37,8 +31,8 @@ def strategy(sizes: dict[str, int], **more: int) -> unidist.ModelParallel:
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     with unidist.ledger() as traffic:
-        found = zoo.train(zoo.BACKBONES[name], strategy({"model": ranks}), steps=5)
-    zoo.assert_equal(found, alone(name))
+        found = zoo.train(zoo.BACKBONES[name], strategy({"model": ranks}))
+    zoo.assert_equal(found, zoo.alone(name))
     assert unidist.describe(found.model).sharded
     rows = zoo.pairs_of(found.model)
     assert rows
@@ -130,10 +124,10 @@ def test_layers_with_cut_kernels_send_what_the_plan_predicts(name: str) -> None:
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_data_and_model_axes_and_zero(zero: int) -> None:
-    found = zoo.train(zoo.BACKBONES["bert"], strategy({"data": 2, "model": 2}, zero=zero), steps=5)
-    zoo.assert_equal(found, alone("bert"))
+    found = zoo.train(zoo.BACKBONES["bert"], strategy({"data": 2, "model": 2}, zero=zero))
+    zoo.assert_equal(found, zoo.alone("bert"))
     x = zoo.inputs(found.model)
-    torch.testing.assert_close(found.model.predict(x, verbose=0), alone("bert").model.predict(x, verbose=0))
+    torch.testing.assert_close(found.model.predict(x, verbose=0), zoo.alone("bert").model.predict(x, verbose=0))
 
 
 def test_what_backward_keeps_of_the_activations_is_less() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,6 +155,20 @@ def train(build: Callable[[], Any], strategy: Any = None, *, steps: int = STEPS,
         x = inputs(model)
         history = model.fit(x, y, batch_size=ROWS, epochs=steps, shuffle=False, verbose=0, callbacks=[_Forgets()])
     return Trained(model, history.history["loss"], [np.asarray(v) for v in model.weights])
+
+
+@functools.cache
+def alone(name: str, steps: int = STEPS) -> Trained:
+    """A backbone on one device, for all tests that compare with it."""
+    return train(BACKBONES[name], steps=steps)
+
+
+@functools.cache
+def planned(name: str, ranks: int, steps: int) -> tuple[Trained, unidist.Ledger]:
+    """A backbone under `ModelParallel(mesh)`, and what was sent: for all tests that look at it."""
+    with unidist.ledger() as traffic:
+        found = train(BACKBONES[name], unidist.ModelParallel(unidist.Mesh({"model": ranks})), steps=steps)
+    return found, traffic
 
 
 def assert_equal(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 
 from tests import preloaded
-from tests.visible import QUICK_JAX, WITH_TENSORFLOW
+from tests.visible import OF_KERAS, WITH_TENSORFLOW
 
 # Compiling is most of the time that a test takes.
-_ENV = {"KERAS_BACKEND": "jax", **QUICK_JAX}
+_ENV = OF_KERAS["jax"]
 
-
-PRELOAD = (*preloaded.KERAS["jax"], "tests.keras.contract")
+PRELOAD = preloaded.KERAS["jax"]
 
 
 def strict() -> None:

@@ -32,7 +32,7 @@ def with_tensorflow():
         env={"KERAS_BACKEND": "torch", **WITH_TENSORFLOW},
         setup=cases.start,
         timeout=240,
-        preload=(*preloaded.KERAS["torch"], "tensorflow"),
+        preload=preloaded.TORCH_AND_TENSORFLOW,
     ) as processes:
         yield processes
 
@@ -40,7 +40,7 @@ def with_tensorflow():
 @pytest.mark.processes
 def test_tf_data_in_the_simulator():
     env = {"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
-    preload = (*preloaded.KERAS["torch"], "tensorflow")
+    preload = preloaded.TORCH_AND_TENSORFLOW
     with ProcessWorld(
         1, launcher=None, env=env, setup=cases.start, setup_args=("sim",), timeout=240, preload=preload
     ) as processes:

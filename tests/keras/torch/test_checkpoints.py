@@ -1,0 +1,181 @@
+"""save and restore on the simulator: training goes on as if nothing had been, and what does not fit is told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import unidist
+from unidist.checkpoint import folders
+from unidist.checkpoint.reading import Reader
+from unidist.keras import checkpoints, later
+
+X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
+Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "data": lambda: unidist.DataParallel(unidist.Mesh({"data": 4})),
+    "zero 1": lambda: unidist.DataParallel(unidist.Mesh({"data": 4}), zero=1),
+    "zero 3": lambda: unidist.DataParallel(unidist.Mesh({"data": 4}), zero=3),
+    "grid": lambda: unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), zero=3),
+}
+
+
+@pytest.fixture
+def writer() -> Iterator[None]:
+    """What writes in the background ends with the test."""
+    yield
+    later.close()
+
+
+def build(strategy: Any, *, seed: int = 3, width: int = 16, dtype: str | None = None) -> Any:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        layers = [keras.layers.Dense(width, "relu", name="up", dtype=dtype), keras.layers.Dropout(0.2)]
+        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(4, name="down")], name="net")
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def train(model: Any) -> list[float]:
+    found: list[float] = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history["loss"]
+    return found
+
+
+def values(model: Any) -> list[Any]:
+    return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_goes_on_from_what_was_restored(name: str, tmp_path: Path) -> None:
+    model = build(STRATEGIES[name]())
+    train(model)
+    unidist.save(model, tmp_path)
+    losses = train(model)
+    wanted = values(model)
+    # In the same model, whose layers have gathered other values, and in one that has drawn what a first fit draws.
+    other = build(STRATEGIES[name](), seed=4)
+    train(other)
+    for again in (model, other):
+        told = unidist.restore(again, tmp_path)
+        assert (told.step, told.skipped, told.converted) == (4, (), ())
+        assert train(again) == losses
+        for value, found in zip(wanted, values(again), strict=True):
+            np.testing.assert_array_equal(value, found)
+
+
+def test_what_waits_in_an_accumulation_is_saved(tmp_path: Path) -> None:
+    """Two steps of three: the slots have what one device's would have."""
+
+    def run(strategy: Any, place: Path) -> dict[str, Any]:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(3)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, name="down")], name="net")
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3), "mse")
+        saving = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: unidist.save(model, place))
+        model.fit(X[:16], Y[:16], batch_size=8, epochs=1, verbose=0, shuffle=False, callbacks=[saving])
+        with Reader(place) as reader:
+            return {name: reader.read(name).view("float32") for name in reader.tensors if "accumulator" in name}
+
+    wanted = run(None, tmp_path / "one")
+    found = run(STRATEGIES["zero 1"](), tmp_path / "many")
+    assert len(wanted) == 2
+    for name, value in wanted.items():
+        assert np.abs(value).max() > 1e-3
+        np.testing.assert_allclose(found[name], value, atol=1e-5)
+
+
+def test_what_was_saved_in_the_background_is_of_the_moment_of_saving(tmp_path: Path, writer: None) -> None:
+    model = build(STRATEGIES["grid"]())
+    train(model)
+    wanted = values(model)
+    for step in (1, 2, 3):
+        place = unidist.save(model, tmp_path, step=step, asynchronous=True, keep=2)
+        if step == 3:
+            train(model)
+    checkpoints.wait()
+    assert place == tmp_path / "step-00000003"
+    assert folders.steps(tmp_path) == [2, 3]
+    assert checkpoints.latest(tmp_path) == 3
+    unidist.restore(model, tmp_path)
+    for value, other in zip(wanted, values(model), strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def test_what_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+    model = build(STRATEGIES["data"]())
+    train(model)
+    unidist.save(model, tmp_path)
+    wider = build(STRATEGIES["data"](), width=12)
+    wider.add(keras.layers.Dense(2, name="more"))
+    wider.build((None, 6))
+    before = wider.get_weights()
+    with pytest.raises(unidist.CheckpointError) as raised:
+        unidist.restore(wider, tmp_path)
+    assert "- net/up/kernel: has shape (6, 12) in the model and (6, 16) in the checkpoint" in str(raised.value)
+    assert "- net/more/kernel: is in the model alone" in str(raised.value)
+    for value, other in zip(before, wider.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, other)
+    found = unidist.restore(wider, tmp_path, strict=False)
+    assert "net/more/bias: is in the model alone" in found.skipped
+    np.testing.assert_array_equal(np.asarray(wider.get_layer("down").bias), np.asarray(model.get_layer("down").bias))
+
+
+def test_a_model_without_an_optimizer_takes_the_weights_alone(tmp_path: Path) -> None:
+    model = build(STRATEGIES["data"]())
+    train(model)
+    unidist.save(model, tmp_path)
+    keras.utils.clear_session()
+    layers = [keras.layers.Dense(16, "relu", name="up"), keras.layers.Dropout(0.2)]
+    alone = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(4, name="down")], name="net")
+    unidist.restore(alone, tmp_path)
+    for value, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def test_numbers_are_converted_where_the_model_has_others(tmp_path: Path) -> None:
+    model = build(STRATEGIES["data"]())
+    model.optimizer.build(model.trainable_variables)
+    unidist.save(model, tmp_path, step=1)
+    short = build(STRATEGIES["data"](), dtype="bfloat16")
+    found = unidist.restore(short, tmp_path)
+    assert "net/up/kernel: float32 -> bfloat16" in found.converted
+    kernel = keras.ops.convert_to_numpy(keras.ops.cast(short.get_layer("up").kernel, "float32"))
+    wanted = keras.ops.cast(model.get_layer("up").kernel, "bfloat16")
+    np.testing.assert_array_equal(kernel, keras.ops.convert_to_numpy(keras.ops.cast(wanted, "float32")))
+
+
+def test_whole_numbers_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
+    def counting(dtype: str) -> Any:
+        class Counting(keras.layers.Layer):  # type: ignore[misc]
+            def build(self, shape: Any) -> None:
+                self.count = self.add_weight(shape=(), dtype=dtype, trainable=False, name="count", initializer="zeros")
+
+            def call(self, x: Any) -> Any:
+                return x
+
+        keras.utils.clear_session()
+        return keras.Sequential([keras.Input((2,)), Counting(name="counting")], name="net")
+
+    model = counting("int32")
+    model.layers[0].count.assign(300)
+    unidist.save(model, tmp_path, step=1)
+    with pytest.raises(unidist.CheckpointError, match="net/counting/count: has whole numbers that do not fit"):
+        unidist.restore(counting("int8"), tmp_path)
+    wide = counting("int64")
+    assert unidist.restore(wide, tmp_path).converted == ("net/counting/count: int32 -> int64",)
+    assert int(wide.layers[0].count) == 300
+
+
+def test_a_model_that_is_not_built_has_nothing_to_save(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.layers.Dense(4)])
+    with pytest.raises(unidist.LayoutError, match="is not built"):
+        unidist.save(model, tmp_path)
+    assert not list(tmp_path.iterdir())

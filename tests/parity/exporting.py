@@ -1,0 +1,72 @@
+"""What the tests of exports to Keras's files run in processes: `unidist checkpoint export`, and Keras's loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.parity.train import Spec
+
+
+def _rows() -> Any:
+    return np.random.default_rng(3).normal(size=(8, 6)).astype("float32")
+
+
+def train(folder: str, spec: Spec) -> Any:
+    """Writes a checkpoint of a distributed model that has taken a step; its predictions."""
+    import keras
+
+    import unidist
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(5)
+    mesh = unidist.Mesh(dict(spec.axes), spec.devices)
+    # The first layer is large enough to be read when it is written.
+    rules = {".*wide/kernel": (None, "model"), ".*back/kernel": ("model", None)}
+    with unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules), zero=spec.zero).scope():
+        wide, back = keras.layers.Dense(3000, "relu", name="wide"), keras.layers.Dense(2, name="back")
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), wide, back], name="net")
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+    model.fit(_rows(), _rows()[:, :2], batch_size=8, verbose=0)
+    unidist.save(model, folder)
+    return np.asarray(model.predict(_rows(), verbose=0))
+
+
+def export(folder: str, out: str) -> tuple[int, int]:
+    """(exit code, what it held at most beside what it held before, in bytes)."""
+    from unidist import cli
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    code = cli.main(["checkpoint", "export", folder, out])
+    return code, _status("VmHWM") - before
+
+
+def load(out: str) -> tuple[Any, int, int]:
+    """(predictions, steps of the optimizer, its variables) of a file that Keras loads."""
+    import keras
+
+    model = keras.saving.load_model(out)
+    count = len(model.optimizer.variables)
+    return np.asarray(model.predict(_rows(), verbose=0)), int(np.asarray(model.optimizer.iterations)), count
+
+
+def write_large(folder: str) -> int:
+    """Writes a checkpoint of 13 kernels of a MiB with Adam's slots; the bytes of all."""
+    import keras
+
+    import unidist
+
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((512,)), *(keras.layers.Dense(512, use_bias=False) for _ in range(13))])
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    model.optimizer.build(model.trainable_variables)
+    unidist.save(model, folder)
+    return 39 << 20
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024

@@ -1,0 +1,127 @@
+"""What any backend, mesh and stage of ZeRO writes, any other reads, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parity import checkpoints
+from tests.parity.train import Spec
+from tests.parity.worlds import ALONE, DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Alone, Worlds
+from tests.support.sampling import SEED, WHOLE
+
+pytestmark = pytest.mark.processes
+
+_GRID_3 = replace(GRID, zero=3)
+_ALONE = [f"{keras}-alone" for keras in ALONE]
+_ON_FOUR = [DATA_4, replace(DATA_4, zero=3), MODEL_4, GRID, _GRID_3]
+# Of each setting the strategies that it serves; None is one device.
+PLACES: dict[str, list[Spec | None]] = {
+    **{name: [None] for name in _ALONE},
+    "sim-torch": [*_ON_FOUR, replace(DATA_4, zero=1)],
+    "torch-4": [*_ON_FOUR],
+    "horovod-2": [DATA_2, replace(DATA_2, zero=3), MODEL_2],
+    "horovod-2-tensorflow": [DATA_2],
+    "tensorflow-2x2": [DATA_4, MODEL_4, GRID],
+    "jax-2x2": [*_ON_FOUR],
+}
+
+
+def _text(spec: Spec | None) -> str:
+    return "one device" if spec is None else spec.name
+
+
+_ALL = {(name, _text(spec)): spec for name, found in PLACES.items() for spec in found}
+
+
+def _kind(name: str) -> str:
+    """One device is one kind, whatever the Keras backend."""
+    return "alone" if name in _ALONE else name
+
+
+def _shape(name: str, mesh: str) -> str:
+    """A mesh, however many devices are on its axes."""
+    spec = _ALL[name, mesh]
+    return mesh if spec is None else f"{spec.shape}-{spec.zero}"
+
+
+def _cases() -> list[tuple[tuple[str, str], str, str]]:
+    """(writer, reader, its mesh): each pair of backends, and each pair of meshes; with --all every pair."""
+    draw = random.Random(SEED)
+    rows = [(writer, reader) for writer in _ALL for reader in _ALL]
+    if not WHOLE:
+        new: set[Any] = set()
+        shuffled, rows = draw.sample(rows, len(rows)), []
+        # Those that are new in both ways first.
+        for least in (2, 1):
+            for (one, a), (other, b) in shuffled:
+                pairs = {("backends", _kind(one), _kind(other)), ("meshes", _shape(one, a), _shape(other, b))} - new
+                if len(pairs) >= least:
+                    new |= pairs
+                    rows.append(((one, a), (other, b)))
+    return [(writer, *reader) for writer, reader in sorted(set(rows))]
+
+
+_CASES = _cases()
+
+
+def _call(name: str, worlds: Worlds, alone: Alone, function: str, *args: Any) -> list[Any]:
+    world = worlds.get(name) if name in SETTINGS else alone.world(name.removesuffix("-alone"))
+    return world.call(f"tests.parity.checkpoints:{function}", *args)
+
+
+@pytest.fixture(scope="module")
+def written(
+    worlds: Worlds, alone: Alone, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], tuple[Path, list[tuple[int, dict[str, float]]]]]:
+    """The folder of a checkpoint, by setting and strategy, and what its processes tell of it. All are written first,
+    setting by setting: each world starts once."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found: dict[tuple[str, str], tuple[Path, list[tuple[int, dict[str, float]]]]] = {}
+    for k, (name, mesh) in enumerate(sorted({writer for writer, _, _ in _CASES})):
+        place = folder / str(k)
+        found[name, mesh] = place, _call(name, worlds, alone, "write", str(place), _ALL[name, mesh])
+    return lambda name, mesh: found[name, mesh]
+
+
+@pytest.mark.parametrize(("writer", "reader", "mesh"), _CASES, ids=[f"{a} {b} to {c} {d}" for (a, b), c, d in _CASES])
+def test_what_one_writes_another_reads(
+    writer: tuple[str, str],
+    reader: str,
+    mesh: str,
+    written: Callable[[str, str], tuple[Path, list[tuple[int, dict[str, float]]]]],
+    worlds: Worlds,
+    alone: Alone,
+) -> None:
+    folder, _ = written(*writer)
+    for values, found, share in _call(reader, worlds, alone, "read", str(folder), _ALL[reader, mesh]):
+        assert found == (5, {"note": 1.5}, ())
+        assert len(values) == 1 + 6 + len(checkpoints.OTHERS) + 2 + 2 * 6
+        for path, bits in values.items():
+            if path.endswith(("seed_generator_state", "iteration", "learning_rate")):
+                continue
+            dtype = checkpoints.OTHERS.get(path.rsplit("/", 1)[-1], ((), "float32", True))[1]
+            wanted = checkpoints.value_of(path, bits.shape, dtype)
+            if reader.startswith("tensorflow-"):
+                # The values are asked for as users do: DTensor gathers them by a sum, which has no -0.0.
+                bits, wanted = bits.view(np.dtype(dtype)).astype(float), wanted.astype(float)
+            np.testing.assert_array_equal(bits, wanted.view(bits.dtype), err_msg=path)
+        # Runs of a few bytes each: what their checksums need beside them is most here.
+        # (TensorFlow's counts of steps have twice the bytes of the others'.)
+        assert 0.99 <= share < 40.0
+
+
+@pytest.mark.parametrize(("setting", "spec"), [("torch-4", MODEL_4), ("jax-2x2", MODEL_4), ("tensorflow-2x2", MODEL_4)])
+def test_columns_are_exchanged_between_processes(setting: str, spec: Spec, worlds: Worlds, tmp_path: Path) -> None:
+    """No process holds rows of what is cut by columns over all: they move, and nobody gathers the whole."""
+    cut = 4 * (6 * 16) * 3  # the kernel and its two slots
+    for sharded, sent in worlds.get(setting).call("tests.parity.checkpoints:write", str(tmp_path), spec):
+        assert sharded == 9
+        assert sent["all_to_all"] == pytest.approx(cut / 4 * 3 / 4)
+        assert "all_gather" not in sent

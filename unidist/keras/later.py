@@ -1,0 +1,100 @@
+"""Checkpoints that are written while training goes on: by one process beside each, one checkpoint at a time."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unidist.checkpoint import folders
+from unidist.checkpoint.background import Background
+from unidist.keras.states import Holders, State
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    holders: Holders
+    folder: Path
+    keep: int | None
+    step: int
+
+
+class _Writer:
+    """The process beside this one, and what it writes now."""
+
+    def __init__(self) -> None:
+        self.background: Background | None = None
+        self.under_way: _UnderWay | None = None
+
+    def at(self, place: int) -> Background:
+        if self.background is None or self.background.place != place:
+            self.end()
+            self.background = Background(place)
+        return self.background
+
+    def end(self) -> None:
+        if self.background is not None:
+            with self.background:
+                self.background.wait()
+            self.background = None
+
+
+_writer = _Writer()
+
+
+def start(state: State, folder: Path, facts: dict[str, Any], keep: int | None, step: int) -> None:
+    """Copies what this process writes, and lets the process beside it write. A collective.
+
+    Raises:
+        CheckpointError: on all, where one could not begin.
+    """
+    failure: OSError | None = None
+    background, pieces, at = _writer.at(state.holders.place), [], 0
+    memory = np.empty(0, np.uint8)
+    try:
+        memory = background.memory(state.bytes_written())
+    except OSError as error:
+        failure = error
+    for name, begin, rows in state.pieces():
+        if failure is None:
+            memory[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)[...] = rows
+            pieces.append((name, begin, at, rows.nbytes))
+            at += rows.nbytes
+    try:
+        if failure is None:
+            committed = {"facts": facts, "places": state.holders.count}
+            background.start(folder, state.files, pieces, committed if state.holders.place == 0 else None)
+    except OSError as error:
+        failure = error
+    state.holders.agree(failure, f"begin to write {folder}")
+    _writer.under_way = _UnderWay(state.holders, folder, keep, step)
+
+
+def wait() -> None:
+    """Waits for what is under way. A collective of its processes.
+
+    Raises:
+        CheckpointError: on all, where one could not write.
+    """
+    found, _writer.under_way = _writer.under_way, None
+    if found is None or _writer.background is None:
+        return
+    failure: OSError | None = None
+    try:
+        _writer.background.wait()
+    except OSError as error:
+        failure = error
+    found.holders.agree(failure, f"write {found.folder}")
+    if (keep := found.keep) is not None:
+        found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
+
+
+def close() -> None:
+    """Ends the process that writes, when it has written. At the end of a program too, where its error is shown."""
+    _writer.end()
+
+
+atexit.register(close)
