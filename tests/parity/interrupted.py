@@ -105,6 +105,16 @@ SOURCES: dict[str, Any] = {
 }
 
 
+def _drawn() -> float:
+    """Of each generator of the process on which shuffles hang."""
+    found = random.random() + float(np.random.uniform())
+    if keras.config.backend() != "torch":
+        return found
+    import torch
+
+    return found + float(torch.rand(1))
+
+
 class Steps(keras.callbacks.Callback):
     """Counts, draws random numbers, and ends the training before a batch or at the end of an epoch."""
 
@@ -116,7 +126,7 @@ class Steps(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
-        self.told.random.append(random.random() + float(np.random.uniform()))
+        self.told.random.append(_drawn())
         if self.stop == (epoch, -1):
             raise StopTestError(f"before epoch {epoch}")
 
@@ -127,7 +137,7 @@ class Steps(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.count += 1
-        self.told.random.append(random.random() + float(np.random.uniform()))
+        self.told.random.append(_drawn())
 
 
 def build(dropout: float) -> tuple[Any, Any]:

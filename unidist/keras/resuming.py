@@ -198,6 +198,8 @@ class _Fit:
             self.model,
             self._own.directory,
             step=self._before + here.total,
+            # The end of a training is on the disk when fit returns.
+            asynchronous=self._own.asynchronous and not wait,
             keep=self._own.keep,
             facts={"position": here.as_json()},
         )
@@ -329,6 +331,8 @@ def _found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
     Raises:
         CheckpointError: it holds no position, or cannot be read; on all processes.
     """
+    # What an earlier fit of this program began to write.
+    checkpoints.wait()
     several = taking_part.get()
     found: dict[str, Any] = {}
     if several is None or several.is_first:

@@ -122,6 +122,8 @@ class Walk:
         size = self._iterator.steps_per_execution
         steps = self._gone_on() if self._wanted is not None else self._begun()
         for begin, end, batches in steps:
+            # Who is made from here on is made when an epoch ends.
+            self._opening = None
             if self._is_early and self._course is not None and not self._course.taken:
                 self._course.first = random_state()
             self._passes[-1] += size

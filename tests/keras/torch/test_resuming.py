@@ -17,7 +17,7 @@ import torch
 import unidist
 from unidist.checkpoint import folders
 from unidist.errors import CheckpointError
-from unidist.keras import position, resuming
+from unidist.keras import checkpoints, later, position, resuming
 from unidist.keras.position import Position
 
 RNG = np.random.default_rng(4)
@@ -110,6 +110,26 @@ def test_the_clock_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
             turn.saved()
     assert due == [100, 200, 300]
     assert len(looks) < 45
+
+
+def test_files_are_written_while_training_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last ones before fit returns."""
+    how: list[bool] = []
+    save = checkpoints.save
+
+    def saving(*args: Any, **given: Any) -> Any:
+        how.append(given["asynchronous"])
+        return save(*args, **given)
+
+    monkeypatch.setattr(checkpoints, "save", saving)
+    whole = train()
+    with pytest.raises(StopTestError):
+        train(unidist.Checkpoint(tmp_path, 2, asynchronous=True), Steps((1, 2)))
+    assert how == [True, True]
+    same(train(unidist.Checkpoint(tmp_path, 2, asynchronous=True), steps := Steps(), seed=99), whole)
+    assert how == [True, True, False]
+    assert steps.steps == [(1, 1), (1, 2)]
+    later.close()
 
 
 # going on -------------------------------------------------------------------------------------------------------------
