@@ -77,14 +77,24 @@ def read_exactly(opened: int, size: int, offset: int, name: str) -> bytes:
 
 def write_durably(folder: Path, name: str, content: bytes) -> None:
     """A file that is either there, whole and on the disk, or not there."""
+    write_whole(folder, name, content, is_kept=True)
+    sync_folder(folder)
+
+
+def write_whole(folder: Path, name: str, content: bytes, *, is_kept: bool = False) -> None:
+    """A file that other processes see whole, or not at all.
+
+    Args:
+        is_kept: what it has is on the disk first, for the time after a crash.
+    """
     path, half = folder / name, folder / f"{name}.half"
     with told(path):
         with half.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if is_kept:
+                os.fsync(file.fileno())
         half.rename(path)
-    sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Writing one step: process 0 prepares it, each process writes its bytes, process 0 commits.
 
 All happens in `step-00000012.tmp`. What a process wrote is on the disk before it says so (`part-<place>.json`); the
-manifest is written when all have said so, and then the folder gets its name. Until then nothing of it counts.
+manifest is written when all have said so, and then the folder gets its name. Until then nothing of it counts. What only
+tells processes of each other is gone by then, and need not come to the disk.
 """
 
 from __future__ import annotations
@@ -55,10 +56,8 @@ def prepare(directory: str | Path, step: int, files: Sequence[FileSpec]) -> Path
         with disk.told(path), path.open("xb") as opened:
             opened.write(stamped(file.header, step, writing))
             opened.truncate(file.size)
-            opened.flush()
-            os.fsync(opened.fileno())
     told = {"step": step, "writing": writing, "plan": _plan(files)}
-    disk.write_durably(folder, PREPARED, json.dumps(told).encode())
+    disk.write_whole(folder, PREPARED, json.dumps(told).encode())
     return folder
 
 
@@ -171,9 +170,9 @@ class PartWriter:
                 os.fsync(opened)
         self.close()
         part = Part.of(self._ranges)
-        disk.write_durably(self.folder, binary_of(self.place), part.content)
+        disk.write_whole(self.folder, binary_of(self.place), part.content)
         told = {"writing": self._writing, "place": self.place, "crc32c": crc(part.content), **part.told}
-        disk.write_durably(self.folder, part_of(self.place), json.dumps(told).encode())
+        disk.write_whole(self.folder, part_of(self.place), json.dumps(told).encode())
 
     def close(self) -> None:
         """Lets the files go; `finish` does it too."""
@@ -239,7 +238,8 @@ def commit(folder: str | Path, files: Sequence[FileSpec], facts: Mapping[str, An
     tensors = [(file.name, tensor) for file in files for tensor in file.tensors.values()]
     checksums = _write_checksums(here, tensors, parts)
     index = index_of(files)
-    disk.write_durably(here, INDEX, index)
+    # With the manifest, the folder comes to the disk, which has the names of all.
+    disk.write_whole(here, INDEX, index, is_kept=True)
     manifest = Manifest(step, writing, told, checksums, Told(INDEX, len(index), len(index), crc(index)), facts)
     text = text_of(manifest)
     for name in [PREPARED, *(of(place) for of in (part_of, binary_of) for place in range(places))]:
@@ -263,7 +263,8 @@ def _part(folder: Path, place: int, writing: str) -> Part:
 
 
 def _header(folder: Path, file: FileSpec, step: int, writing: str) -> Told:
-    """What the manifest will tell of a file, which still has the header and the size that it was given."""
+    """What the manifest will tell of a file, which still has the header and the size that it was given. It comes to the
+    disk here where nobody has written into it."""
     due = stamped(file.header, step, writing)
     opened_folder = disk.open_folder(folder)
     try:
@@ -271,6 +272,8 @@ def _header(folder: Path, file: FileSpec, step: int, writing: str) -> Told:
         try:
             size = os.fstat(opened).st_size
             found = disk.read_exactly(opened, len(due), 0, file.name)
+            with disk.told(file.name):
+                os.fsync(opened)
         finally:
             os.close(opened)
     finally:

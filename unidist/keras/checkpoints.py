@@ -26,8 +26,7 @@ from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
 from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
-from unidist.keras import later, seeds
-from unidist.keras.compat import saving_lib
+from unidist.keras import configs, later, seeds
 from unidist.keras.held import WORDS, Held, Read, entries, itemsize_of, words
 from unidist.keras.states import State
 
@@ -204,8 +203,7 @@ def _config_of(state: State) -> dict[str, Any] | None:
     """What Keras makes the model of again, and the names of its variables in their order: one that Keras makes of a
     config may have other paths. None where there is none: a class of the user's that does not say how, or too much."""
     try:
-        with saving_lib.ObjectSharingScope():
-            text = json.dumps(keras.saving.serialize_keras_object(state.model), allow_nan=False)
+        text = configs.config_of(state.model)
     # Whatever a user's `get_config` raises, the checkpoint is written.
     except Exception as error:
         _log.info("no config in checkpoints of model %r: %s", state.model.name, error)

@@ -60,6 +60,7 @@ _PLACES = {
     "global_seed_generator": "keras.src.random.seed_generator:global_seed_generator",
     "saving_api": "keras.src.saving.saving_api:",
     "saving_lib": "keras.src.saving.saving_lib:",
+    "serialization_lib": "keras.src.saving.serialization_lib:",
     "data_adapters": "keras.src.trainers.data_adapters:",
     "unpack_x_y_sample_weight": "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
     "EpochIterator": "keras.src.trainers.epoch_iterator:EpochIterator",

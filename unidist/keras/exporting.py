@@ -16,11 +16,10 @@ import keras
 
 from unidist.checkpoint import disk
 from unidist.checkpoint.folders import Step
-from unidist.checkpoint.manifest import MANIFEST
 from unidist.checkpoint.reading import Reader
-from unidist.checkpoint.tensors import Tensor, parse_json
+from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
-from unidist.keras import files, loading
+from unidist.keras import configs, files, loading
 from unidist.keras.checkpoints import OWN, problem, reading
 from unidist.keras.compat import TorchLayer, saving_lib
 from unidist.keras.held import Whole, entries, itemsize_of, whole_region
@@ -49,7 +48,7 @@ def export(directory: Path, step: Step, out: Path) -> None:
         raise CheckpointError(f"{out}: Keras's files end with .keras or {_WEIGHTS}", file=str(out))
     if out.exists():
         raise CheckpointError(f"{out}: is there already", file=str(out))
-    with Reader(directory, step) as reader, _lazy() as initializers, disk.told(out):
+    with Reader(directory, step) as reader, _lazy() as initializers, configs.without_tensorflow(), disk.told(out):
         text, names = _told_of(reader)
         model = _model_of(reader, text, is_compiled=out.suffix == ".keras")
         _fill(model, reader, names, initializers)
@@ -69,20 +68,13 @@ def _told_of(reader: Reader) -> tuple[str, list[str]]:
 
 def _model_of(reader: Reader, text: str, *, is_compiled: bool) -> Any:
     """The model, without values."""
-    config = parse_json(text.encode(), MANIFEST)
-    if not is_compiled and isinstance(config, dict):
-        config.pop("compile_config", None)
     try:
-        with saving_lib.ObjectSharingScope():
-            model = keras.saving.deserialize_keras_object(config, safe_mode=True)
-        if not isinstance(model, keras.Model) or not model.built:
-            raise TypeError("it is of no built model")
+        return configs.model_of(text, is_compiled=is_compiled)
     # Classes of anybody's are called with arguments from a file.
     except Exception as error:
         told = f"{type(error).__name__}: {error!s:.500}"
         text = f"Keras cannot make the model of its config ({told}): {_REMEDY}"
         raise CheckpointError(f"{reader.folder}: {text}") from error
-    return model
 
 
 def _fill(model: Any, reader: Reader, names: list[str], initializers: dict[int, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import unidist
 from unidist.errors import CheckpointError
+from unidist.keras.compat import serialization_lib
 from unidist.keras.exporting import export
 
 
@@ -91,3 +93,21 @@ def test_values_that_follow_from_restored_ones_follow(tmp_path: Path) -> None:
     unidist.save(one, tmp_path, step=1)
     unidist.restore(other, tmp_path)
     np.testing.assert_allclose(other.predict(rows, verbose=0), one.predict(rows, verbose=0), rtol=1e-5, atol=1e-5)
+
+
+def test_tensorflow_is_not_imported_for_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras asks whether it is there by importing it."""
+    asked: list[str] = []
+
+    class Asked:
+        def __getattr__(self, name: str) -> bool:
+            asked.append(name)
+            return False
+
+    monkeypatch.setattr(serialization_lib, "tf", Asked())
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    unidist.save(net(), tmp_path, step=1)
+    export(tmp_path, 1, tmp_path / "model.keras")
+    assert not asked
+    net().save(tmp_path / "other.keras")
+    assert "available" in asked
