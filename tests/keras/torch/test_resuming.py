@@ -166,6 +166,7 @@ def test_callbacks_go_on_counting(tmp_path: Any) -> None:
     assert train(unidist.Checkpoint(tmp_path), ending(3), epochs=9).epoch == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras 3.15 says so of each such epoch
 def test_data_that_does_not_tell_its_length_is_saved_after_its_last_batch(tmp_path: Any) -> None:
     class Rows(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
@@ -174,13 +175,11 @@ def test_data_that_does_not_tell_its_length_is_saved_after_its_last_batch(tmp_pa
     def data() -> Any:
         return {"x": torch.utils.data.DataLoader(Rows(), batch_size=4), "shuffle": False}
 
-    with pytest.warns(UserWarning, match="ran out of data"):
-        whole = train(epochs=3, **data())
-    with pytest.warns(UserWarning, match="ran out of data"), pytest.raises(StopTestError):
+    whole = train(epochs=3, **data())
+    with pytest.raises(StopTestError):
         train(unidist.Checkpoint(tmp_path, 3, keep=None), Steps((1, 0)), epochs=3, **data())
     assert folders.steps(tmp_path) == [3]
-    with pytest.warns(UserWarning, match="ran out of data"):
-        same(train(unidist.Checkpoint(tmp_path, 3), steps := Steps(), epochs=3, seed=99, **data()), whole)
+    same(train(unidist.Checkpoint(tmp_path, 3), steps := Steps(), epochs=3, seed=99, **data()), whole)
     assert steps.steps == [(epoch, batch) for epoch in (1, 2) for batch in range(3)]
 
 
