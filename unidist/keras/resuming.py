@@ -194,8 +194,6 @@ class _Fit:
             self._save(self._position(epoch + 1, 0), wait=is_last)
 
     def _save(self, here: Position, wait: bool = False) -> None:
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
         checkpoints.save(
             self.model,
             self._own.directory,
