@@ -132,6 +132,25 @@ def test_files_are_written_while_training_goes_on(tmp_path: Any, monkeypatch: py
     later.close()
 
 
+def test_logs_of_steps_are_not_asked_for(tmp_path: Any) -> None:
+    """What a save sends of the metrics does not grow with the steps; logs that are read are merged in each."""
+
+    def sent(*callbacks: Any, batch: int) -> int:
+        with unidist.DataParallel().scope():
+            trained = model()
+        with unidist.ledger() as book:
+            trained.fit(X, Y, batch_size=batch, callbacks=list(callbacks), verbose=0)
+        return int(book.count(purpose="metrics"))
+
+    alone, few, many = (
+        sent(batch=2),
+        sent(unidist.Checkpoint(tmp_path / "few", 1000), batch=8),
+        sent(unidist.Checkpoint(tmp_path / "many", 1000), batch=2),
+    )
+    assert few == many
+    assert many - alone < 5
+
+
 # going on -------------------------------------------------------------------------------------------------------------
 
 
