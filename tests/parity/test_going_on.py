@@ -33,7 +33,7 @@ PLACES: list[tuple[str, Spec | None, str]] = [
     *(("sim-torch", DATA_4, source) for source in ("arrays", "PyDataset", "DataLoader")),
     *(("jax-alone", None, source) for source in ("arrays", "PyDataset")),
     ("jax-4", GRID, "arrays"),
-    *(("tensorflow-alone", None, source) for source in ("arrays", "PyDataset", "tf.data", "tf.data of unknown length")),
+    *(("tensorflow-alone", None, source) for source in ("PyDataset", "tf.data", "tf.data of unknown length")),
     ("tensorflow-4", GRID, "arrays"),
     # Real processes.
     *(("torch-2", DATA_2, source) for source in ("arrays", "PyDataset", "DataLoader with a generator")),
