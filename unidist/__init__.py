@@ -22,6 +22,7 @@ _HOME = {
     "unidist.keras.models": "parallelize describe gather_weights",
     "unidist.keras.checkpoints": "save restore",
     "unidist.keras.planning.planning": "plan",
+    "unidist.keras.resuming": "Checkpoint",
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from unidist.keras.models import gather_weights as gather_weights
     from unidist.keras.models import parallelize as parallelize
     from unidist.keras.planning.planning import plan as plan
+    from unidist.keras.resuming import Checkpoint as Checkpoint
     from unidist.keras.strategy import DataParallel as DataParallel
     from unidist.keras.strategy import ModelParallel as ModelParallel
     from unidist.keras.tensor_parallel import TensorParallelKeras as TensorParallelKeras

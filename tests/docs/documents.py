@@ -34,6 +34,17 @@ def blocks(document: str) -> list[Block]:
     return [Block(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in _FENCE.finditer(text)]
 
 
+def assert_demo(shown: str) -> None:
+    """What `unidist demo` promises: its bounds are kept, and it shows layouts, traffic and memory."""
+    assert "MISS" not in shown
+    assert shown.count("ok  ") == 3
+    assert "Mesh({'data': 2, 'model': 2})" in shown
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["wide/kernel"][1:] == ["-", "model", "256x256", "256x128", "131,072", "50%"]
+    assert lines["norm/gamma"][1] == "replicated"
+    assert int(lines["all_reduce"][-1].replace(",", "")) > 1_000_000
+
+
 def table(document: str, head: str) -> list[list[str]]:
     """The rows of the table whose first line is `head`: the text of each cell, without backticks."""
     lines = (ROOT / document).read_text().splitlines()

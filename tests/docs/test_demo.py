@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from tests.docs.documents import assert_demo
 from tests.support.hiding import HIDDEN, path_with
+from tests.support.sampling import unless_all
 from unidist import demo
 from unidist.errors import BackendNotAvailableError, MeshError
 
@@ -33,29 +35,20 @@ def run(*arguments: str, keras: str = "torch") -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize(("keras", "backend"), [("torch", "sim"), ("jax", "jax")])
+# On torch in the simulator, as without an argument: the README's first line, in test_readme.py.
+@pytest.mark.parametrize(("keras", "backend"), [*unless_all((), (("torch", "sim"),)), ("jax", "jax")])
 def test_it_keeps_its_bounds_and_shows_layouts_traffic_and_memory(keras: str, backend: str) -> None:
     done = run("--backend", backend, keras=keras)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "MISS" not in done.stdout
-    assert done.stdout.count("ok  ") == 3
-    assert "Mesh({'data': 2, 'model': 2})" in done.stdout
-    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
-    assert lines["wide/kernel"][1:] == ["-", "model", "256x256", "256x128", "131,072", "50%"]
-    assert lines["norm/gamma"][1] == "replicated"
-    sent = int(lines["all_reduce"][-1].replace(",", ""))
-    assert sent > 1_000_000
+    assert_demo(done.stdout)
 
 
-def test_a_missed_bound_is_a_non_zero_exit_code() -> None:
-    done = run("--epochs", "1", "--quiet")
+def test_a_missed_bound_is_a_non_zero_exit_code_on_any_mesh() -> None:
+    """After an epoch the digits are not learned yet; the numbers are one device's all the same."""
+    done = run("--epochs", "1", "--mesh", "data=1,model=2", "--quiet")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "MISS  accuracy on held-back digits" in done.stdout
-
-
-def test_another_mesh() -> None:
-    done = run("--mesh", "data=1,model=2", "--quiet")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout.count("MISS  "), done.stdout.count("ok  ")) == (1, 2)
     assert "Mesh({'data': 1, 'model': 2})" in done.stdout
 
 

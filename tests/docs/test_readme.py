@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.documents import ROOT, Block, blocks, run, table, write_files
+from tests.docs.documents import ROOT, Block, assert_demo, blocks, run, table, write_files
 from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
@@ -110,13 +110,14 @@ def test_a_fresh_environment_installs_the_package_and_shows_the_demo(tmp_path: P
         "PYTHONPATH": sysconfig.get_paths()["purelib"],
         "PATH": f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin",
         "HOME": str(tmp_path),
+        "COLUMNS": "100",
     }
     done = subprocess.run(
         ["bash", "-c", line], cwd=checkout, env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Successfully built keras-unidist" in done.stdout
-    assert done.stdout.count("ok  ") == 3
+    assert_demo(done.stdout)
 
 
 def _loss(told: str) -> float:

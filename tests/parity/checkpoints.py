@@ -127,3 +127,25 @@ def _bytes(held: Any, model: Any) -> int:
     ranks = [rank for rank in session.backend().local_ranks() if rank in held.sharding.mesh.devices]
     regions = {held.sharding.region(rank) for rank in ranks}
     return sum(int(np.prod([n for _, n in region])) for region in regions) * itemsize_of(held.dtype)
+
+
+def amid_a_fit(folder: str, spec: Spec) -> tuple[list[Any], Any]:
+    """(a kernel as it was saved after each of three steps, the kernel at the end)."""
+    import keras
+
+    import unidist
+    from unidist.checkpoint.reading import Reader
+
+    keras.utils.clear_session()
+    with strategy_of(spec).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="layer")], name="net")
+        model.compile("sgd", "mse")
+    seen: list[Any] = []
+
+    def save(batch: int, logs: Any) -> None:
+        with Reader(unidist.save(model, folder, step=batch)) as reader:
+            seen.append(reader.read("net/layer/kernel").view("float32").reshape(4, 8))
+
+    saving = keras.callbacks.LambdaCallback(on_train_batch_end=save)
+    model.fit(np.ones((24, 4)), np.ones((24, 8)), batch_size=8, verbose=0, callbacks=[saving])
+    return seen, np.asarray(model.layers[0].kernel)

@@ -545,7 +545,7 @@ def sum_of_saved(path: str) -> float:
     """The sum of what a saved model predicts for the rows of the script in test_tensorflow.py."""
     import keras
 
-    x = np.random.default_rng(0).normal(size=(22, 16)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
     return float(keras.models.load_model(path).predict(x, verbose=0).sum())
 
 

@@ -31,14 +31,14 @@ IN_PROCESSES = ("tensorflow-2x2", "2x2", 1)
 EVERYWHERE = [*WHERE, IN_PROCESSES]
 # Promises that one optimizer can keep at once, together: each program takes seconds to compile.
 TOGETHER = ["clipnorm, schedule, ema", "clipvalue, ema at the end", "global clipnorm, decay"]
-FEW = [*TOGETHER, "accumulation", "scaled accumulation", "scaled", "overflow"]
+FEW = [*TOGETHER, "scaled accumulation", "scaled", "overflow"]
 # Each promise at one stage of DTensor. Over Horovod gradients are whole everywhere, and Keras does the rest.
 OPTIMIZERS = [
     *(
         ("tensorflow-4", "2x2", k % 4, name)
         for k, name in enumerate([*unless_all(FEW, PROMISES), *unless_all(OTHERS[3:], OTHERS)])
     ),
-    *(("horovod-2-tensorflow", "dp", 0, name) for name in unless_all((FEW[0], FEW[4]), PROMISES)),
+    *(("horovod-2-tensorflow", "dp", 0, name) for name in unless_all((FEW[0], FEW[3]), PROMISES)),
 ]
 
 
@@ -98,7 +98,8 @@ def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> No
     everywhere(where, program)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE, ids=str)
+# What processes agree on, one does.
+@pytest.mark.parametrize("where", unless_all(EVERYWHERE[1:], EVERYWHERE), ids=str)
 def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:
     setting, kind, zero = where
     once, again = (worlds.get(setting).call(RUN("seeded"), kind, zero) for _ in range(2))
@@ -129,7 +130,7 @@ def test_copies_of_a_value_are_the_same_to_the_last_bit(worlds: Worlds, where: t
         assert len(set(digests)) == 1, key
 
 
-@pytest.mark.parametrize("where", EVERYWHERE, ids=str)
+@pytest.mark.parametrize("where", unless_all(EVERYWHERE[1:], EVERYWHERE), ids=str)
 def test_one_devices_overflow_skips_the_step_on_all(worlds: Worlds, where: tuple[str, str, int]) -> None:
     setting, kind, zero = where
     for found in worlds.get(setting).call(COUNTED("overflowed"), kind, zero):
@@ -155,7 +156,7 @@ def test_batch_statistics_that_are_asked_for_of_all_replicas(everywhere: Any, wh
 STEPS = [(w, how) for w in (("tensorflow-4", "2x2", 1), *EVERYWHERE[1:]) for how in ("trackers", "two optimizers")]
 
 
-@pytest.mark.parametrize(("where", "how"), unless_all([STEPS[1], STEPS[2], STEPS[5]], STEPS), ids=str)
+@pytest.mark.parametrize(("where", "how"), unless_all([STEPS[2], STEPS[5]], STEPS), ids=str)
 def test_documented_steps_of_the_users_own(worlds: Worlds, alone: Alone, where: tuple[str, str, int], how: str) -> None:
     setting, kind, zero = where
     wanted = alone.world("tensorflow").call("tests.parity.steps:run", how, *ALONE)[0]
@@ -167,7 +168,7 @@ def test_documented_steps_of_the_users_own(worlds: Worlds, alone: Alone, where: 
 WRITERS = [("tensorflow-4", "2x2"), ("tensorflow-2x2", "2x2"), ("horovod-2-tensorflow", "dp")]
 
 
-@pytest.mark.parametrize(("setting", "kind"), WRITERS)
+@pytest.mark.parametrize(("setting", "kind"), unless_all(WRITERS[1:], WRITERS))
 def test_callbacks_write_once_and_decide_alike(
     setting: str, kind: str, worlds: Worlds, expected: Any, tmp_path: Path
 ) -> None:

@@ -108,12 +108,12 @@ with unidist.ModelParallel(mesh, rules).scope():
     model = keras.Sequential(layers, name="net")
     model.compile("adam", "mse")
 rng = np.random.default_rng(0)
-x, y = rng.normal(size=(22, 16)).astype("float32"), rng.normal(size=(22, 1)).astype("float32")
+x, y = rng.normal(size=(16, 16)).astype("float32"), rng.normal(size=(16, 1)).astype("float32")
 with unidist.ledger() as book:
     history = model.fit(x, y, batch_size=8, epochs=2)
 assert book.count() > 0 and unidist.describe(model).sharded
 model.save("net.keras")
-print("process", unidist.process_index(), "of", unidist.process_count(), "sum", model.predict(x, verbose=0).sum())
+print("process", unidist.process_index(), "of", unidist.process_count(), "sum", model.predict(x, 8, verbose=0).sum())
 """
 
 

@@ -8,7 +8,8 @@ of the table, from the layout that the one before it left.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import sampling
 from unidist.algebra import Mesh, Redistribution, Sharding, Step, redistribution
 from unidist.algebra import sharding as sharding_module
 from unidist.algebra import step as step_module
@@ -132,20 +134,27 @@ def every_pair(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[tuple[Sharding, S
     return itertools.product(kinds, repeat=2)
 
 
+def drawn(pairs: Iterable[tuple[Sharding, Sharding]]) -> list[tuple[Sharding, Sharding]]:
+    """A quarter of them. A mistake in a row of the table shows in many pairs at once."""
+    every = list(pairs)
+    return sampling.unless_all(random.Random(sampling.SEED).sample(every, len(every) // 4), every)
+
+
 # Every pair on a small mesh ----------------------------------------------------------------------------------------
 
 SHAPES = [(), (6,), (5,), (1,), (0,), (6, 12), (5, 7), (2, 13), (0, 4), (1, 1)]
+WHOLE = [(), (6,), (5,), (6, 12), (5, 7)]
 
 
 @pytest.mark.parametrize("mesh", [SMALL, PERMUTED], ids=["rank order", "permuted"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_obeys_every_law(mesh: Mesh, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
-    count = 0
-    for src, dst in every_pair(mesh, shape):
+    pairs = list(every_pair(mesh, shape))
+    assert len(pairs) == {0: 81, 1: 289, 2: 729}[len(shape)]
+    # All of them where the devices are in order: of dims that divide, and of some that do not.
+    for src, dst in pairs if mesh is SMALL and shape in WHOLE else drawn(pairs):
         obey_all(src, dst, rng)
-        count += 1
-    assert count == {0: 81, 1: 289, 2: 729}[len(shape)]
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1), (1, 1)], ids=str)
@@ -162,7 +171,8 @@ def test_other_reductions_keep_the_value(op: Any) -> None:
     rng = np.random.default_rng(2)
     for shape in [(5, 7), (4,), ()]:
         kinds = [Sharding(SMALL, layout, shape) for layout in samples.layouts(("a", "b"), len(shape), op=op)]
-        for src, dst in itertools.product(kinds, repeat=2):
+        pairs = itertools.product(kinds, repeat=2)
+        for src, dst in pairs if op == "mean" else drawn(pairs):
             obey_chain(redistribution(src, dst))
             obey_value_and_replica(src, dst, rng)
             obey_bytes(src, dst, rng)
@@ -175,7 +185,7 @@ def test_a_value_moves_from_one_reduction_to_another(first: Any, second: Any) ->
     rng = np.random.default_rng(3)
     sources = [Sharding(SMALL, layout, (5, 7)) for layout in samples.layouts(("a", "b"), 2, op=first)]
     targets = [Sharding(SMALL, layout, (5, 7)) for layout in samples.layouts(("a", "b"), 2, op=second)]
-    for src, dst in itertools.product(sources[::2], targets[1::2]):
+    for src, dst in drawn(itertools.product(sources[::2], targets[1::2])):
         obey_chain(redistribution(src, dst))
         obey_value_and_replica(src, dst, rng)
 
@@ -185,7 +195,7 @@ def test_the_value_is_kept_in_its_own_dtype(dtype: str) -> None:
     rng = np.random.default_rng(4)
     for op in ("sum", "max", "prod") if dtype != "bool" else ("sum",):
         kinds = [Sharding(SMALL, layout, (5, 4)) for layout in samples.layouts(("a", "b"), 2, op=op)]
-        for src, dst in itertools.product(kinds[::2], kinds[1::2]):
+        for src, dst in drawn(itertools.product(kinds[::2], kinds[1::2])):
             obey_value_and_replica(src, dst, rng, dtype)
 
 

@@ -100,7 +100,6 @@ def save(
     """
     wait()
     state = State.of(model)
-    state.settle()
     holders = state.holders
     where = _folder(directory)
 

@@ -63,6 +63,7 @@ _PLACES = {
     "serialization_lib": "keras.src.saving.serialization_lib:",
     "data_adapters": "keras.src.trainers.data_adapters:",
     "unpack_x_y_sample_weight": "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
+    "EpochIterator": "keras.src.trainers.epoch_iterator:EpochIterator",
     "file_utils": "keras.src.utils.file_utils:",
     "jax_utils": "keras.src.utils.jax_utils:",
     "GLOBAL_RANDOM_SEED": "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",

@@ -11,7 +11,7 @@ from typing import Any
 from unidist.keras import agreement
 from unidist.keras.agreement import Peers
 from unidist.keras.interception import Hook
-from unidist.keras.processes import Processes
+from unidist.keras.processes import Processes, taking_part
 from unidist.keras.writing import by_one
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -44,6 +44,10 @@ def _entering(original: Any, find: Any, enter: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         with enter(found, given, name) as (processes, find_peers), by_one(given, processes):
             agreement.begin(given, name, find_peers)
-            return original(*given.args, **given.kwargs)
+            token = taking_part.set(processes)
+            try:
+                return original(*given.args, **given.kwargs)
+            finally:
+                taking_part.reset(token)
 
     return entrance

@@ -31,18 +31,15 @@ class _Writer:
 
     def at(self, place: int) -> Background:
         if self.background is None or self.background.place != place:
-            if self.background is not None:
-                self.background.close()
-            else:
-                atexit.register(self.end)
+            self.end()
             self.background = Background(place)
         return self.background
 
     def end(self) -> None:
-        """At the end of the program: what was begun is written, or its error is shown."""
         if self.background is not None:
             with self.background:
                 self.background.wait()
+            self.background = None
 
 
 _writer = _Writer()
@@ -93,3 +90,11 @@ def wait() -> None:
     found.holders.agree(failure, f"write {found.folder}")
     if (keep := found.keep) is not None:
         found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
+
+
+def close() -> None:
+    """Ends the process that writes, when it has written. At the end of a program too, where its error is shown."""
+    _writer.end()
+
+
+atexit.register(close)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,3 +138,7 @@ class Processes:
 def _checksum(data: bytes) -> int:
     """31 bits, which an int32 holds."""
     return zlib.crc32(data) & 0x7FFFFFFF
+
+
+# Those of the entrance of Keras's trainer that is under way; None where one process trains alone.
+taking_part: ContextVar[Processes | None] = ContextVar("unidist_taking_part", default=None)

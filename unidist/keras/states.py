@@ -95,7 +95,6 @@ class State:
     model: Any
     variables: tuple[tuple[Tensor, Held], ...]
     holders: Holders
-    _settle: Callable[[Any], None]
 
     @staticmethod
     def of(model: Any) -> State:
@@ -108,6 +107,10 @@ class State:
         """
         if not model.built:
             raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
+        # On JAX the variables are behind the steps of a fit.
+        sync = getattr(model, "jax_state_sync", None)
+        if sync is not None:
+            sync()
         package = drivers.driver()
         driver = None if package is None else importlib.import_module(f"{package}.states")
         for optimizer in optimizers(model):
@@ -115,9 +118,9 @@ class State:
                 optimizer.build(model.trainable_variables)
         if driver is None:
             held: Callable[[Any], Held] = Whole
-            return State(model, tuple(named(model, held)), Holders(None), lambda model: None)
+            return State(model, tuple(named(model, held)), Holders(None))
         driver.ready(model)
-        return State(model, tuple(named(model, driver.held)), Holders(driver.processes(model)), driver.settle)
+        return State(model, tuple(named(model, driver.held)), Holders(driver.processes(model)))
 
     @cached_property
     def files(self) -> tuple[FileSpec, ...]:
@@ -126,13 +129,6 @@ class State:
     @property
     def has_optimizer(self) -> bool:
         return any(tensor.kind == "optimizer" for tensor, _ in self.variables)
-
-    def settle(self) -> None:
-        """The variables have the values that they would have on one device now."""
-        sync = getattr(self.model, "jax_state_sync", None)
-        if sync is not None:
-            sync()
-        self._settle(self.model)
 
     def shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
         """What this process is to write of each variable. A collective where values are sums over ranks."""

@@ -26,10 +26,6 @@ def ready(model: Any) -> None:
         placing.prepare(model, distribution)
 
 
-def settle(model: Any) -> None:
-    """Nothing of a step is left outside of the variables."""
-
-
 def processes(model: Any) -> Processes | None:
     """Those that hold the model together, if there are several."""
     return worlds.processes() if placing.is_placed(model) else None

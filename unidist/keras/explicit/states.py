@@ -13,7 +13,6 @@ from unidist.algebra import Sharding
 from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
 from unidist.checkpoint.shares import Share
-from unidist.keras import sessions
 from unidist.keras.explicit import data, engine
 from unidist.keras.explicit.placing import is_placed
 from unidist.keras.explicit.storage import Storage
@@ -24,18 +23,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def ready(model: Any) -> None:
-    """Places a built model, its optimizer and its metrics, if it is distributed."""
+    """Places a built model, its optimizer and its metrics, if it is distributed. Nothing is under way then, and
+    gradients that wait for an accumulation are in the slots."""
     found = engine.engine_of(model)
     if found is not None:
         with found.session():
             found.prepare()
-
-
-def settle(model: Any) -> None:
-    """Nothing is under way any more. A collective where gradients wait for an accumulation."""
-    found = sessions.of(model).engine
-    if found is not None:
-        found.settle()
 
 
 def processes(model: Any) -> Processes | None:

@@ -29,10 +29,6 @@ def ready(model: Any) -> None:
         placing.place_model(model, distribution)
 
 
-def settle(model: Any) -> None:
-    """Nothing of a step is left outside of the variables."""
-
-
 def processes(model: Any) -> Processes | None:
     """Those that hold the model together, if there are several."""
     distributed = any(placed.of(v).distribution is not None for v in making.all_variables(model))

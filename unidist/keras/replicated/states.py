@@ -18,10 +18,6 @@ def ready(model: Any) -> None:
             found.prepare()
 
 
-def settle(model: Any) -> None:
-    """Nothing of a step is left outside of the variables."""
-
-
 def processes(model: Any) -> Processes | None:
     """Those that hold the model together, if there are several."""
     return engine.processes() if sessions.of(model).engine is not None else None

@@ -1,0 +1,198 @@
+"""Where a training stands: an epoch, a step in it, what the data's order hangs on, and what callbacks have counted.
+
+All of it is JSON: what comes from a file is data, never code.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from unidist.errors import CheckpointError
+
+# (object's place among those looked at) -> attribute -> value, packed.
+Attributes = dict[str, dict[str, Any]]
+_PLAIN = (bool, int, float, np.generic, type(None))
+_SORTS = ("array", "number", "numbers", "numpy", "legacy", "python", "torch")
+
+
+@dataclass
+class Course:
+    """One iterator over the data, which may serve several epochs where these are shorter.
+
+    Attributes:
+        random: the random state of the process before it was made.
+        source: that of the data's own attributes.
+        first: the random state before its first batch, where it was made long before.
+        taken: batches that were trained on.
+    """
+
+    random: str
+    source: Attributes
+    first: str | None = None
+    taken: int = 0
+
+
+@dataclass
+class Position:
+    """Where a training stands.
+
+    Attributes:
+        epoch: the one that is under way, or the next.
+        step: how many of its batches were trained on.
+        total: how many batches were trained on in all.
+        ended: a callback has ended the training early.
+        made: the random state before the data was made ready.
+        random: that of now.
+        source: the data's own attributes now: those that have changed.
+        course: the iterator that is under way, if one is.
+        batches: in an epoch, where that is found at its end.
+        passes: how many batches were drawn of each iterator over a tf.data.Dataset, the one under way included.
+        history: of the epochs that have ended.
+        callbacks: their own attributes: those that have changed.
+    """
+
+    epoch: int
+    step: int
+    total: int
+    ended: bool
+    made: str
+    random: str
+    source: Attributes
+    course: Course | None
+    batches: int | None = None
+    passes: list[int] = field(default_factory=list)
+    history: dict[str, Any] = field(default_factory=dict)
+    callbacks: Attributes = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any], where: str = "") -> Position:
+        """Raises CheckpointError: it is none, or that of another version."""
+        try:
+            course = found["course"]
+            return cls(**{**found, "course": None if course is None else Course(**course)})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{where}: holds no position that this version of unidist can go on from") from error
+
+
+# attributes of objects ------------------------------------------------------------------------------------------------
+
+
+def attributes(objects: Iterable[tuple[str, Any]]) -> Attributes:
+    """What can be packed of objects' own attributes: numbers, arrays and generators of random numbers."""
+    return {
+        name: {key: packed for key, value in vars(one).items() if (packed := _packed(value)) is not _NEVER}
+        for name, one in objects
+    }
+
+
+def changed(now: Attributes, before: Attributes) -> Attributes:
+    """Those of now that were not so before."""
+    return {
+        name: {key: value for key, value in own.items() if before.get(name, {}).get(key, _NEVER) != value}
+        for name, own in now.items()
+    }
+
+
+def set_attributes(objects: Iterable[tuple[str, Any]], found: Attributes) -> None:
+    """Gives objects their attributes. A generator of random numbers stays the one that it is, and others see it too."""
+    for name, one in objects:
+        for key, value in found.get(name, {}).items():
+            sort = next(iter(value)) if isinstance(value, dict) else None
+            held = vars(one).get(key)
+            if key not in vars(one) and hasattr(one, key):
+                continue
+            if sort in _GENERATORS and held is not None:
+                _GENERATORS[sort](held, value[sort])
+            else:
+                setattr(one, key, unpacked(value))
+
+
+_NEVER = object()
+
+
+def _packed(value: Any) -> Any:
+    """As JSON, or _NEVER."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": repr(float(value))}
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            return _NEVER
+        return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list) and value and all(type(one) is int for one in value):
+        return {"numbers": value.copy()}
+    if isinstance(value, np.random.Generator):
+        return {"numpy": packed(value.bit_generator.state)}
+    if isinstance(value, np.random.RandomState):
+        return {"legacy": packed(value.get_state(legacy=False))}
+    if isinstance(value, random.Random):
+        version, numbers, drawn = value.getstate()
+        return {"python": [version, list(numbers), drawn]}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Generator):
+        return {"torch": _packed(value.get_state().numpy())}
+    return _NEVER
+
+
+def packed(value: Any) -> Any:
+    """A tree of dictionaries, lists, texts and numbers as JSON, arrays too.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if isinstance(value, dict):
+        return {str(key): packed(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [packed(one) for one in value]
+    found = value if isinstance(value, str) else _packed(value)
+    if found is _NEVER:
+        raise TypeError(f"{type(value).__name__} is neither a number nor an array")
+    return found
+
+
+def unpacked(value: Any) -> Any:
+    """What `packed` was given; tuples as lists."""
+    if isinstance(value, list):
+        return [unpacked(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    sort = next(iter(value), None)
+    if len(value) != 1 or sort not in _SORTS:
+        return {key: unpacked(one) for key, one in value.items()}
+    if sort == "array":
+        dtype, shape, data = value["array"]
+        array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+        return array if shape else array[()]
+    return float(value["number"]) if sort == "number" else value[sort]
+
+
+def _set_numpy(held: Any, state: Any) -> None:
+    held.bit_generator.state = unpacked(state)
+
+
+def _set_legacy(held: Any, state: Any) -> None:
+    held.set_state(unpacked(state))
+
+
+def _set_python(held: Any, state: Any) -> None:
+    held.setstate((state[0], tuple(state[1]), state[2]))
+
+
+def _set_torch(held: Any, state: Any) -> None:
+    held.set_state(sys.modules["torch"].from_numpy(unpacked(state)))
+
+
+_GENERATORS = {"numpy": _set_numpy, "legacy": _set_legacy, "python": _set_python, "torch": _set_torch}
