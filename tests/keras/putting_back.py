@@ -13,7 +13,7 @@ import numpy as np
 import unidist
 
 # What unidist replaces outside of Keras.
-BELOW = ("torch.autograd", "tensorflow.python.ops.array_ops", "tensorflow.python.ops.gen_array_ops")
+BELOW = ("safetensors", "torch.autograd", "tensorflow.python.ops.array_ops", "tensorflow.python.ops.gen_array_ops")
 
 
 def attributes() -> dict[tuple[str, str], Any]:

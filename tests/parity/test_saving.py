@@ -92,7 +92,10 @@ def test_weights_alone_are_whole_and_load_everywhere(written: Written, alone: Al
     folder = str(written.folder)
     found = alone.world(written.keras).call("tests.parity.train:load_weights", CASE, None, folder)[0]
     assert_same_values(found, written.saved[0].weights, 0.0)
-    for setting, spec in (("torch-2", MODEL_2), ("sim-torch", GRID), ("jax-4", MODEL_4), ("tensorflow-4", MODEL_4)):
+    places = [("torch-2", MODEL_2), ("sim-torch", GRID), ("jax-4", MODEL_4), ("tensorflow-4", MODEL_4)]
+    # One file is as another: what two processes wrote is read by all, what others wrote by another Keras backend.
+    others = places[2:3] if written.keras == "torch" else places[:1]
+    for setting, spec in places if written.setting == "torch-2" else unless_all(others, places):
         for found in worlds.get(setting).call("tests.parity.train:load_weights", CASE, spec, folder):
             assert_same_values(found, written.saved[0].weights, 0.0)
 

@@ -1,23 +1,35 @@
-"""Which strategy a model trains under, and how its variables become DTensors."""
+"""Which strategy a model trains under, and how its variables become DTensors.
+
+A model's variables are placed when it is first used, as how they are read depends on its layers. Large ones that are
+cut rest in parts from the start, and are read whole until then.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.array import as_layout
-from unidist.keras import placed, sessions
-from unidist.keras.compat import RNN, random_seed_dtype, tree
+from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import memory, placed, sessions
+from unidist.keras.compat import RNN, in_stateless_scope, random_seed_dtype, tree
 from unidist.keras.dtensor import values, worlds
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.planning.settling import to_place
+from unidist.keras.ranges import Stored
 from unidist.keras.strategy import UnidistDistribution, adopt, current
 from unidist.keras.telling import applied
 from unidist.strategies import VariableLayouts
+
+# Items of a variable that is in parts before its model is used.
+LARGE = 1 << 16
 
 
 def distribution_of(model: Any) -> UnidistDistribution | None:
@@ -98,14 +110,81 @@ def _place_variable(variable: Any, found: VariableLayouts, distribution: Unidist
         worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
         for layout in (found.storage, Layout(*found.compute.dims), found.state)
     )
-    host = values.whole(value)
-    if worlds.several() and not isinstance(value, dtensor.DVariable):
-        # Made on its own in each process: the seeds may have differed.
-        host = worlds.from_first(host)
+    if not isinstance(value, values.SpreadVariable):
+        value = _spread(variable, values.whole(value), storage)
+    elif value.layout != storage:
+        value = _in_parts(variable, values.whole(value), storage)
+    value.compute, value.state, value.waits_on = compute, state, None
+    variable._value = value
+
+
+def _spread(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadVariable:
+    """A variable's parts of a value that each process has made on its own: the seeds may have differed."""
+    return _in_parts(variable, worlds.from_first(host) if worlds.several() else host, storage)
+
+
+def _in_parts(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadVariable:
     with dtensor.default_mesh(storage.mesh):
-        spread = values.SpreadVariable(values.put(host, storage), trainable=variable.trainable, name=variable.name)
-    spread.compute, spread.state = compute, state
-    variable._value = spread
+        return values.SpreadVariable(values.put(host, storage), trainable=variable.trainable, name=variable.name)
+
+
+def initializing(original: Any) -> Any:
+    """Variable._initialize: what is large and to be cut is in parts as soon as it has a value."""
+
+    @functools.wraps(original)
+    def _initialize(variable: Any, value: Any) -> None:
+        storage = distribution = None
+        if callable(value) and not in_stateless_scope() and tf.executing_eagerly() and prod(variable._shape) >= LARGE:
+            distribution = _to_lie_on(variable)
+            storage = None if distribution is None else _cut(variable, distribution)
+        if storage is None:
+            original(variable, value)
+            return
+        host = np.asarray(value())
+        variable._value = _spread(variable, host, storage)
+        variable._value.waits_on = distribution
+        size = host.nbytes
+        del host
+        memory.give_back_after(size)
+
+    return _initialize
+
+
+def _to_lie_on(variable: Any) -> UnidistDistribution | None:
+    """The distribution in force; a slot's is its variable's."""
+    owner = placed.of_new(variable).owner
+    if owner is None:
+        return current()
+    resting = getattr(owner, "_value", None)
+    waits_on = resting.waits_on if isinstance(resting, values.SpreadVariable) else None
+    found: UnidistDistribution | None = waits_on or placed.of(owner).distribution
+    return found
+
+
+def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | None:
+    """The layout in which a variable rests; None: it is whole, or what is wrong is told when its model is placed."""
+    try:
+        found = _layouts_of(variable, distribution, True)
+        storage = worlds.native_layout(found.storage, tuple(variable.shape), distribution.mesh)
+    except (LayoutError, CapabilityError):
+        return None
+    placed.of(variable).layouts = found
+    return storage if found.storage.dims else None
+
+
+def loading(original: Any) -> Any:
+    """Variable.assign: each device's part is read from a file by itself."""
+
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any) -> Any:
+        is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
+        if not is_alike or not isinstance(variable._value, values.SpreadVariable) or in_stateless_scope():
+            return original(variable, value)
+        variable._value.assign_stored(value, variable._convert_to_tensor)
+        memory.give_back_after(value.size * value.dtype.itemsize)
+        return value
+
+    return assign
 
 
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:

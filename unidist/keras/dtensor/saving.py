@@ -14,7 +14,8 @@ from unidist.keras.processes import Processes
 
 def holding(model: Any) -> Processes | None:
     """The processes of the world, if there are several and the model is on them."""
-    return worlds.processes() if placing.is_placed(model) else None
+    resting = any(isinstance(variable._value, values.SpreadVariable) for variable in model.variables)
+    return worlds.processes() if resting or placing.is_placed(model) else None
 
 
 def loading(model: Any) -> Processes | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array
 from unidist.keras.dtensor import worlds
+from unidist.keras.ranges import Stored
 
 U = dtensor.UNSHARDED
 
@@ -25,16 +26,21 @@ def replicated(mesh: dtensor.Mesh, ndim: int) -> dtensor.Layout:
 def put(value: Any, layout: dtensor.Layout) -> Any:
     """A DTensor from the same full value on every process. Its dims must divide."""
     whole = np.asarray(value)
+    return put_parts(whole.shape, layout, lambda index: tf.constant(whole[index]))
+
+
+def put_parts(shape: Sequence[int], layout: dtensor.Layout, part: Callable[[tuple[slice, ...]], Any]) -> Any:
+    """A DTensor of what `part` gives of the full value for each device of this process."""
     parts = []
     for place in layout.mesh.local_device_locations():
         slices = []
-        for size, axis in zip(whole.shape, layout.sharding_specs, strict=True):
+        for size, axis in zip(shape, layout.sharding_specs, strict=True):
             if axis == U:
                 slices.append(slice(None))
                 continue
             step = size // layout.mesh.dim_size(axis)
             slices.append(slice(place[axis] * step, (place[axis] + 1) * step))
-        parts.append(tf.constant(whole[tuple(slices)]))
+        parts.append(part(tuple(slices)))
     return dtensor.pack(parts, layout)
 
 
@@ -77,11 +83,14 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         compute: how it lies where layers read it; None: as it rests.
         state: how its gradient and its slots lie, and it itself while the optimizer updates it; None: as it rests.
         held: the whole value, while a model is being saved by a process that must not ask the others.
+        waits_on: the distribution that it is cut by, until its model is placed; None: it is placed. Until then it is
+            read whole on the host.
     """
 
     compute: dtensor.Layout | None = None
     state: dtensor.Layout | None = None
     held: Array | None = None
+    waits_on: Any = None
 
     def numpy(self) -> Array:
         return whole(self) if self.held is None else self.held
@@ -105,12 +114,24 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
     def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         return self.assign_add(tf.convert_to_tensor(sparse_delta))
 
+    def assign_stored(self, value: Stored, convert: Callable[..., Any]) -> None:
+        """Takes what lies in a file, of which each device's part is read."""
+        dtype = self.dtype.name
+        found = put_parts(value.shape, self.layout, lambda index: convert(value.part(index), dtype=dtype))
+        super().assign(found)
+
     def value(self) -> Any:
+        if self.waits_on is not None and tf.executing_eagerly():
+            return on_host(super().value())
         found, wanted = super().value(), self._wanted()
         return found if wanted is None else _read_as(found, wanted, self.layout)
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
-        return super()._dense_var_to_tensor(dtype, name, as_ref) if self._wanted() is None else self.value()
+        return (
+            super()._dense_var_to_tensor(dtype, name, as_ref)
+            if self._wanted() is None and self.waits_on is None
+            else self.value()
+        )
 
     def _wanted(self) -> dtensor.Layout | None:
         """The layout in which it is read here; None: as it rests."""

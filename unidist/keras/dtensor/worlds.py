@@ -82,11 +82,25 @@ def native_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> dtensor
     return backend().layout(Sharding(in_order(mesh), layout, shape))
 
 
+# Items of an array that go in one broadcast, which holds several copies of them.
+PIECE = 1 << 20
+
+
 def from_first(value: Any) -> Array:
     """Process 0's array on every process; all give one of the same shape and dtype. A collective of the world."""
+    given = np.asarray(value)
+    if given.size <= PIECE:
+        return _piece_from_first(given)
+    found = given.copy()
+    flat = found.reshape(-1)
+    for start in range(0, len(flat), PIECE):
+        flat[start : start + PIECE] = _piece_from_first(flat[start : start + PIECE])
+    return found
+
+
+def _piece_from_first(given: Array) -> Array:
     here = backend()
     mesh = Mesh({"rank": len(here.list_devices())})
-    given = np.asarray(value)
     sharding = Sharding(mesh, Layout(), given.shape)
     held = here.from_local([given] * len(here.local_ranks()), sharding)
     return here.gather(here.broadcast(held, sharding, ("rank",), 0), sharding)

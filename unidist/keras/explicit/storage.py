@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,11 @@ class Storage:
         """Whether each rank stores something of the whole shape: the value, or its part of a sum."""
         return not self.shardings.stored.layout.dims
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank stores a part of the value."""
+        return bool(self.shardings.stored.layout.dims) and not self.shardings.stored.layout.partial
+
     # values -------------------------------------------------------------------------------------------------------
 
     def fill(self, value: torch.Tensor, *, trainable: bool) -> None:
@@ -141,6 +146,13 @@ class Storage:
                 self.settled(rank).copy_(self._shard_of(value, rank))
                 if not self.is_kept and self.leaves[rank].untyped_storage().size():
                     self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
+
+    def assign_parts(self, part: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
+        """Writes each rank's shard of a value that is cut, of which `part` gives the slices."""
+        with torch.no_grad():
+            for rank in self.world.ranks:
+                self.settled(rank).copy_(part(self.shardings.stored.slices(rank)))
+        self.forget_gathered()
 
     def _shard_of(self, value: torch.Tensor, rank: int) -> torch.Tensor:
         stored = self.shardings.stored

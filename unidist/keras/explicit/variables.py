@@ -9,7 +9,7 @@ import torch
 from keras.distribution import TensorLayout
 
 from unidist.algebra import Sharding
-from unidist.keras import placed
+from unidist.keras import memory, placed
 from unidist.keras.compat import (
     backend,
     get_device,
@@ -19,10 +19,11 @@ from unidist.keras.compat import (
     to_torch_dtype,
 )
 from unidist.keras.compat import torch_convert_to_numpy as convert_to_numpy
-from unidist.keras.explicit import context, memory
+from unidist.keras.explicit import context
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.storage import Shardings, Storage
 from unidist.keras.explicit.world import RankWorld
+from unidist.keras.ranges import Stored
 from unidist.keras.strategy import keras_mesh
 
 
@@ -100,14 +101,19 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         empty = torch.empty(self._shape, dtype=to_torch_dtype(self._dtype), device="meta")
         return torch.nn.Parameter(empty, requires_grad=self._trainable and empty.is_floating_point())
 
-    def assign(self, value: Any) -> torch.Tensor:
+    def assign(self, value: Any) -> Any:
+        if isinstance(value, Stored) and self._storage.is_cut and context.frame() is None and not in_stateless_scope():
+            self._storage.world.check()
+            self._check_shape(value.shape, self._shape)
+            self._storage.assign_parts(lambda index: self._convert_to_tensor(value.part(index), dtype=self._dtype))
+            return value
         value = self._convert_to_tensor(value, dtype=self._dtype)
         frame = context.frame()
         if frame is not None and frame.written:
             frame.note_write(self)
         if in_stateless_scope():
             get_stateless_scope().add_update((self, value))
-            return value  # type: ignore[no-any-return]
+            return value
         shape = tuple(value.shape)
         if frame is not None and (frame.local or self._storage.is_replica):
             shard = self._storage.own(frame) if frame.local else self._storage.local(frame)
@@ -118,7 +124,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._storage.world.check()
             self._check_shape(shape, self._shape)
             self._storage.assign(value)
-        return value  # type: ignore[no-any-return]
+        return value
 
     def _check_shape(self, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         if found != tuple(wanted):

@@ -77,6 +77,8 @@ def _of_variables() -> Iterator[Hook]:
     where = "values go to the devices of their layout"
     yield Hook(JaxVariable, "_initialize_layout", by(placing.initialize_layout), where)
     yield Hook(JaxVariable, "_direct_assign", placing.assigning, where)
+    yield Hook(JaxVariable, "_initialize_with_initializer", placing.initializing, "one variable's value at a time")
+    yield Hook(JaxVariable, "assign", placing.loading, "a device's shard is read from a file by itself")
     yield Hook(JaxVariable, "__array__", placing.reading, "shards of other processes are read too")
     yield Hook(keras_distribution_lib, "distribute_tensor", layouts.constraining, where)
     yield Hook(keras_distribution_lib, "initialize", processes.joining, "joining is unidist's")

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 from keras import distribution as keras_distribution
 
-from unidist.keras import placed, sessions
+from unidist.keras import memory, placed, sessions
+from unidist.keras.compat import in_stateless_scope
 from unidist.keras.making import active
 from unidist.keras.partitioned import layouts, processes
 from unidist.keras.planning.settling import to_place
+from unidist.keras.ranges import SMALL, Stored
 from unidist.keras.strategy import adopt
 from unidist.keras.telling import applied
 
@@ -64,6 +66,44 @@ def assigning(original: Any) -> Any:
         variable._value = processes.put(value, sharding)
 
     return _direct_assign
+
+
+def loading(original: Any) -> Any:
+    """JaxVariable.assign: each device's shard is read from a file by itself."""
+
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any) -> Any:
+        distribution = placed.of(variable).distribution
+        is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
+        if not is_alike or distribution is None or variable._layout is None or in_stateless_scope():
+            return original(variable, value)
+        dtype = variable._dtype
+
+        def part(index: Any) -> Any:
+            found = value.part(index)
+            return found if str(found.dtype) == dtype else np.asarray(variable._convert_to_tensor(found, dtype=dtype))
+
+        sharding = layouts.native(variable._layout, distribution)
+        variable._value = jax.make_array_from_callback(value.shape, sharding, part).block_until_ready()
+        memory.give_back_after(variable._value.nbytes)
+        return variable._value
+
+    return assign
+
+
+def initializing(original: Any) -> Any:
+    """JaxVariable._initialize_with_initializer: waits for the value. JAX runs ahead, and would hold what many random
+    functions compute with at once."""
+
+    @functools.wraps(original)
+    def _initialize_with_initializer(variable: Any, initializer: Any) -> None:
+        original(variable, initializer)
+        value = variable._value
+        is_value = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        if is_value and value.size >= SMALL and placed.of(variable).distribution is not None:
+            memory.give_back_after(value.block_until_ready().nbytes)
+
+    return _initialize_with_initializer
 
 
 def distribution_of(model: Any) -> Any:

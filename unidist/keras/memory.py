@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
+from typing import Any
 
 LARGE_BYTES = 4 << 20
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
@@ -27,8 +29,23 @@ def give_back_large_blocks() -> bool:
     """
     if any(name in os.environ for name in _SETTINGS):
         return False
+    mallopt = _of_libc("mallopt")
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES))
+
+
+def give_back_after(size: int) -> None:
+    """Gives back what is free when a variable of so many bytes was made or read: frameworks leave values in cycles of
+    references, and glibc keeps what each of their threads has freed."""
+    if size < LARGE_BYTES:
+        return
+    gc.collect(1)
+    if (trim := _of_libc("malloc_trim")) is not None:
+        trim(0)
+
+
+@functools.cache
+def _of_libc(name: str) -> Any:
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):  # another C library
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES))
+        return None
