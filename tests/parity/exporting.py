@@ -67,6 +67,24 @@ def write_large(folder: str) -> int:
     return 39 << 20
 
 
+def restore_scaling(folder: str) -> tuple[Any, Any]:
+    """Predictions of a model that normalizes, and of one that was restored from its checkpoint."""
+    import keras
+
+    import unidist
+
+    found = []
+    for is_adapted in (True, False):
+        keras.utils.clear_session()
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Normalization(name="scale")], name="scaling")
+        if is_adapted:
+            model.layers[0].adapt(3 * _rows() + 2)
+            unidist.save(model, folder, step=1)
+        unidist.restore(model, folder)
+        found.append(np.asarray(model.predict(_rows(), verbose=0)))
+    return found[0], found[1]
+
+
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024

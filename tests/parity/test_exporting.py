@@ -45,4 +45,10 @@ def test_an_export_holds_some_variables_and_not_the_model(alone: Alone, tmp_path
     assert held < nbytes / 2
 
 
+def test_what_follows_from_restored_values_follows(alone: Alone, tmp_path: Path) -> None:
+    """Normalization computes with what it has made of its variables: on JAX these are other arrays."""
+    wanted, found = alone.world("jax").call("tests.parity.exporting:restore_scaling", str(tmp_path))[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 FILES = ("first.keras", "second.keras")

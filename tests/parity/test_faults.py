@@ -44,9 +44,7 @@ def test_a_full_disk_of_one_process_is_told_on_all(at: int, worlds: Worlds, tmp_
 
 
 @pytest.mark.parametrize(("spec", "at"), [(MODEL_2, 1), (_ZERO, 0)], ids=["at the next save", "at wait"])
-def test_what_goes_wrong_while_training_goes_on_is_told_later(
-    spec: Spec, at: int, worlds: Worlds, tmp_path: Path
-) -> None:
+def test_what_goes_wrong_in_the_background_is_told_later(spec: Spec, at: int, worlds: Worlds, tmp_path: Path) -> None:
     found = worlds.get("torch-2").call(f"{_FAULTS}:full_disk", str(tmp_path), spec, at, True)
     for place, (said, goes_on, names) in enumerate(found):
         assert [bool(text) for text in said] == [False, False, False, True, False, False, False]

@@ -81,20 +81,6 @@ def test_damage_leaves_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def scaling() -> Any:
-    return keras.Sequential([keras.Input((4,)), keras.layers.Normalization(name="scale")], name="scaling")
-
-
-def test_values_that_follow_from_restored_ones_follow(tmp_path: Path) -> None:
-    """Normalization computes with what it has made of its variables."""
-    rows = np.random.default_rng(0).normal(3, 2, (64, 4)).astype("float32")
-    one, other = scaling(), scaling()
-    one.layers[0].adapt(rows)
-    unidist.save(one, tmp_path, step=1)
-    unidist.restore(other, tmp_path)
-    np.testing.assert_allclose(other.predict(rows, verbose=0), one.predict(rows, verbose=0), rtol=1e-5, atol=1e-5)
-
-
 def test_tensorflow_is_not_imported_for_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keras asks whether it is there by importing it."""
     asked: list[str] = []
