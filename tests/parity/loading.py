@@ -7,6 +7,7 @@ import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,12 +28,14 @@ class Loaded:
 
     Attributes:
         values: of its weights.
+        largest: items at most that were read at once of what lies in a file; 0: no range was.
         peak: bytes of Python's and NumPy's memory at most, while it was loaded a second time.
         local: the shape of what a device holds of the first kernel, before the model was used.
         predict: of some rows.
     """
 
     values: Values
+    largest: int
     peak: int
     local: tuple[int, ...]
     predict: Any
@@ -85,8 +88,24 @@ def _by_file(path: Path) -> Any:
     return model
 
 
+def _largest_read(path: Path) -> int:
+    """Items that are read at once of what lies in a file."""
+    from unidist.keras.ranges import Stored
+
+    sizes = [0]
+    original = Stored.part
+
+    def part(self: Any, index: Any) -> Any:
+        found = original(self, index)
+        sizes.append(found.size)
+        return found
+
+    with mock.patch.object(Stored, "part", part):
+        _by_file(path)
+    return max(sizes)
+
+
 def _measured(path: Path) -> tuple[Any, int]:
-    _by_file(path)
     gc.collect()
     tracemalloc.start()
     try:
@@ -99,9 +118,10 @@ def _measured(path: Path) -> tuple[Any, int]:
 def loaded(name: str, spec: Spec, folder: str) -> Loaded:
     path = Path(folder) / name
     with distribution(spec).scope():
+        largest = _largest_read(path)
         model, peak = _measured(path)
         local = _local_shape(model.layers[0].kernel)
-        return Loaded(values(model), peak, local, predicted(model))
+        return Loaded(values(model), largest, peak, local, predicted(model))
 
 
 def _local_shape(variable: Any) -> tuple[int, ...]:

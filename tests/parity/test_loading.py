@@ -47,6 +47,7 @@ def test_a_process_reads_its_shards(
         assert_same_values(found.values, wanted, 0.0)
         assert found.local in ((SIZE, SIZE // dict(spec.axes).get("model", 1)), (SIZE // spec.size("data"), SIZE))
         assert found.local != (SIZE, SIZE)
+        assert found.largest in (SIZE * SIZE // 2, SIZE * SIZE // 4)  # of one device's shard
         assert found.peak < KERNEL / 2 * halves + SOME
         np.testing.assert_allclose(found.predict, x, atol=1e-4)  # products of 1024 numbers, three times
 
