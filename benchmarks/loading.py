@@ -72,6 +72,7 @@ def write(folder: Path, megabytes: int) -> None:
     import keras
     import keras_hub
     import numpy as np
+    from keras_hub.src.utils.transformers.export.hf_exporter import export_backbone
 
     rng = np.random.default_rng(0)
 
@@ -88,7 +89,7 @@ def write(folder: Path, megabytes: int) -> None:
     del model
     backbone = filled(keras_hub.models.Llama3Backbone(**llama(megabytes)))
     backbone.save_to_preset(folder / "preset")
-    backbone.export_to_transformers(str(folder / "huggingface"))
+    export_backbone(backbone, str(folder / "huggingface"), include_lm_head=True)
     keras.utils.clear_session()
 
 

@@ -39,7 +39,7 @@ def test_a_process_reads_its_shards(
     folder, wanted = written
     # Halves of a kernel, of which two are held at a time. JAX and TensorFlow hold shards in NumPy's memory, and on
     # TensorFlow process 0 sends a model's first values.
-    halves = {"torch": 2, "jax": 4, "tensorflow": 8 if name == "model.keras" else 4}[SETTINGS[setting].keras]
+    halves = {"torch": 2, "jax": 4, "tensorflow": 8 if name == "model.keras" else 6}[SETTINGS[setting].keras]
     x = np.random.default_rng(1).normal(size=(4, SIZE)).astype("float32")
     for k in range(3):
         x = x @ wanted[f"dense{k}/kernel"] + wanted[f"dense{k}/bias"]
