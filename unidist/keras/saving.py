@@ -38,9 +38,6 @@ def hooks_of_saving(
             several = processes(model)
             if several is None:
                 return original(model, *args, **kwargs)
-            with several.saving():
-                if several.is_first:
-                    check_room(model)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(gathered(model))
                 stack.enter_context(several.saving())
@@ -72,6 +69,14 @@ def hooks_of_loading(processes: Callable[[Any], Processes | None]) -> tuple[Hook
 
     why = "all processes load or none does"
     return tuple(Hook(saving_api, name, by_all, why, imported=True) for name in ("load_model", "load_weights"))
+
+
+def agree_on_room(model: Any, several: Processes | None) -> None:
+    """Raises on all processes where the first has no memory for a model's whole values. A collective."""
+    if several is not None:
+        with several.saving():
+            if several.is_first:
+                check_room(model)
 
 
 def check_room(model: Any) -> None:

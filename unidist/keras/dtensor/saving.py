@@ -10,6 +10,7 @@ from unidist.keras import making
 from unidist.keras import strategy as strategies
 from unidist.keras.dtensor import placing, values, worlds
 from unidist.keras.processes import Processes
+from unidist.keras.saving import agree_on_room
 
 
 def holding(model: Any) -> Processes | None:
@@ -27,6 +28,7 @@ def loading(model: Any) -> Processes | None:
 @contextlib.contextmanager
 def gathered(model: Any) -> Iterator[None]:
     """The model's variables read as whole values, without asking the other processes again."""
+    agree_on_room(model, worlds.processes())
     spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
     for value in spread:
         value.held = values.whole(value)

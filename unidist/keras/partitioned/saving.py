@@ -11,6 +11,7 @@ import jax
 from unidist.keras import making
 from unidist.keras.partitioned import placing, processes
 from unidist.keras.processes import Processes
+from unidist.keras.saving import agree_on_room
 
 
 def loading(model: Any) -> Processes | None:
@@ -24,6 +25,7 @@ def gathered(model: Any) -> Iterator[None]:
     """On process 0 the model's variables are whole values in its memory, which it computes with alone: a layer with
     low-rank kernels saves what they make together."""
     processes.meet("saving")
+    agree_on_room(model, processes.processes())
     held = []
     for variable in making.all_variables(model):
         value = variable._value
