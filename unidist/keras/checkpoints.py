@@ -282,9 +282,17 @@ def restore(
             layer.finalize_state()
     own, users = facts.get(OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
-        seeds.restore(own["random"].encode())
+        _go_on_with(own["random"], where)
     converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fits if (theirs := told[name]) != held.dtype]
     return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
+
+
+def _go_on_with(random: str, where: Path) -> None:
+    """Raises CheckpointError: it is no random state."""
+    try:
+        seeds.restore(random.encode())
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: its random state is none: {type(error).__name__}: {error}") from error
 
 
 def latest(directory: str | os.PathLike[str]) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 import unidist
 from unidist.checkpoint import folders
 from unidist.checkpoint.reading import Reader
-from unidist.keras import checkpoints, later
+from unidist.keras import checkpoints, later, seeds
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
 Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")
@@ -172,6 +172,18 @@ def test_whole_numbers_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     wide = counting("int64")
     assert unidist.restore(wide, tmp_path).converted == ("net/counting/count: int32 -> int64",)
     assert int(wide.layers[0].count) == 300
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"seed": 1}', '{"seed": null, "generator": {"array": ["O", [1], ""]}}', "[" * 9999]
+)
+def test_a_random_state_that_is_none_is_a_typed_error(text: str, tmp_path: Path) -> None:
+    model = build(STRATEGIES["data"]())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seeds, "state", lambda: text.encode())
+        unidist.save(model, tmp_path, step=1)
+    with pytest.raises(unidist.CheckpointError, match="its random state is none"):
+        unidist.restore(model, tmp_path)
 
 
 def test_a_model_that_is_not_built_has_nothing_to_save(tmp_path: Path) -> None:
