@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from unidist import __version__
 from unidist.errors import UnidistError
+from unidist.tables import table
 
 if TYPE_CHECKING:
     from unidist.backends.registry import BackendInfo
@@ -188,9 +189,7 @@ def _forget_output() -> None:
 def _backends(parsed: argparse.Namespace) -> int:
     infos = importlib.import_module("unidist.backends.registry").backends().values()
     rows = [("backend", "installed", "version", "view", "can do"), *(_row(info) for info in infos)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(table(rows))
     missing = [info for info in infos if not info.installed]
     if missing:
         print()

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from unidist import events
 from unidist.events import Event
+from unidist.tables import table
 
 
 @dataclass
@@ -65,12 +66,7 @@ class Ledger:
         head = ("collective", "axes", "for", "count", "bytes per rank")
         body = [(op, axes, why, f"{n:,}", f"{b:,}") for op, axes, why, n, b in self.rows()]
         body.append(("total", "", "", f"{self.count():,}", f"{self.bytes():,}"))
-        widths = [max(len(row[k]) for row in (head, *body)) for k in range(5)]
-        lines = [
-            "  ".join(c.rjust(w) if k > 2 else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in (head, *body)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        return table((head, *body), numbers=(3, 4))
 
 
 @contextlib.contextmanager

@@ -118,15 +118,15 @@ def _bits(value: Any) -> Any:
 
 def _bytes(held: Any, model: Any) -> int:
     """What this process stores of a variable, replicas once."""
-    from unidist.keras.held import itemsize_of
+    from unidist.backends.protocol import itemsize
 
     if held.sharding is None:
-        return int(np.prod(held.shape)) * itemsize_of(held.dtype)
+        return int(np.prod(held.shape)) * itemsize(held.dtype)
     from unidist import session
 
     ranks = [rank for rank in session.backend().local_ranks() if rank in held.sharding.mesh.devices]
     regions = {held.sharding.region(rank) for rank in ranks}
-    return sum(int(np.prod([n for _, n in region])) for region in regions) * itemsize_of(held.dtype)
+    return sum(int(np.prod([n for _, n in region])) for region in regions) * itemsize(held.dtype)
 
 
 def amid_a_fit(folder: str, spec: Spec) -> tuple[list[Any], Any]:

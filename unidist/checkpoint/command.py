@@ -17,6 +17,7 @@ from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.tensors import LARGEST, Tensor
 from unidist.checkpoint.values import difference
 from unidist.errors import CheckpointError
+from unidist.tables import table
 
 # A multiple of every item's bytes; of each step so many are held at once, and some times as many as wider numbers.
 _PIECE = 1 << 20
@@ -106,7 +107,7 @@ def _list(directory: Path) -> int:
     if len(rows) == 1:
         print(f"no checkpoint in {directory}")
         return 0
-    _print_table(rows)
+    print(table(rows))
     return 0
 
 
@@ -117,7 +118,7 @@ def _show(directory: Path, step: Step) -> int:
         for name, tensor in reader.tensors.items():
             by = ", ".join(map(str, reader.written_by(name))) or "-"
             rows.append((name, tensor.kind, tensor.dtype, _shape(tensor), _size(tensor.nbytes), by))
-        _print_table(rows)
+        print(table(rows))
         total = sum(tensor.nbytes for tensor in reader.tensors.values())
         print(f"{len(reader.tensors)} tensors, {_size(total)}")
         print(f"noted: {json.dumps(_shortened(reader.facts), indent=1)}")
@@ -181,9 +182,3 @@ def _size(nbytes: int) -> str:
         return f"{nbytes} B"
     power = min((len(str(nbytes)) - 1) // 3, 4)
     return f"{nbytes / 1000**power:.1f} {'kMGT'[power - 1]}B"
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from unidist.algebra.sharding import Region as Region
 from unidist.errors import CheckpointError
 
-Region = tuple[tuple[int, int], ...]
 # Offsets are handed out so many at a time: those of a narrow column of a long tensor need not be held at once.
 BATCH = 1 << 16
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from unidist.algebra import Axes, Layout, Mesh, Sharding, chunk
@@ -30,7 +31,7 @@ class Piece:
     team: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Share:
     """What one process writes of a tensor.
 
@@ -66,7 +67,7 @@ class Share:
         """The dim of the rows; 0 where no dim has more than one entry."""
         return next((k for k, size in enumerate(self.sharding.shape) if size > 1), 0)
 
-    @property
+    @cached_property
     def inner(self) -> Axes:
         """The axes that cut a dim behind that of the rows."""
         return tuple(a for a in self.sharding.layout.sharded_axes if self._dim_of(a) > self.dim)
@@ -75,10 +76,10 @@ class Share:
     def row_bytes(self) -> int:
         return prod(self.sharding.shape[self.dim + 1 :]) * self.itemsize
 
-    @property
+    @cached_property
     def is_exchanged(self) -> bool:
         """Whether some rows are in no process that could write them alone."""
-        return any(not self._alone(teams) for _, teams in self._groups())
+        return any(not self._alone(teams) for _, teams in self._groups)
 
     def pieces(self) -> Iterator[Piece]:
         """Those in which this process takes part. Where rows are exchanged, with the others of the team, each of whose
@@ -87,7 +88,7 @@ class Share:
             yield from self._exchanged()
             return
         small = prod(self.sharding.shape) * self.itemsize < SMALL_BYTES
-        for (start, length), teams in self._groups():
+        for (start, length), teams in self._groups:
             alone = self._alone(teams)
             writers = sorted(alone)
             if small:
@@ -99,7 +100,7 @@ class Share:
 
     def _exchanged(self) -> Iterator[Piece]:
         own = set(self.processes[self.place])
-        for (start, length), teams in self._groups():
+        for (start, length), teams in self._groups:
             for k, (lo, hi) in enumerate(self._cut(start, length)):
                 team = teams[(k + self.number) % len(teams)]
                 if own.intersection(team):
@@ -108,10 +109,9 @@ class Share:
     def together(self) -> Iterator[tuple[int, int, frozenset[int]]]:
         """(start, stop, the ranks that write) of exchanges in which all ranks take part at once, each with rows counted
         from the first that it holds: of as many on each."""
-        groups = list(self._groups())
-        length = max((n for (_, n), _ in groups), default=0)
+        length = max((n for (_, n), _ in self._groups), default=0)
         for k, (lo, hi) in enumerate(self._cut(0, length)):
-            yield lo, hi, frozenset(r for _, teams in groups for r in teams[(k + self.number) % len(teams)])
+            yield lo, hi, frozenset(r for _, teams in self._groups for r in teams[(k + self.number) % len(teams)])
 
     def rows_written(self) -> int:
         """How many rows this process writes."""
@@ -133,10 +133,11 @@ class Share:
     def _dim_of(self, axis: str) -> int:
         return next(dim for dim, axes in enumerate(self.sharding.layout.dims) if axis in axes)
 
-    def _groups(self) -> Iterator[tuple[tuple[int, int], list[tuple[int, ...]]]]:
+    @cached_property
+    def _groups(self) -> tuple[tuple[tuple[int, int], list[tuple[int, ...]]], ...]:
         """((first row, number of rows), the teams that hold these), for each range of rows that some rank holds."""
         if not prod(self.sharding.shape):
-            return
+            return ()
         mesh, shape = self.sharding.mesh, self.sharding.shape
         held: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         for team in mesh.groups(self.inner) if self.inner else [(rank,) for rank in mesh.devices]:
@@ -145,7 +146,7 @@ class Share:
             if shape and not all(n for _, n in region[: self.dim + 1]):
                 continue
             held.setdefault(region[self.dim] if shape else (0, 1), []).append(team)
-        yield from sorted(held.items())
+        return tuple(sorted(held.items()))
 
     def _alone(self, teams: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
         """process -> a team that is within it."""

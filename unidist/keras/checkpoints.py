@@ -7,7 +7,6 @@ bytes of what it stores.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -19,16 +18,17 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
+from unidist import __version__
 from unidist.algebra.sharding import Region
-from unidist.backends.protocol import Array
+from unidist.backends.protocol import Array, itemsize
 from unidist.checkpoint import folders
 from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
 from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
 from unidist.keras import configs, later, seeds
-from unidist.keras.held import WORDS, Held, Read, entries, itemsize_of, words
-from unidist.keras.states import State
+from unidist.keras.held import WORDS, Held, Read, entries, words
+from unidist.keras.states import State, tried
 
 _log = logging.getLogger(__name__)
 # What unidist itself keeps among the facts, beside the user's own; and the model's config in it.
@@ -140,26 +140,13 @@ def wait() -> None:
 
 
 def _write(state: State, folder: Path) -> OSError | None:
-    """Writes what this process brings of each variable. Where it cannot, the exchanges go on to their end, which the
-    others wait for."""
-    failure: OSError | None = None
-    with contextlib.ExitStack() as stack:
-        try:
-            writer = stack.enter_context(PartWriter(folder, state.files, state.holders.place))
-        except OSError as error:
-            failure = error
-        for name, begin, rows in state.pieces():
-            if failure is None:
-                try:
-                    writer.write(name, begin, rows)
-                except OSError as error:
-                    failure = error
-        if failure is None:
-            try:
-                writer.finish()
-            except OSError as error:
-                failure = error
-    return failure
+    """Writes what this process brings of each variable. Gives the failure, if it cannot."""
+    try:
+        writer = PartWriter(folder, state.files, state.holders.place)
+    except OSError as error:
+        return state.bring(lambda *piece: None, error)
+    with writer:
+        return state.bring(writer.write, None) or tried(writer.finish)
 
 
 def _check_json(told: dict[str, Any]) -> None:
@@ -187,10 +174,8 @@ def _count_of(model: Any) -> int:
 
 
 def _told_of(state: State) -> dict[str, Any]:
-    import unidist
-
     return {
-        "versions": {"unidist": unidist.__version__, "keras": keras.__version__},
+        "versions": {"unidist": __version__, "keras": keras.__version__},
         "keras backend": keras.config.backend(),
         "processes": state.holders.count,
         "model": state.model.name,
@@ -256,7 +241,12 @@ def restore(
     state = State.of(model)
     holders = state.holders
     where = _folder(directory)
-    number = holders.by_first(lambda: {"step": Reader(where, step, "off").step})["step"]
+
+    def find() -> dict[str, Any]:
+        with Reader(where, step, "off") as found:
+            return {"step": found.step}
+
+    number = holders.by_first(find)["step"]
     failure: OSError | None = None
     reader: Reader | None = None
     skipped: list[str] = []
@@ -310,8 +300,8 @@ def reading(reader: Reader, name: str, dtype: str) -> Read:
     written = reader.tensors[name].dtype
 
     def read(region: Region, out: Array | None) -> Array:
-        own = np.empty([n for _, n in region], WORDS[itemsize_of(dtype)]) if out is None else out
-        found = own if written == dtype else np.empty(own.shape, WORDS[itemsize_of(written)])
+        own = np.empty([n for _, n in region], WORDS[itemsize(dtype)]) if out is None else out
+        found = own if written == dtype else np.empty(own.shape, WORDS[itemsize(written)])
         if found.size:
             reader.read_into(name, region, found.reshape(-1).view(np.uint8))
         if written != dtype:

@@ -14,15 +14,17 @@ from typing import Any
 
 import keras
 
+from unidist.backends.protocol import itemsize
 from unidist.checkpoint import disk
 from unidist.checkpoint.folders import Step
 from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.regions import whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras import configs, files, loading
 from unidist.keras.checkpoints import OWN, problem, reading
 from unidist.keras.compat import TorchLayer, saving_lib
-from unidist.keras.held import Whole, entries, itemsize_of, whole_region
+from unidist.keras.held import Whole, entries
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.states import named
 
@@ -121,7 +123,7 @@ def _difference(stored: Tensor, own: Tensor) -> str:
 
 def _later(reader: Reader, name: str, held: Whole) -> Any:
     def read(shape: Any, dtype: Any) -> Any:
-        found = reading(reader, name, held.dtype)(whole_region(held.shape), None)
+        found = reading(reader, name, held.dtype)(whole(held.shape), None)
         return held.variable._convert_to_tensor(entries(found, held.dtype), dtype=held.dtype)
 
     return read
@@ -138,7 +140,7 @@ def _lazy() -> Iterator[dict[int, Any]]:
 
     def defer(original: Any) -> Any:
         def initialize(self: Any, initializer: Any) -> None:
-            if prod(self._shape) * itemsize_of(self._dtype) < _SMALL_BYTES:
+            if prod(self._shape) * itemsize(self._dtype) < _SMALL_BYTES:
                 original(self, initializer)
                 return
             initializers[id(self)] = initializer

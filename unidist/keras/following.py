@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from unidist.keras import compat
 from unidist.keras.compat import Callback, CallbackList, EpochIterator, tree
 from unidist.keras.interception import Hook
 
@@ -39,6 +40,8 @@ class Follower(Callback):  # type: ignore[misc]
         """It ended, or raised."""
 
 
+_TRAINERS = {"torch": "TorchTrainer", "jax": "JAXTrainer", "tensorflow": "TensorFlowTrainer"}
+
 _current: ContextVar[Follower | None] = ContextVar("unidist_follower", default=None)
 
 
@@ -57,20 +60,8 @@ def hooks() -> Iterator[Hook]:
 
 def _trainer() -> Any:
     """Keras's class. Its import imports its framework: only that of the Keras backend."""
-    name = keras.config.backend()
-    if name == "torch":
-        from unidist.keras.compat import TorchTrainer
-
-        return TorchTrainer
-    if name == "jax":
-        from unidist.keras.compat import JAXTrainer
-
-        return JAXTrainer
-    if name == "tensorflow":
-        from unidist.keras.compat import TensorFlowTrainer
-
-        return TensorFlowTrainer
-    return None
+    name = _TRAINERS.get(keras.config.backend())
+    return None if name is None else getattr(compat, name)
 
 
 def _follower_in(callbacks: Any) -> Follower | None:

@@ -5,7 +5,7 @@ A driver gives a `Held` for each variable. `Whole` is one that each process hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import ml_dtypes as ml_dtypes  # NumPy knows its dtypes by name from here on
@@ -14,6 +14,7 @@ import numpy as np
 from unidist.algebra import Sharding
 from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
+from unidist.checkpoint.regions import whole
 from unidist.checkpoint.shares import Piece, Share
 
 # Words of as many bits as an entry: what moves bits needs no dtype.
@@ -69,7 +70,28 @@ class Whole:
         raise NotImplementedError(f"{self.variable.path}: every process holds it")
 
     def put(self, read: Read) -> None:
-        self.variable.assign(entries(read(whole_region(self.shape), None), self.dtype))
+        self.variable.assign(entries(read(whole(self.shape), None), self.dtype))
+
+
+class OnMesh:
+    """A variable of which the ranks of this process store shards, or replicas."""
+
+    def __init__(self, variable: Any, sharding: Sharding) -> None:
+        self.variable = variable
+        self.shape = sharding.shape
+        self.dtype = str(variable.dtype)
+        self.sharding = sharding
+
+    def fetch(self) -> None:
+        """It is as it is stored."""
+
+    def values(self, ranks: Iterable[int], read: Read) -> Iterator[Array]:
+        """What each of the ranks is to store. A region that several have is read once."""
+        came: dict[Region, Array] = {}
+        for region in map(self.sharding.region, ranks):
+            if region not in came:
+                came[region] = entries(read(region, None), self.dtype)
+            yield came[region]
 
 
 def words(array: Array) -> Array:
@@ -80,14 +102,6 @@ def words(array: Array) -> Array:
 def entries(value: Array, dtype: str) -> Array:
     """Words as entries of a dtype."""
     return value.view(np.dtype(dtype))
-
-
-def itemsize_of(dtype: str) -> int:
-    return np.dtype(dtype).itemsize
-
-
-def whole_region(shape: tuple[int, ...]) -> Region:
-    return tuple((0, size) for size in shape)
 
 
 def rows_of(held: Held, share: Share) -> Iterator[tuple[int, Array]]:

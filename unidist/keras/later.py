@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from unidist.backends.protocol import Array
 from unidist.checkpoint import folders
 from unidist.checkpoint.background import Background
-from unidist.keras.states import Holders, State
+from unidist.keras.states import Holders, State, tried
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,26 @@ def start(state: State, folder: Path, facts: dict[str, Any], keep: int | None, s
     Raises:
         CheckpointError: on all, where one could not begin.
     """
-    failure: OSError | None = None
-    background, pieces, at = _writer.at(state.holders.place), [], 0
-    memory = np.empty(0, np.uint8)
+    state.holders.agree(_begin(state, folder, facts), f"begin to write {folder}")
+    _writer.under_way = _UnderWay(state.holders, folder, keep, step)
+
+
+def _begin(state: State, folder: Path, facts: dict[str, Any]) -> OSError | None:
+    """Gives the failure, if this process cannot."""
+    background = _writer.at(state.holders.place)
     try:
         memory = background.memory(state.bytes_written())
     except OSError as error:
-        failure = error
-    for name, begin, rows in state.pieces():
-        if failure is None:
-            memory[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)[...] = rows
-            pieces.append((name, begin, at, rows.nbytes))
-            at += rows.nbytes
-    try:
-        if failure is None:
-            committed = {"facts": facts, "places": state.holders.count}
-            background.start(folder, state.files, pieces, committed if state.holders.place == 0 else None)
-    except OSError as error:
-        failure = error
-    state.holders.agree(failure, f"begin to write {folder}")
-    _writer.under_way = _UnderWay(state.holders, folder, keep, step)
+        return state.bring(lambda *piece: None, error)
+    pieces: list[tuple[str, int, int, int]] = []
+
+    def copy(name: str, begin: int, rows: Array) -> None:
+        at = sum(pieces[-1][2:]) if pieces else 0
+        memory[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)[...] = rows
+        pieces.append((name, begin, at, rows.nbytes))
+
+    committed = {"facts": facts, "places": state.holders.count} if state.holders.place == 0 else None
+    return state.bring(copy, None) or tried(lambda: background.start(folder, state.files, pieces, committed))
 
 
 def wait() -> None:
@@ -82,12 +81,7 @@ def wait() -> None:
     found, _writer.under_way = _writer.under_way, None
     if found is None or _writer.background is None:
         return
-    failure: OSError | None = None
-    try:
-        _writer.background.wait()
-    except OSError as error:
-        failure = error
-    found.holders.agree(failure, f"write {found.folder}")
+    found.holders.agree(tried(_writer.background.wait), f"write {found.folder}")
     if (keep := found.keep) is not None:
         found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
 

@@ -14,7 +14,8 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import drivers
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
-from unidist.keras.telling import joined
+from unidist.keras.telling import joined, numbered
+from unidist.tables import table
 
 
 def _engine() -> Any:
@@ -66,11 +67,7 @@ def gather_weights(model: Any) -> dict[str, Array]:
     """
     out: dict[str, Array] = {}
     for path, value in _engine().gather_weights(model):
-        name, k = path, 1
-        while name in out:
-            k += 1
-            name = f"{path}#{k}"
-        out[name] = value
+        out[numbered(path, out)] = value
     return out
 
 
@@ -131,13 +128,7 @@ class Description:
         for kind in ("weights", "slots", "gradients"):
             body.append((kind, "", "", "", f"{self.bytes_of(kind):,}"))
         body.append(("total of variables", "", "", "", f"{self.bytes_per_device:,}"))
-        widths = [max(len(row[k]) for row in (head, *body)) for k in range(5)]
-        return "\n".join(
-            "  ".join(
-                c.rjust(w) if k == 4 else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *body)
-        )
+        return table((head, *body), numbers=(4,))
 
 
 def describe(model: Any) -> Description:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import os
 import struct
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 
 from unidist.backends.protocol import Array
 from unidist.keras.compat import saving_lib
@@ -106,10 +106,7 @@ def hooks() -> Iterator[Hook]:
     yield Hook(saving_lib.H5IOStore, "_get_h5_file", _within_archive, why)
     yield Hook(saving_lib, "_load_model_from_fileobj", _loading_archive, why)
     yield Hook(saving_lib, "is_memory_sufficient", _never_whole, why)
-    if importlib.util.find_spec("safetensors") is not None:
-        import safetensors
-
-        yield Hook(safetensors, "safe_open", _from_safetensors, why)
+    yield Hook(safetensors, "safe_open", _from_safetensors, why)
 
 
 # HDF5 -----------------------------------------------------------------------------------------------------------------

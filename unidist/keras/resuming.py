@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -19,6 +18,7 @@ from unidist.keras.compat import Callback, CallbackList, tree
 from unidist.keras.following import Follower
 from unidist.keras.position import Attributes, Position
 from unidist.keras.processes import taking_part
+from unidist.keras.states import Holders
 from unidist.keras.walking import Walk
 
 Every = str | int | float
@@ -333,17 +333,7 @@ def _found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
     """
     # What an earlier fit of this program began to write.
     checkpoints.wait()
-    several = taking_part.get()
-    found: dict[str, Any] = {}
-    if several is None or several.is_first:
-        try:
-            found = _look(directory, resume)
-        except CheckpointError as error:
-            found = {"error": str(error)}
-    if several is not None:
-        found = json.loads(several.bytes_of_first(json.dumps(found).encode(), "checkpoints"))
-    if "error" in found:
-        raise CheckpointError(found["error"])
+    found = Holders(taking_part.get()).by_first(lambda: _look(directory, resume))
     return found["number"], found["position"]
 
 
@@ -371,8 +361,6 @@ def _build(model: Any, iterator: Any) -> None:
     spec = getattr(getattr(dataset, "dataset", dataset), "element_spec", None)
     if spec is not None and all(one.shape.rank is not None for one in tree.flatten(spec)):
         model._symbolic_build(data_batch=spec)
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
 
 
 def _of_an_epoch(model: Any) -> list[Any]:

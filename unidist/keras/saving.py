@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from unidist.backends.protocol import itemsize
 from unidist.errors import CapabilityError
 from unidist.keras.compat import saving_api
-from unidist.keras.held import itemsize_of
 from unidist.keras.interception import Hook
 from unidist.keras.making import all_variables
 from unidist.keras.processes import Processes
@@ -85,7 +85,7 @@ def check_room(model: Any) -> None:
     Raises:
         CapabilityError: it has less than they take.
     """
-    needed = sum(prod(v.shape) * itemsize_of(str(v.dtype)) for v in all_variables(model) if str(v.dtype) != "string")
+    needed = sum(prod(v.shape) * itemsize(str(v.dtype)) for v in all_variables(model) if str(v.dtype) != "string")
     room = _available()
     if room is not None and needed > room:
         raise CapabilityError(

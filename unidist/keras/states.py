@@ -7,18 +7,19 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from unidist.algebra import Layout, Mesh, Sharding
-from unidist.backends.protocol import Array
+from unidist.backends.protocol import Array, itemsize
 from unidist.checkpoint.shares import Share
 from unidist.checkpoint.tensors import FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError, LayoutError
 from unidist.keras import drivers
 from unidist.keras.compat import BaseOptimizer
-from unidist.keras.held import Held, Whole, itemsize_of, rows_of
+from unidist.keras.held import Held, Whole, rows_of
 from unidist.keras.processes import Processes
+from unidist.keras.telling import numbered
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,12 @@ class State:
     def has_optimizer(self) -> bool:
         return any(tensor.kind == "optimizer" for tensor, _ in self.variables)
 
-    def shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
-        """What this process is to write of each variable. A collective where values are sums over ranks."""
+    @cached_property
+    def shares(self) -> tuple[tuple[Tensor, Held, Share], ...]:
+        """What this process is to write of each variable. At first a collective, where values are sums over ranks."""
+        return tuple(self._shares())
+
+    def _shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
         for number, (tensor, held) in enumerate(self.variables):
             held.fetch()
             sharding, several = held.sharding, self.holders.several
@@ -141,17 +146,41 @@ class State:
                 one = Mesh({"process": count}, range(count))
                 sharding, owners = Sharding(one, Layout(), tensor.shape), tuple((k,) for k in range(count))
             owners = (sharding.mesh.devices,) if owners is None else owners
-            yield tensor, held, Share(sharding, owners, self.holders.place, itemsize_of(held.dtype), number)
+            yield tensor, held, Share(sharding, owners, self.holders.place, itemsize(held.dtype), number)
 
     def pieces(self) -> Iterator[tuple[str, int, Array]]:
         """(tensor, first byte, words): all that this process writes. A collective, whose order all keep."""
-        for tensor, held, share in self.shares():
+        for tensor, held, share in self.shares:
             for first, rows in rows_of(held, share):
                 yield tensor.name, first * share.row_bytes, rows
 
     def bytes_written(self) -> int:
-        """The bytes of all pieces of this process. A collective as `shares` is."""
-        return sum(share.rows_written() * share.row_bytes for _, _, share in self.shares())
+        """The bytes of all pieces of this process."""
+        return sum(share.rows_written() * share.row_bytes for _, _, share in self.shares)
+
+    def bring(self, take: Callable[[str, int, Array], None], failure: OSError | None) -> OSError | None:
+        """Hands each of the pieces to `take`, until there is a failure: then the exchanges go on to their end, which
+        the others wait for. A collective.
+
+        Args:
+            failure: what has failed before.
+
+        Returns:
+            The first failure, or None.
+        """
+        for piece in self.pieces():
+            if failure is None:
+                failure = tried(partial(take, *piece))
+        return failure
+
+
+def tried(work: Callable[[], object]) -> OSError | None:
+    """What a work has failed with, or None."""
+    try:
+        work()
+    except OSError as error:
+        return error
+    return None
 
 
 # In place of a number of the system's.
@@ -186,10 +215,7 @@ def named(model: Any, held: Callable[[Any], Held]) -> Iterator[tuple[Tensor, Hel
         if id(variable) in seen:
             continue
         seen.add(id(variable))
-        name, k = variable.path, 1
-        while name in names:
-            k += 1
-            name = f"{variable.path}#{k}"
+        name = numbered(variable.path, names)
         names.add(name)
         one = held(variable)
         yield Tensor(name, one.dtype, one.shape, kind), one

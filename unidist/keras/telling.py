@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,6 +45,20 @@ def joined(entries: Iterable[tuple[str, str]]) -> dict[str, str]:
     for name, text in entries:
         found.setdefault(name, {})[text] = None
     return {name: "; ".join(texts) for name, texts in found.items()}
+
+
+def numbered(path: str, taken: Container[str]) -> str:
+    """A path, with "#2", "#3"... behind it where it is taken.
+
+    Example:
+        >>> numbered("net/a", ["net/a", "net/a#2"])
+        'net/a#3'
+    """
+    name, k = path, 1
+    while name in taken:
+        k += 1
+        name = f"{path}#{k}"
+    return name
 
 
 def own_variables(layer: Any) -> list[Any]:

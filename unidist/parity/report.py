@@ -11,6 +11,7 @@ import numpy as np
 from unidist.backends.protocol import Array
 from unidist.parity.spec import Spec
 from unidist.parity.worker import RESULT
+from unidist.tables import table
 
 LOG_LINES = 25
 
@@ -109,7 +110,7 @@ def report(outcomes: list[Outcome], tolerance: float) -> tuple[str, bool]:
             found = compare(outcome, first if outcome.spec.backend is None else own, tolerance)
             good = good and not found.where
             rows.append((outcome.spec.name, size, f"{found.loss:.1e}", f"{found.weight:.1e}", found.where or "none"))
-        parts.append(_columns(rows))
+        parts.append(table(rows))
     parts += [f"{o.spec.name} failed: {o.failure}" for o in outcomes if o.failure]
     parts.append("all agree with one device" if good else "NOT the numbers of one device")
     return "\n\n".join(parts), good
@@ -119,9 +120,4 @@ def _losses(done: list[Outcome]) -> str:
     steps = max(len(o.losses) for o in done)
     rows: list[tuple[str, ...]] = [("loss after step", *(str(k + 1) for k in range(steps)))]
     rows += [(o.spec.name, *(f"{loss:.6f}" for loss in o.losses)) for o in done]
-    return _columns([row + ("",) * (steps + 1 - len(row)) for row in rows])
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return table([row + ("",) * (steps + 1 - len(row)) for row in rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -10,12 +11,11 @@ from tensorflow.experimental import dtensor
 
 from unidist import events
 from unidist.algebra import Sharding
-from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
 from unidist.checkpoint.shares import Share
 from unidist.keras import placed
 from unidist.keras.dtensor import placing, values, worlds
-from unidist.keras.held import Held, Read, Whole, entries, words
+from unidist.keras.held import Held, OnMesh, Read, Whole, words
 from unidist.keras.processes import Processes
 
 
@@ -40,20 +40,17 @@ def held(variable: Any) -> Held:
     return Stored(variable, Sharding(worlds.in_order(record.distribution.mesh), record.layouts.storage, shape))
 
 
-class Stored:
+class Stored(OnMesh):
     """A variable on a mesh."""
 
-    def __init__(self, variable: Any, sharding: Sharding) -> None:
-        self.variable = variable
-        self.shape = sharding.shape
-        self.dtype = str(variable.dtype)
-        self.sharding = sharding
-        parts = dtensor.unpack(variable._value.read_value())
-        self._ranks = [rank for rank in worlds.backend().local_ranks() if rank in sharding.mesh.devices]
-        self._shards = dict(zip(self._ranks, parts, strict=True))
+    @property
+    def _ranks(self) -> list[int]:
+        return [rank for rank in worlds.backend().local_ranks() if rank in self.sharding.mesh.devices]
 
-    def fetch(self) -> None:
-        """It is as it is stored."""
+    # Looked at where a variable is saved: one that is restored lets its former value go.
+    @cached_property
+    def _shards(self) -> dict[int, tf.Tensor]:
+        return dict(zip(self._ranks, dtensor.unpack(self.variable._value.read_value()), strict=True))
 
     def part(self, rank: int) -> Array:
         return words(self._shards[rank].numpy())
@@ -73,11 +70,5 @@ class Stored:
                     yield first + target.region(rank)[dim][0], words(rows.numpy())
 
     def put(self, read: Read) -> None:
-        came: dict[Region, Array] = {}
-        parts = []
-        for rank in self._ranks:
-            region = self.sharding.region(rank)
-            if region not in came:
-                came[region] = entries(read(region, None), self.dtype)
-            parts.append(tf.constant(came[region]))
+        parts = [tf.constant(value) for value in self.values(self._ranks, read)]
         self.variable._value.assign(dtensor.pack(parts, self.variable._value.layout))

@@ -12,11 +12,12 @@ from unidist import events
 from unidist.algebra import Sharding
 from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
+from unidist.checkpoint.regions import whole
 from unidist.checkpoint.shares import Share
 from unidist.keras.explicit import data, engine
 from unidist.keras.explicit.placing import is_placed
 from unidist.keras.explicit.storage import Storage
-from unidist.keras.held import Held, Read, whole_region
+from unidist.keras.held import Held, Read
 from unidist.keras.processes import Processes
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,7 +70,7 @@ class OnTorch:
     def put(self, read: Read) -> None:
         came: dict[Region, torch.Tensor] = {}
         for rank, tensor in self._tensors.items():
-            region = whole_region(self.shape) if self.sharding is None else self.sharding.region(rank)
+            region = whole(self.shape) if self.sharding is None else self.sharding.region(rank)
             if region in came:
                 tensor.detach().copy_(came[region])
             else:
@@ -113,7 +114,7 @@ class Summed(OnTorch):
 
     def put(self, read: Read) -> None:
         value = torch.empty(self.shape, dtype=next(iter(self._storage.shards.values())).dtype)
-        _fill(value, whole_region(self.shape), read)
+        _fill(value, whole(self.shape), read)
         self._storage.assign(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -10,11 +11,10 @@ import numpy as np
 
 from unidist import events, session
 from unidist.algebra import Mesh, Sharding
-from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
 from unidist.checkpoint.shares import Share
 from unidist.keras import making, placed, sessions
-from unidist.keras.held import Held, Read, Whole, entries, words
+from unidist.keras.held import Held, OnMesh, Read, Whole, words
 from unidist.keras.partitioned import layouts, placing
 from unidist.keras.partitioned.processes import processes as of_world
 from unidist.keras.processes import Processes
@@ -46,18 +46,13 @@ def held(variable: Any) -> Held:
     return Stored(variable, Sharding(adopt(distribution).mesh, layouts.of_native(value.sharding), shape))
 
 
-class Stored:
+class Stored(OnMesh):
     """A variable on a mesh."""
 
-    def __init__(self, variable: Any, sharding: Sharding) -> None:
-        self.variable = variable
-        self.shape = sharding.shape
-        self.dtype = str(variable.dtype)
-        self.sharding = sharding
-        self._shards = {_rank(shard.device): shard.data for shard in variable._value.addressable_shards}
-
-    def fetch(self) -> None:
-        """It is as it is stored."""
+    # Looked at where a variable is saved: one that is restored lets its former value go.
+    @cached_property
+    def _shards(self) -> dict[int, jax.Array]:
+        return {_rank(shard.device): shard.data for shard in self.variable._value.addressable_shards}
 
     def part(self, rank: int) -> Array:
         return words(np.asarray(self._shards[rank]))
@@ -79,13 +74,9 @@ class Stored:
                 yield piece.start + target.region(rank)[dim][0], words(np.asarray(rows))
 
     def put(self, read: Read) -> None:
-        came: dict[Region, Array] = {}
-        arrays = []
-        for shard in self.variable._value.addressable_shards:
-            region = self.sharding.region(_rank(shard.device))
-            if region not in came:
-                came[region] = entries(read(region, None), self.dtype)
-            arrays.append(jax.device_put(came[region], shard.device))
+        devices = [shard.device for shard in self.variable._value.addressable_shards]
+        values = self.values(map(_rank, devices), read)
+        arrays = [jax.device_put(value, device) for value, device in zip(values, devices, strict=True)]
         sharding = self.variable._value.sharding
         self.variable._value = jax.make_array_from_single_device_arrays(self.shape, sharding, arrays)
 
