@@ -112,6 +112,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, help="seconds that processes wait for each other (default: UNIDIST_TIMEOUT, else 300)"
     )
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="start all again after a failure, N times (default: 0)"
+    )
+    parser.add_argument("--log-dir", metavar="DIR", help="keep what each rank prints, and its record, in this folder")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on as they are")
@@ -144,6 +148,8 @@ def _run(parsed: argparse.Namespace) -> int:
         devices_per_process=parsed.devices_per_process,
         grace=parsed.grace,
         timeout=parsed.timeout,
+        max_restarts=parsed.max_restarts,
+        log_dir=parsed.log_dir,
     )
     code = int(launch.run(request))
     if code == 128 + signal.SIGPIPE:

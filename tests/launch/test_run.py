@@ -16,8 +16,8 @@ from tests.launch import programs
 from tests.launch.runs import ROOT, alive, finish, only_prefixed, pids, run, start, wait_until
 from unidist.launch import Request
 from unidist.launch import run as launch_run
+from unidist.launch.attempt import GIVEN_UP
 from unidist.launch.request import free_port
-from unidist.launch.run import GIVEN_UP
 
 pytestmark = pytest.mark.processes
 BACKENDS = ("torch", "jax", "horovod")

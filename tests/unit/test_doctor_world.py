@@ -12,7 +12,7 @@ from unidist.doctor import judging, matrix, world
 from unidist.doctor.check import Check
 from unidist.doctor.links import pairs
 from unidist.doctor.reports import Report, Reports
-from unidist.launch.run import GIVEN_UP
+from unidist.launch.attempt import GIVEN_UP
 
 
 def judged(told: Sequence[Report], count: int, **how: Any) -> dict[str, list[Check]]:

@@ -22,10 +22,10 @@ from unidist.backends.door import TOKEN
 from unidist.backends.environment import timeout, without_launcher
 from unidist.errors import CapabilityError
 from unidist.launch import LaunchError, Request, ending, jobs, program, run
+from unidist.launch.attempt import GIVEN_UP
 from unidist.launch.console import Console
 from unidist.launch.jobs import Failure, Job
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, split_address
-from unidist.launch.run import GIVEN_UP
 
 COMMAND = ("-m", "train")
 

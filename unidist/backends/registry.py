@@ -20,6 +20,7 @@ from unidist.backends import environment
 from unidist.backends.environment import Launcher
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
+from unidist.flight.recorder import open_in_environment, recorder
 
 ENTRY_POINTS = "unidist.backends"
 
@@ -341,7 +342,7 @@ def use(
     _set(None, "no")
     launched = environment.detect() is not None
     if launched:
-        adapter.initialize(cluster or Cluster())
+        _join(adapter, cluster or Cluster())
     _set(adapter, "by launcher" if launched else "no", found)
     return adapter
 
@@ -420,7 +421,7 @@ def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
             f"{adapter.process_count()} processes; call unidist.shutdown() before joining another"
         )
     if _joined == "no":
-        adapter.initialize(cluster)
+        _join(adapter, cluster)
     elif cluster.process_count not in (None, adapter.process_count()) or cluster.process_index not in (
         None,
         adapter.process_index(),
@@ -431,11 +432,34 @@ def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
         )
     elif retimes:
         adapter.set_timeout(cluster.timeout)
+        recorder.set_timeout(cluster.timeout)
     _joined = "by initialize"
+
+
+def _join(adapter: DistributionBackend, cluster: Cluster) -> None:
+    """Joins, and keeps a record of it where the environment says so."""
+    launch = environment.detect()
+    index, count = cluster.process_index, cluster.process_count
+    if launch is not None:
+        index, count = launch.process_index, launch.process_count
+    open_in_environment(index or 0, count or 1)
+    recorder.set_timeout(cluster.timeout)
+    before = recorder.enter("joining")
+    entry = recorder.begin(recorder.kind("the meeting of all processes"))
+    try:
+        adapter.initialize(cluster)
+    except BaseException:
+        recorder.end(entry, failed=True)
+        raise
+    recorder.end(entry)
+    recorder.back(before)
+    if before == 0:
+        recorder.enter("program")
 
 
 def shutdown() -> None:
     """Leaves the world of the backend in use."""
     global _joined
     current().shutdown()
+    recorder.close()
     _joined = "no"

@@ -10,7 +10,7 @@ from unidist.backends import registry
 from unidist.doctor import backends
 from unidist.doctor.check import Check, counted
 from unidist.doctor.reports import Reports, Stop
-from unidist.launch.run import GIVEN_UP
+from unidist.launch.attempt import GIVEN_UP
 
 _CLOCKS = 1.0
 _MEET = (

@@ -26,6 +26,7 @@ from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
 from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
+from unidist.flight.recorder import recorder
 from unidist.keras import configs, later, seeds
 from unidist.keras.held import WORDS, Held, Read, entries, words
 from unidist.keras.states import State, tried
@@ -98,10 +99,16 @@ def save(
         >>> unidist.save(model, tempfile.mkdtemp(), step=7).name
         'step-00000007'
     """
-    wait()
+    with recorder.phase("saving"):
+        return _save(model, _folder(directory), step, asynchronous, keep, facts)
+
+
+def _save(
+    model: Any, where: Path, step: int | None, asynchronous: bool, keep: int | None, facts: Mapping[str, Any] | None
+) -> Path:
+    later.wait()
     state = State.of(model)
     holders = state.holders
-    where = _folder(directory)
 
     # By all processes: a variable that is asked for may be a collective.
     number = _count_of(model) if step is None else step
@@ -124,7 +131,9 @@ def save(
             folders.prune(where, keep, number)
         return {"folder": stands.name}
 
-    return where / str(holders.by_first(end)["folder"])
+    stands = where / str(holders.by_first(end)["folder"])
+    recorder.committed(number)
+    return stands
 
 
 def wait() -> None:
@@ -136,7 +145,8 @@ def wait() -> None:
     Example:
         >>> wait()
     """
-    later.wait()
+    with recorder.phase("saving"):
+        later.wait()
 
 
 def _write(state: State, folder: Path) -> OSError | None:
@@ -237,10 +247,14 @@ def restore(
         >>> unidist.restore(model, folder)
         Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
-    wait()
+    with recorder.phase("loading"):
+        return _restore(model, _folder(directory), step, strict, verify)
+
+
+def _restore(model: Any, where: Path, step: Step, strict: bool, verify: Verify) -> Restored:
+    later.wait()
     state = State.of(model)
     holders = state.holders
-    where = _folder(directory)
 
     def find() -> dict[str, Any]:
         with Reader(where, step, "off") as found:

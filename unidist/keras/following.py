@@ -47,18 +47,18 @@ _current: ContextVar[Follower | None] = ContextVar("unidist_follower", default=N
 
 def hooks() -> Iterator[Hook]:
     """Where no callback follows all is as before."""
-    trainer = _trainer()
-    if trainer is None:
+    found = trainer()
+    if found is None:
         return
     why = "a training goes on where it stood"
     # Under the drivers' own hooks of it: all processes are there, with one random state.
-    yield Hook(trainer, "fit", _fitting, why)
+    yield Hook(found, "fit", _fitting, why)
     yield Hook(EpochIterator, "__init__", _reading, why)
     yield Hook(CallbackList, "on_train_begin", _beginning, why)
     yield Hook(CallbackList, "on_epoch_end", _ending, why)
 
 
-def _trainer() -> Any:
+def trainer() -> Any:
     """Keras's class. Its import imports its framework: only that of the Keras backend."""
     name = _TRAINERS.get(keras.config.backend())
     return None if name is None else getattr(compat, name)

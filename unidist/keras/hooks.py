@@ -11,7 +11,7 @@ from functools import cache
 
 import keras
 
-from unidist.keras import clearing, files, following, loading, making, placed, ranges, sessions
+from unidist.keras import clearing, files, following, loading, making, phases, placed, ranges, sessions
 from unidist.keras.drivers import driver, hooks_of
 from unidist.keras.interception import Hook, Table
 
@@ -24,7 +24,7 @@ _used: set[str] = set()
 @cache
 def table() -> Table:
     """Whatever the Keras backend."""
-    every = (loading, making, clearing, files, ranges, placed, sessions, following)
+    every = (loading, making, clearing, files, ranges, placed, sessions, following, phases)
     return Table(hook for module in every for hook in module.hooks())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from unidist.backends.protocol import Array
 from unidist.checkpoint import folders
 from unidist.checkpoint.background import Background
+from unidist.flight.recorder import recorder
 from unidist.keras.states import Holders, State, tried
 
 
@@ -82,6 +83,7 @@ def wait() -> None:
     if found is None or _writer.background is None:
         return
     found.holders.agree(tried(_writer.background.wait), f"write {found.folder}")
+    recorder.committed(found.step)
     if (keep := found.keep) is not None:
         found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import TextIO
 
 _KEPT = 400
@@ -31,11 +32,16 @@ class Console:
         self._lock = threading.Lock()
         self._errors: dict[int, deque[tuple[float, str]]] = {}
         self._readers: list[threading.Thread] = []
+        self._folder: Path | None = None
+
+    def keep_in(self, folder: Path) -> None:
+        """Keeps what ranks print from here on in files as well, one of each stream."""
+        self._folder = folder
 
     def attach(self, rank: int) -> tuple[int, int]:
         """File descriptors for a rank's standard output and error; the caller closes them once they are passed on."""
         self._errors[rank] = deque(maxlen=_KEPT)
-        return self._pipe(rank, self._out, keep=False), self._pipe(rank, self._err, keep=True)
+        return self._pipe(rank, self._out, "out"), self._pipe(rank, self._err, "err")
 
     def finish(self, timeout: float = 5.0) -> None:
         """Waits until everything that the processes wrote has been passed on."""
@@ -62,20 +68,24 @@ class Console:
         """The end of a rank's error stream."""
         return [line for _, line in self._errors[rank]][-count:]
 
-    def _pipe(self, rank: int, target: TextIO, *, keep: bool) -> int:
+    def _pipe(self, rank: int, target: TextIO, name: str) -> int:
         reading, writing = os.pipe()
-        reader = threading.Thread(target=self._pass_on, args=(reading, rank, target, keep), daemon=True)
+        file = self._folder / f"rank-{rank}.{name}" if self._folder else Path(os.devnull)
+        reader = threading.Thread(target=self._pass_on, args=(reading, rank, target, name, file), daemon=True)
         self._readers.append(reader)
         reader.start()
         return writing
 
-    def _pass_on(self, descriptor: int, rank: int, target: TextIO, keep: bool) -> None:
-        with os.fdopen(descriptor, encoding="utf-8", errors="replace", newline="\n") as stream:
+    def _pass_on(self, descriptor: int, rank: int, target: TextIO, name: str, file: Path) -> None:
+        errors = self._errors[rank] if name == "err" else None
+        reading = os.fdopen(descriptor, encoding="utf-8", errors="replace", newline="\n")
+        with reading as stream, file.open("a", encoding="utf-8", buffering=1) as kept:
             for raw in stream:
                 line = raw.rstrip("\r\n")
-                if keep:
-                    self._errors[rank].append((time.monotonic(), line))
+                if errors is not None:
+                    errors.append((time.monotonic(), line))
                 self._write(target, f"[{rank}] {line}\n")
+                kept.write(f"{line}\n")
 
     def _write(self, target: TextIO, text: str) -> None:
         with self._lock:

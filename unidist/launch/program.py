@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -22,6 +23,8 @@ from types import TracebackType
 
 # Set by the launcher where the standard input is its lifeline.
 LIFELINE = "UNIDIST_LIFELINE"
+# The launcher's folder for the time that it runs (flight/recorder.py).
+TEMPORARY = "UNIDIST_FLIGHT_TEMPORARY"
 # What the program's own exit handlers get before a failed process is ended.
 _LAST_SECONDS = 1.0
 
@@ -61,6 +64,8 @@ def _end_with(lifeline: int) -> None:
             pass
     except OSError:  # The program has closed all descriptors: it has made itself independent.
         return
+    if folder := os.environ.get(TEMPORARY):
+        shutil.rmtree(folder, ignore_errors=True)
     # By path, and only now: a process needs it once. All others of the run go first, those in other sessions too.
     with contextlib.suppress(Exception):
         runpy.run_path(os.path.join(os.path.dirname(__file__), "ending.py"))["kill_rest"](os.getpid(), LIFELINE)

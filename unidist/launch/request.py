@@ -36,7 +36,10 @@ class Request:
         devices_per_process: virtual CPU devices (or accelerators) of each process; JAX, and TensorFlow on CPU.
             None: the runtime's own.
         grace: seconds between asking processes to end and killing them.
-        timeout: seconds that they wait for each other, at joining and in collectives. None: as the environment says.
+        timeout: seconds that they wait for each other, at joining and in collectives, and that one may give no sign of
+            life. None: as the environment says.
+        max_restarts: how often all are started again after one has failed.
+        log_dir: folder that keeps what each process prints, and its record. None: nothing is kept.
 
     Raises:
         LaunchError: values that do not fit each other, or a script that does not exist.
@@ -51,6 +54,8 @@ class Request:
     devices_per_process: int | None = None
     grace: float = 5.0
     timeout: float | None = None
+    max_restarts: int = 0
+    log_dir: str | None = None
 
     def __post_init__(self) -> None:
         for what, count in (
@@ -70,6 +75,10 @@ class Request:
             raise LaunchError(f"grace must be 0 seconds or more, got {self.grace}")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise LaunchError(f"timeout must be seconds above 0, got {self.timeout}")
+        if self.max_restarts < 0:
+            raise LaunchError(f"max restarts must be 0 or more, got {self.max_restarts}")
+        if self.log_dir is not None and Path(self.log_dir).exists() and not Path(self.log_dir).is_dir():
+            raise LaunchError(f"the log folder {self.log_dir!r} is a file: give a folder, or a name that is free")
         self._check_command()
 
     def _check_command(self) -> None:

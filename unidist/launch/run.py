@@ -1,4 +1,4 @@
-"""run: starts, watches, reports, ends."""
+"""run: starts, watches, starts again, reports."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 from unidist.backends import registry
 from unidist.backends.door import TOKEN
 from unidist.backends.environment import TIMEOUT, without_launcher
-from unidist.launch.causes import Judge
+from unidist.flight.recorder import VARIABLE
+from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended
 from unidist.launch.console import Console
-from unidist.launch.ending import end, mark
-from unidist.launch.jobs import Failure, Job
+from unidist.launch.goodput import Spent, spent
+from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
+from unidist.launch.restarts import Again, GivenUp, Restarts
 
-# What timeout(1) ends with.
-GIVEN_UP = 124
-_POLL = 0.05
+# How often a run was started again, for its processes.
+RESTARTS = "UNIDIST_RESTARTS"
 
 
 def run(
@@ -37,10 +39,14 @@ def run(
 ) -> int:
     """Runs a program in `request.processes` processes and waits for them.
 
-    Each line that a process prints appears with its rank before it. When one fails, the others are ended, and the
-    traceback of the one that failed first is shown last. SIGINT (Ctrl-C), SIGTERM and SIGHUP end all: they get
-    SIGTERM, and SIGKILL after `request.grace` seconds, or at once on a second signal. No process that the program
-    started outlives the run.
+    Each line that a process prints appears with its rank before it. When one fails, or holds up the others for longer
+    than the timeout, all are ended. With restarts they are started again, and a training with `unidist.Checkpoint` goes
+    on from its last checkpoint. A run that cannot go on ends with the error that it met first, and shows its traceback
+    last.
+
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP end all: they get SIGTERM, and SIGKILL after `request.grace` seconds, or at once
+    on a second signal. SIGTERM and SIGUSR1 let trainings with a `unidist.Checkpoint` save first. No process that the
+    program started outlives the run.
 
     Args:
         request: what to run.
@@ -48,52 +54,100 @@ def run(
         give_up: asked again and again while they run: why all shall be ended now, or None.
 
     Returns:
-        0, or the exit code of the process that failed first, or 128 + the number of the signal that ended it or us, or
-        GIVEN_UP where `give_up` had a reason.
+        0, or the exit code of the process that failed first, or 128 + the number of the signal that ended it or us;
+        LEFT (75) where the training was asked to leave and has saved; GIVEN_UP (124) where a process held up the others,
+        or `give_up` had a reason.
 
     Raises:
         BackendNotAvailableError: the backend is unknown or not installed.
         CapabilityError: its processes are started in another way; the text says how.
         LaunchError: an option that does not fit the backend.
     """
-    job = registry.job(request.backend)(request)
     registry.find(request.backend)
     console = Console(out or sys.stdout, err or sys.stderr)
-    return _supervise(job, console, give_up)
+    with _signals() as received, _folder(request.log_dir) as folder:
+        return _Run(request, console, folder, received).go(give_up)
 
 
-def _supervise(job: Job, console: Console, give_up: Callable[[], str | None]) -> int:
-    run_id = uuid.uuid4().hex
-    reason: str | None = None
-    failures: list[Failure] | None = None
-    judge = Judge(console, job.request.processes)
-    with _signals() as received:
-        try:
-            job.start(_environ(job.request, run_id), console)
-            while not received and not console.closed.is_set():
-                failures = job.poll()
-                if failures == [] or (failures and judge.is_settled(failures)):
-                    break
-                if failures is None and (reason := give_up()):
-                    break
-                time.sleep(_POLL)
-        finally:
-            asked = len(received)
-            end(run_id, job.groups(), job.running, job.request.grace, hurry=lambda: len(received) > asked)
-            console.finish()
-            job.close()
-    if received:
-        console.say(f"unidist: {signal.Signals(received[0]).name}: all processes were ended")
-        return 128 + received[0]
-    if reason:
-        console.say(f"unidist: {reason}: all processes were ended")
-        return GIVEN_UP
-    if failures is None:
-        return 128 + signal.SIGPIPE
-    return _report(judge.first(failures), job.request, console) if failures else 0
+class _Run:
+    """The attempts of a run."""
+
+    def __init__(self, request: Request, console: Console, folder: Path, received: Sequence[int]) -> None:
+        self._request, self._console, self._folder, self._received = request, console, folder, received
+        self._restarts = Restarts(request.max_restarts)
+        self._attempts: list[Ended] = []
+        self._spent = Spent()
+
+    def go(self, give_up: Callable[[], str | None]) -> int:
+        """The exit code."""
+        while True:
+            ended = self._attempt(give_up)
+            if not ended.has_failed:
+                return self._report(ended)
+            follows = self._restarts.after(ended.progress)
+            if isinstance(follows, GivenUp):
+                return self._report(self._attempts[follows.attempt], follows.why)
+            self._say_again(ended, follows)
+            if not self._pause(follows.pause):
+                return self._report(ended)
+
+    def _attempt(self, give_up: Callable[[], str | None]) -> Ended:
+        number = len(self._attempts)
+        folder = self._folder / f"attempt-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._request.log_dir is not None:
+            self._console.keep_in(folder)
+        environ = _environ(self._request) | {VARIABLE: str(folder), RESTARTS: str(number)}
+        if self._request.log_dir is None:
+            environ[TEMPORARY] = str(self._folder)
+        job = registry.job(self._request.backend)(self._request)
+        ended = Attempt(job, self._console, folder, self._received).run(environ, give_up)
+        now = time.monotonic()
+        self._spent += spent(ended.flights, ended.begun, now, is_restart=number > 0, has_failed=ended.has_failed)
+        self._attempts.append(ended)
+        return ended
+
+    def _say_again(self, ended: Ended, follows: Again) -> None:
+        what = ended.what.rpartition("; ")[0] if ended.what.endswith((":", "nothing")) else ended.what
+        begin = "the beginning" if ended.committed is None else f"checkpoint {ended.committed}"
+        pause = f", in {follows.pause:g} s" if follows.pause else ""
+        self._console.say(f"unidist: {what}")
+        self._console.say(
+            f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}, from {begin} "
+            f"({ended.progress} steps were made)"
+        )
+
+    def _pause(self, seconds: float) -> bool:
+        """Whether nobody ended the run meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not self._received and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+        return not self._received
+
+    def _report(self, ended: Ended, why: str = "") -> int:
+        """Says what the run was, and of what it ended. Its exit code."""
+        if self._spent.count or self._spent.lost:
+            self._console.say(f"unidist: {self._spent}")
+        if why:
+            self._console.say(f"unidist: {why}; the first failure was:")
+        if ended.what:
+            self._console.say(f"unidist: {ended.what}")
+        for line in ended.details:
+            self._console.say(line)
+        return ended.code
 
 
-def _environ(request: Request, run_id: str) -> dict[str, str]:
+@contextmanager
+def _folder(log_dir: str | None) -> Iterator[Path]:
+    """Where the records of the processes are. What nobody asked to keep goes with the run."""
+    if log_dir is not None:
+        yield Path(log_dir).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="unidist-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _environ(request: Request) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
     environ = without_launcher(os.environ)
     # What is asked for here goes before what an earlier program left in the shell.
@@ -108,25 +162,7 @@ def _environ(request: Request, run_id: str) -> dict[str, str]:
         environ = {**dict.fromkeys(INTERFACES, LOOPBACK_INTERFACE), **environ}
     if request.timeout is not None:
         environ[TIMEOUT] = str(request.timeout)
-    mark(environ, run_id)
     return environ
-
-
-def _report(first: Failure, request: Request, console: Console) -> int:
-    """Says which rank failed first, with its traceback last. The exit code of the run."""
-    code = first.exit_code
-    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-    if first.rank is None:
-        console.say(f"unidist: the agent that starts the processes ended with {how}; what it said is above")
-    else:
-        found = console.traceback(first.rank)
-        lines = found[1] if found else console.last_lines(first.rank)
-        what = "its traceback:" if found else "the last it said on standard error:" if lines else "it said nothing"
-        others = "; the others were ended" if request.processes > 1 else ""
-        console.say(f"unidist: rank {first.rank} of {request.world_size} failed first, with {how}{others}; {what}")
-        for line in lines:
-            console.say(f"[{first.rank}] {line}")
-    return code if code > 0 else 128 - code
 
 
 @contextmanager
@@ -140,7 +176,7 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wanted = (signal.SIGINT, signal.SIGHUP, *ASKS_TO_LEAVE)
     # One that is ignored stays so: nohup's SIGHUP, a shell's background SIGINT.
     before = {n: signal.signal(n, note) for n in wanted if signal.getsignal(n) is not signal.SIG_IGN}
     try:

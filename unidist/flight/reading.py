@@ -1,0 +1,185 @@
+"""Flight: what a record says. Records are read while they are written, and those of processes that were killed."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from unidist.errors import UnidistError
+from unidist.flight.form import (
+    ENTRIES,
+    ENTRY,
+    FIELDS,
+    HEADER,
+    MAGIC,
+    PHASES,
+    RING,
+    SIZE,
+    SUFFIX,
+    TEXTS,
+    TIMES,
+    WHOLE,
+    WORD,
+)
+
+
+class FlightError(UnidistError, ValueError):
+    """A file that is no record, or a damaged one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that a process began: a collective, a step.
+
+    Attributes:
+        number: counts from 1 in its process.
+        what: what it is.
+        site: where in the program it was called, or "".
+        begun, ended: seconds of the machine's monotonic clock; ended is None while it goes on.
+        failed: whether it ended by an error.
+    """
+
+    number: int
+    what: str
+    site: str
+    begun: float
+    ended: float | None
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """What a process was at, when its record was read.
+
+    Attributes:
+        rank, processes, pid: which process it is; pid is 0 once it has left its world.
+        phase: what its main thread was in; one of PHASES.
+        seconds: what it has spent in each phase, without the one under way.
+        phase_began, began, beat: seconds of the machine's monotonic clock; beat is the last sign of life.
+        first_step_ended, last_step_ended: of the training; None before.
+        steps: steps of the training that ended in this process.
+        resumed: steps that the training had made where it was resumed.
+        kept: of the steps, those before the last checkpoint that counts.
+        committed: number of the last checkpoint that counts, or None.
+        committed_at: when it came to count.
+        saves: whether its training saves and leaves, where it is asked to.
+        left: whether it did.
+        timeout: seconds that it waits for others, or None where it has joined none.
+        entries: the last ones, in their order.
+    """
+
+    rank: int
+    processes: int
+    pid: int
+    phase: str
+    seconds: dict[str, float]
+    phase_began: float
+    began: float
+    beat: float
+    first_step_ended: float | None
+    last_step_ended: float | None
+    steps: int
+    resumed: int
+    kept: int
+    committed: int | None
+    committed_at: float | None
+    saves: bool
+    left: bool
+    timeout: float | None
+    entries: tuple[Entry, ...]
+
+    @property
+    def progress(self) -> int:
+        """Steps of the training, before it was resumed too; of a loop of the user's own, its last checkpoint."""
+        return self.resumed + self.steps or self.committed or 0
+
+    @property
+    def open(self) -> tuple[Entry, ...]:
+        """Entries that go on: the process waits in them."""
+        return tuple(entry for entry in self.entries if entry.ended is None)
+
+
+def read(path: Path) -> Flight:
+    """Reads a record.
+
+    Raises:
+        FlightError: it is none.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(SIZE + 1)
+    if len(data) != SIZE or int.from_bytes(data[:8], "little") != MAGIC:
+        raise FlightError(f"{path} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
+    whole = dict(zip(WHOLE, struct.unpack_from(f"<{len(WHOLE)}Q", data), strict=True))
+    times = dict(
+        zip((*TIMES, *PHASES), struct.unpack_from(f"<{len(FIELDS) - len(WHOLE)}d", data, len(WHOLE) * 8), strict=True)
+    )
+    if whole["phase"] >= len(PHASES):
+        raise FlightError(f"{path} is damaged: there is no phase {whole['phase']}")
+    texts = _texts(data, min(whole["kinds"], TEXTS // 4))
+    return Flight(
+        rank=whole["rank"],
+        processes=whole["processes"],
+        pid=whole["pid"],
+        phase=PHASES[whole["phase"]],
+        seconds={name: times[name] for name in PHASES},
+        phase_began=times["phase_began"],
+        began=times["began"],
+        beat=times["beat"],
+        first_step_ended=times["first_step_ended"] or None,
+        last_step_ended=times["last_step_ended"] or None,
+        steps=whole["steps"],
+        resumed=whole["resumed"],
+        kept=whole["kept"],
+        committed=whole["committed"] - 1 if whole["committed"] else None,
+        committed_at=times["committed_at"] or None,
+        saves=whole["saves"] == 1,
+        left=whole["left"] == 1,
+        timeout=times["timeout"] or None,
+        entries=_entries(data, texts),
+    )
+
+
+def read_all(folder: Path) -> dict[int, Flight]:
+    """The records of a folder that can be read, by rank."""
+    found = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            flight = read(path)
+        except (OSError, FlightError):
+            continue
+        found[flight.rank] = flight
+    return dict(sorted(found.items()))
+
+
+def order(path: Path, what: int) -> None:
+    """Asks the process of a record for something. Raises OSError: there is none."""
+    with path.open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), struct.pack("<Q", what), WORD["order"] * 8)
+
+
+def _texts(data: bytes, count: int) -> list[str]:
+    found, at = [], HEADER
+    for _ in range(count):
+        length = int.from_bytes(data[at : at + 4], "little")
+        at += 4
+        if at + length > HEADER + TEXTS:
+            break
+        found.append(data[at : at + length].decode(errors="replace"))
+        at += length
+    return found
+
+
+def _entries(data: bytes, texts: list[str]) -> tuple[Entry, ...]:
+    found = []
+    for place in range(ENTRIES):
+        number, kind, site, begun, ended = struct.unpack_from("<3Q2d", data, (RING + place * ENTRY) * 8)
+        if number and number % ENTRIES == place:
+            found.append(Entry(number, _text(texts, kind), _text(texts, site), begun, abs(ended) or None, ended < 0))
+    return tuple(sorted(found, key=lambda entry: entry.number))
+
+
+def _text(texts: list[str], number: int) -> str:
+    return texts[number] if number < len(texts) else "?"

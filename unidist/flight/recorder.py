@@ -1,0 +1,230 @@
+"""Recorder: keeps what this process is at, at a third of a microsecond a note.
+
+In memory until `open` is given a folder; from then on in a file there, mapped into memory. So whoever may read the
+folder sees it while this process runs, is stopped, or has been killed, and nothing needs to be written at the end.
+The method is that of PyTorch's and NCCL's flight recorders, which write theirs when something is found to be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from unidist.flight.form import (
+    END,
+    ENTRIES,
+    ENTRY,
+    HEADER,
+    MAGIC,
+    PHASES,
+    RING,
+    SIZE,
+    SUFFIX,
+    TEXTS,
+    WORD,
+)
+
+# The folder of the records of a run.
+VARIABLE = "UNIDIST_FLIGHT"
+# Seconds between two signs of life.
+BEAT = 0.25
+# As a shell tells of SIGTERM.
+_ENDED = 128 + signal.SIGTERM
+_now = time.monotonic
+_PHASE = {name: number for number, name in enumerate(PHASES)}
+_OTHERS = "(one of too many kinds)"
+# What each step or collective passes through is looked up once.
+_STEPS, _FIRST, _LAST = WORD["steps"], WORD["first_step_ended"], WORD["last_step_ended"]
+_NOW_IN, _SINCE, _SPENT = WORD["phase"], WORD["phase_began"], WORD["starting"]
+
+
+class Recorder:
+    """The record of one process."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, SIZE)
+        self._look()
+        self._numbers = itertools.count(1)
+        self._kinds: dict[str, int] = {}
+        self._stacks: IO[bytes] | None = None
+        self._path: Path | None = None
+        self._lock = threading.Lock()
+        self._whole[WORD["magic"]] = MAGIC
+        self._whole[WORD["pid"]] = os.getpid()
+        self._times[WORD["began"]] = self._times[WORD["phase_began"]] = _now()
+        self.kind("")
+
+    def _look(self) -> None:
+        self._whole = memoryview(self._map).cast("Q")
+        self._times = memoryview(self._map).cast("d")
+
+    # where it is kept -------------------------------------------------------------------------------------------------
+
+    def open(self, folder: Path, rank: int, processes: int) -> None:
+        """Keeps the record in a file from here on, with a sign of life four times a second.
+
+        SIGUSR2 then writes the stacks of all threads beside it. A record of the same rank that is there is replaced.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path = folder / f"rank-{rank}{SUFFIX}"
+        made = path.with_suffix(f".{os.getpid()}")
+        made.write_bytes(self._map[:])
+        with made.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._look()
+        self.set("rank", rank)
+        self.set("processes", processes)
+        self.set("pid", os.getpid())
+        self._times[WORD["beat"]] = _now()
+        made.replace(path)
+        self._path = path
+        if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+            self._stacks = path.with_suffix(".stacks").open("wb")
+            faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True, chain=False)
+        threading.Thread(target=self._live, args=(path,), name="unidist-life", daemon=True).start()
+
+    def close(self) -> None:
+        """Keeps the record in memory again. The file stays, as that of no process."""
+        if self._path is None:
+            return
+        self._path = None
+        self.set("pid", 0)
+        kept = mmap.mmap(-1, SIZE)
+        kept[:] = self._map[:]
+        self._map = kept
+        self._look()
+        self.set("pid", os.getpid())
+        if self._stacks is not None:
+            faulthandler.unregister(signal.SIGUSR2)
+            self._stacks.close()
+            self._stacks = None
+
+    def _live(self, path: Path) -> None:
+        while self._path == path:
+            self._times[WORD["beat"]] = _now()
+            if self._whole[WORD["order"]] == END:
+                # Others are gone, and the main thread may wait for them where no signal's handler runs.
+                os._exit(_ENDED)
+            time.sleep(BEAT)
+
+    # collectives ------------------------------------------------------------------------------------------------------
+
+    def kind(self, text: str) -> int:
+        """The number of a text, for entries that name it. There is room for some thousands."""
+        found = self._kinds.get(text)
+        if found is not None:
+            return found
+        with self._lock:
+            return self._kinds[text] if text in self._kinds else self._learn(text)
+
+    def _learn(self, text: str) -> int:
+        said = text.encode()
+        begin, number = self._whole[WORD["texts"]], self._whole[WORD["kinds"]]
+        if begin + len(said) + 4 > TEXTS - len(_OTHERS) - 4 and text != _OTHERS:
+            return self._kinds[_OTHERS] if _OTHERS in self._kinds else self._learn(_OTHERS)
+        at = HEADER + begin
+        self._map[at : at + 4] = len(said).to_bytes(4, "little")
+        self._map[at + 4 : at + 4 + len(said)] = said
+        self._whole[WORD["kinds"]] = number + 1
+        self._whole[WORD["texts"]] = begin + 4 + len(said)
+        self._kinds[text] = number
+        return number
+
+    def begin(self, kind: int, site: int = 0) -> int:
+        """Notes that something begins. Gives its number, for `end`."""
+        number = next(self._numbers)
+        at = RING + number % ENTRIES * ENTRY
+        whole = self._whole
+        whole[at] = number
+        whole[at + 1] = kind
+        whole[at + 2] = site
+        times = self._times
+        times[at + 3] = _now()
+        times[at + 4] = 0.0
+        return number
+
+    def end(self, number: int, failed: bool = False) -> None:
+        """What was begun has ended, by an error where it has failed."""
+        at = RING + number % ENTRIES * ENTRY
+        if self._whole[at] == number:
+            self._times[at + 4] = -_now() if failed else _now()
+
+    def locate(self, number: int, site: str) -> None:
+        """Says where in the program an entry was called, once that is known."""
+        at = RING + number % ENTRIES * ENTRY
+        if self._whole[at] == number:
+            self._whole[at + 2] = self.kind(site)
+
+    # what the process is at -------------------------------------------------------------------------------------------
+
+    def set(self, field: str, value: int) -> None:
+        """Sets one of the whole numbers of form.py."""
+        self._whole[WORD[field]] = value
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long this process waits for others."""
+        self._times[WORD["timeout"]] = seconds
+
+    def enter(self, phase: str) -> int:
+        """Begins a phase. Gives the one before it, as `back` wants it. For the main thread."""
+        return self._enter(_PHASE[phase])
+
+    def _enter(self, phase: int) -> int:
+        whole, times = self._whole, self._times
+        now, before = _now(), whole[_NOW_IN]
+        times[_SPENT + before] += now - times[_SINCE]
+        times[_SINCE] = now
+        whole[_NOW_IN] = phase
+        return before
+
+    def back(self, before: int) -> None:
+        self._enter(before)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, the main thread is in this phase; seconds of other threads are not counted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.back(before)
+
+    def stepped(self) -> None:
+        """A step of a training has ended."""
+        times, now = self._times, _now()
+        self._whole[_STEPS] += 1
+        times[_FIRST] = times[_FIRST] or now
+        times[_LAST] = now
+
+    def committed(self, number: int) -> None:
+        """A checkpoint counts."""
+        self.set("committed", number + 1)
+        self.set("kept", self._whole[_STEPS])
+        self._times[WORD["committed_at"]] = _now()
+
+    def __bytes__(self) -> bytes:
+        return self._map[:]
+
+
+# This process's. Adapters keep no other reference to what is inside: `open` and `close` change it.
+recorder = Recorder()
+
+
+def open_in_environment(rank: int, processes: int) -> None:
+    """Opens this process's record where the environment names a folder."""
+    if folder := os.environ.get(VARIABLE):
+        recorder.open(Path(folder), rank, processes)

@@ -1,0 +1,212 @@
+"""One attempt at a run: its processes are started, watched until one fails or all have ended, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unidist.backends.desync import ranks_text
+from unidist.backends.environment import timeout
+from unidist.flight.form import END, SUFFIX
+from unidist.flight.reading import Flight, order, read_all
+from unidist.launch import stalls
+from unidist.launch.causes import Judge
+from unidist.launch.console import Console
+from unidist.launch.ending import end, mark
+from unidist.launch.jobs import Failure, Job
+from unidist.launch.stalls import Stall
+
+# What timeout(1) ends with.
+GIVEN_UP = 124
+# EX_TEMPFAIL of sysexits.h: it was asked to leave, has saved, and goes on where it is started again.
+LEFT = 75
+# Signals by which schedulers tell that a job's time is over. SIGUSR1: srun's --signal=USR1@60.
+ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1)
+_POLL, _LOOK = 0.05, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an attempt ended.
+
+    Attributes:
+        code: the run's exit code, were this its last attempt.
+        what: in one line; "" where all went well.
+        details: lines that explain it: a traceback, the last words, stacks.
+        has_failed: whether a process failed, or stalled, or left because it was asked to.
+        flights: the records of this node's processes.
+        begun, ended: seconds of the monotonic clock; ended is before the rest was ended.
+    """
+
+    code: int
+    what: str = ""
+    details: Sequence[str] = ()
+    has_failed: bool = False
+    flights: Mapping[int, Flight] = field(default_factory=dict)
+    begun: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def progress(self) -> int:
+        return max((flight.progress for flight in self.flights.values()), default=0)
+
+    @property
+    def committed(self) -> int | None:
+        return max((one.committed for one in self.flights.values() if one.committed is not None), default=None)
+
+
+class Attempt:
+    """One attempt.
+
+    Args:
+        job: starts the processes.
+        console: takes what they print.
+        folder: takes their records.
+        received: signals that the launcher has received; may grow.
+    """
+
+    def __init__(self, job: Job, console: Console, folder: Path, received: Sequence[int]) -> None:
+        self._job, self._console, self._folder, self._received = job, console, folder, received
+        self._request = job.request
+        self._ranks = tuple(self._request.rank(local) for local in range(self._request.processes))
+        self._failures: list[Failure] | None = None
+        self._stall: Stall | None = None
+        self._reason: str | None = None
+        self._stacks: list[str] = []
+        self._looked = 0.0
+        self._judge = Judge(console, self._request.processes)
+
+    def run(self, environ: Mapping[str, str], give_up: Callable[[], str | None]) -> Ended:
+        """Starts the processes, and returns when nothing of them runs any more.
+
+        Args:
+            environ: their environment, but for what the job tells each.
+            give_up: asked again and again: why all shall be ended now, or None.
+        """
+        run_id = uuid.uuid4().hex
+        marked = dict(environ)
+        mark(marked, run_id)
+        begun = ended = time.monotonic()
+        try:
+            self._job.start(marked, self._console)
+            self._watch(give_up)
+            ended = time.monotonic()
+            if self._stall is not None:
+                self._stacks = stalls.stacks(self._folder, self._flights(), self._stall.ranks)
+        finally:
+            asked = len(self._received)
+            if self._received:
+                self._leave()
+            elif self._failures or self._stall:
+                self._let_go()
+            # One that is stuck, or stopped, would not hear of being asked.
+            grace = 0.0 if self._stall is not None else self._request.grace
+            end(run_id, self._job.groups(), self._job.running, grace, hurry=lambda: len(self._received) > asked)
+            self._console.finish()
+            self._job.close()
+        return self._ended(begun, ended, self._flights())
+
+    # watching ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self, give_up: Callable[[], str | None]) -> None:
+        left_by: float | None = None
+        while not self._received and not self._console.closed.is_set():
+            failures = self._failures = self._job.poll()
+            now = time.monotonic()
+            if failures == []:
+                return
+            if failures and all(failure.exit_code == LEFT for failure in failures):
+                # They save together, and leave one after the other.
+                left_by = left_by or now + self._request.grace
+                if len(failures) == self._request.processes or now > left_by:
+                    return
+            elif failures and self._judge.is_settled(failures):
+                return
+            if failures is None and (reason := give_up()):
+                self._reason = reason
+                return
+            if now - self._looked > _LOOK:
+                self._looked = now
+                if (found := stalls.find(self._flights(), self._waited_for(failures), self._timeout, now)) is not None:
+                    self._stall = found
+                    return
+            time.sleep(_POLL)
+
+    @property
+    def _timeout(self) -> float:
+        return self._request.timeout or timeout()
+
+    def _waited_for(self, failures: Sequence[Failure] | None) -> list[int]:
+        failed = {failure.rank for failure in failures or ()}
+        return [rank for rank in self._ranks if rank not in failed]
+
+    def _flights(self) -> dict[int, Flight]:
+        return {rank: flight for rank, flight in read_all(self._folder).items() if rank in self._ranks}
+
+    # ending -----------------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Ends those that wait, where no signal's handler runs, for a process that is gone."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                order(self._folder / f"rank-{rank}{SUFFIX}", END)
+
+    def _leave(self) -> None:
+        """Asks trainings that can to save and to leave, and waits for them."""
+        asked, deadline = len(self._received), time.monotonic() + self._request.grace
+        flights = self._flights()
+        can = [flight.saves or flight.left for flight in flights.values()]
+        if self._received[0] not in ASKS_TO_LEAVE or len(can) < len(self._ranks) or not all(can):
+            return
+        for flight in flights.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(flight.pid, signal.SIGTERM)
+        while self._job.running() and time.monotonic() < deadline and len(self._received) == asked:
+            time.sleep(_POLL)
+
+    # what it was ------------------------------------------------------------------------------------------------------
+
+    def _ended(self, begun: float, ended: float, flights: dict[int, Flight]) -> Ended:
+        def how(code: int, what: str = "", details: Sequence[str] = (), has_failed: bool = False) -> Ended:
+            return Ended(code, what, details, has_failed, flights, begun, ended)
+
+        if self._received:
+            name = signal.Signals(self._received[0]).name
+            if flights and all(flight.left for flight in flights.values()):
+                return how(LEFT, f"{name}: all processes have saved and left; started again the training goes on")
+            return how(128 + self._received[0], f"{name}: all processes were ended")
+        if self._stall is not None:
+            details = [f"where {ranks_text(self._stall.ranks)} stood:", *self._stacks] if self._stacks else []
+            return how(GIVEN_UP, f"{self._stall}{self._others()}", details, True)
+        if self._reason:
+            return how(GIVEN_UP, f"{self._reason}: all processes were ended")
+        if self._failures is None:
+            return how(128 + signal.SIGPIPE)
+        if not self._failures:
+            return how(0)
+        if all(failure.exit_code == LEFT for failure in self._failures):
+            return how(LEFT, "asked to leave: the processes have saved and left", has_failed=True)
+        code, what, details = self._told(self._judge.first(self._failures))
+        return how(code, what, details, True)
+
+    def _others(self) -> str:
+        return "; the others were ended" if self._request.processes > 1 else ""
+
+    def _told(self, first: Failure) -> tuple[int, str, list[str]]:
+        """(exit code, which rank failed first and how, its traceback)."""
+        code = first.exit_code
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        exit_code = code if code > 0 else 128 - code
+        if first.rank is None:
+            return exit_code, f"the agent that starts the processes ended with {how}; what it said is above", []
+        found = self._console.traceback(first.rank)
+        lines = found[1] if found else self._console.last_lines(first.rank)
+        what = f"rank {first.rank} of {self._request.world_size} failed first, with {how}{self._others()}"
+        said = "its traceback:" if found else "the last it said on standard error:" if lines else "it said nothing"
+        return exit_code, f"{what}; {said}", [f"[{first.rank}] {line}" for line in lines]

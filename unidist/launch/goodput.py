@@ -1,0 +1,67 @@
+"""Goodput: the share of a run's time in which it made steps that count, and what the rest of the time was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unidist.flight.reading import Flight
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of a run, or of an attempt.
+
+    Attributes:
+        all: from its beginning to its end.
+        steps: in steps that count.
+        lost: in steps that were made again, or were the last and in vain.
+        data: waiting for data between steps.
+        saving: writing checkpoints.
+        restarting: from a failure to the next first step.
+        count: steps that count.
+    """
+
+    all: float = 0.0
+    steps: float = 0.0
+    lost: float = 0.0
+    data: float = 0.0
+    saving: float = 0.0
+    restarting: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def __str__(self) -> str:
+        share = self.steps / self.all if self.all else 0.0
+        parts = {
+            "saving": self.saving,
+            "restarting": self.restarting,
+            "waiting for data": self.data,
+            "in steps that were lost": self.lost,
+        }
+        rest = ", ".join(f"{seconds:.1f} s {what}" for what, seconds in parts.items())
+        return f"goodput {share:.0%}: {self.steps:.1f} s of {self.all:.1f} s in {self.count} steps that count; {rest}"
+
+
+def spent(flights: Mapping[int, Flight], begun: float, ended: float, *, is_restart: bool, has_failed: bool) -> Spent:
+    """What an attempt's time was spent on, by its first process. Its steps since the last checkpoint are lost where it
+    has failed."""
+    if not flights:
+        return Spent(all=ended - begun, restarting=ended - begun if is_restart else 0.0)
+    flight = flights[min(flights)]
+    seconds = dict(flight.seconds)
+    seconds[flight.phase] += max(0.0, min(ended, flight.beat) - flight.phase_began)
+    kept = flight.kept if has_failed else flight.steps
+    counted = kept / flight.steps if flight.steps else 0.0
+    first = ended if flight.first_step_ended is None else flight.first_step_ended
+    return Spent(
+        all=ended - begun,
+        steps=seconds["step"] * counted,
+        lost=seconds["step"] * (1.0 - counted),
+        data=seconds["data"],
+        saving=seconds["saving"],
+        restarting=first - begun if is_restart else 0.0,
+        count=kept,
+    )

@@ -1,0 +1,67 @@
+"""Restarts: whether what has failed is started again, when, and with which error a run ends that cannot go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Restarts in a row that brought the training no further, after which there is no other.
+FRUITLESS = 3
+# Seconds before the second restart of those in a row, and before any.
+_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The run is started again.
+
+    Attributes:
+        number: of the restart, from 1.
+        pause: seconds to wait before it.
+    """
+
+    number: int
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The run ends.
+
+    Attributes:
+        why: no further restart, or "" where none was wanted.
+        attempt: the attempt whose error is the run's, from 0: the first since the training last came further.
+    """
+
+    why: str
+    attempt: int
+
+
+class Restarts:
+    """What has failed so far.
+
+    Args:
+        most: restarts that are allowed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._furthest = 0
+        self._attempts = 0
+        self._first = 0
+
+    def after(self, progress: int) -> Again | GivenUp:
+        """What follows an attempt that has failed.
+
+        Args:
+            progress: steps that the training has made, before it was resumed too.
+        """
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        if progress > self._furthest:
+            self._furthest, self._first = progress, attempt
+        in_a_row = attempt - self._first
+        if attempt >= self._most:
+            why = f"no restart is left of {self._most}" if self._most else ""
+            return GivenUp(why, self._first)
+        if in_a_row >= FRUITLESS:
+            return GivenUp(f"{in_a_row} restarts in a row brought the training no further", self._first)
+        return Again(attempt + 1, min(_LONGEST_PAUSE, _PAUSE * 2 ** (in_a_row - 1)) if in_a_row else 0.0)

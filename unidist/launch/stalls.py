@@ -1,0 +1,120 @@
+"""Stalls: which process is alive and does not go on, read from the records that the processes keep (unidist.flight)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unidist.backends.desync import ranks_text
+from unidist.flight.form import SUFFIX
+from unidist.flight.reading import Entry, Flight
+
+# Ranks give up by themselves after their timeout, and that shall be seen as what it is.
+_EARLY = 0.1
+# Seconds until a process that is asked for its stacks has written them, and lines of them that are shown.
+_STACKS_ARRIVE, _SHOWN = 1.0, 60
+_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a device or a file system"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Processes that do not go on.
+
+    Attributes:
+        ranks: those processes.
+        why: as "gave no sign of life for 30 s".
+    """
+
+    ranks: tuple[int, ...]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{ranks_text(self.ranks)} {self.why}"
+
+
+def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, now: float) -> Stall | None:
+    """Who holds up the others, once that has lasted for the timeout.
+
+    Args:
+        flights: the records of this node's processes, so far as they have one.
+        ranks: this node's.
+        timeout: seconds, where a record does not say how long its process waits.
+        now: the monotonic clock's time.
+    """
+    silent = [flight for flight in flights.values() if now - flight.beat > (flight.timeout or timeout)]
+    if silent := [flight for flight in silent if state_of(flight.pid) not in ("", "Z")]:
+        return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now))
+    waiting = {rank: entry for rank, flight in flights.items() if (entry := _wait(flight)) is not None}
+    in_vain = {
+        rank: entry
+        for rank, entry in waiting.items()
+        if (entry.ended or now) - entry.begun > (flights[rank].timeout or timeout) - _EARLY
+    }
+    late = tuple(rank for rank in ranks if rank not in waiting and _is_alive(flights.get(rank)))
+    if not in_vain or not late:
+        return None
+    entry = min(in_vain.values(), key=lambda one: one.begun)
+    return Stall(late, f"did not come to {entry.what}, for which {ranks_text(waiting)} waited {_waited(entry, now)}")
+
+
+def state_of(pid: int) -> str:
+    """The letter by which Linux tells of a process: "T" is stopped, "Z" has ended. "": there is none, or no /proc."""
+    if not pid:
+        return ""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) -> list[str]:
+    """Where these processes stand, as lines: they are asked, and woken where they are stopped."""
+    known = [flights[rank] for rank in ranks if rank in flights]
+    files = {flight.rank: (folder / f"rank-{flight.rank}{SUFFIX}").with_suffix(".stacks") for flight in known}
+    for flight in known:
+        if flight.pid and files[flight.rank].exists():
+            for number in (signal.SIGUSR2, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(flight.pid, number)
+    deadline = time.monotonic() + _STACKS_ARRIVE
+    lines: list[str] = []
+    for rank, path in files.items():
+        while path.exists() and not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.02)
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines += [f"[{rank}] {line}" for line in _main_thread_first(text)[:_SHOWN]]
+    return lines
+
+
+def _main_thread_first(text: str) -> list[str]:
+    """faulthandler tells the main thread last."""
+    return [line for part in reversed(text.strip().split("\n\n")) for line in part.splitlines()]
+
+
+def _wait(flight: Flight) -> Entry | None:
+    """What a process waits in, or has waited in, in vain, last of all."""
+    if flight.open:
+        return flight.open[0]
+    last = flight.entries[-1] if flight.entries else None
+    return last if last is not None and last.failed else None
+
+
+def _silence(flight: Flight, now: float) -> str:
+    how = _STATES.get(state_of(flight.pid), "runs, and none of its threads does")
+    return f"gave no sign of life for {now - flight.beat:.0f} s: it {how}"
+
+
+def _is_alive(flight: Flight | None) -> bool:
+    """Whether a process runs. One without a record has not come so far as to have one."""
+    return flight is None or state_of(flight.pid) not in ("", "Z")
+
+
+def _waited(entry: Entry, now: float) -> str:
+    where = f" at {entry.site}" if entry.site else ""
+    return f"{(entry.ended or now) - entry.begun:.0f} s{where}"
