@@ -55,7 +55,7 @@ def run(
 
     Returns:
         0, or the exit code of the process that failed first, or 128 + the number of the signal that ended it or us;
-        LEFT (75) where the training was asked to leave and has saved; GIVEN_UP (124) where a process held up the others,
+        LEFT (75) where the training was asked to leave and has saved; GIVEN_UP (124) where one held up the others,
         or `give_up` had a reason.
 
     Raises:
