@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from unidist.backends.desync import ranks_text
@@ -38,16 +39,22 @@ class Ended:
     Attributes:
         code: the run's exit code, were this its last attempt.
         what: in one line; "" where all went well.
+        heading: what the details are.
         details: lines that explain it: a traceback, the last words, stacks.
         has_failed: whether a process failed, or stalled, or left because it was asked to.
+        is_consequence: whether it failed, as it says, because another did.
+        late: processes of this node that waited for nobody when the attempt ended.
         flights: the records of this node's processes.
         begun, ended: seconds of the monotonic clock; ended is before the rest was ended.
     """
 
     code: int
     what: str = ""
+    heading: str = ""
     details: Sequence[str] = ()
     has_failed: bool = False
+    is_consequence: bool = False
+    late: tuple[int, ...] = ()
     flights: Mapping[int, Flight] = field(default_factory=dict)
     begun: float = 0.0
     ended: float = 0.0
@@ -61,6 +68,18 @@ class Ended:
         return max((one.committed for one in self.flights.values() if one.committed is not None), default=None)
 
 
+class Others:
+    """Other nodes, of which there are none."""
+
+    @property
+    def stop(self) -> str | None:
+        """Why the attempt must end now, or None."""
+        return None
+
+    def failed(self, what: str) -> None:
+        """Tells them that something has failed here."""
+
+
 class Attempt:
     """One attempt.
 
@@ -69,14 +88,20 @@ class Attempt:
         console: takes what they print.
         folder: takes their records.
         received: signals that the launcher has received; may grow.
+        others: the nodes beside this one.
     """
 
-    def __init__(self, job: Job, console: Console, folder: Path, received: Sequence[int]) -> None:
+    def __init__(
+        self, job: Job, console: Console, folder: Path, received: Sequence[int], others: Others | None = None
+    ) -> None:
+        self._nodes = others or Others()
         self._job, self._console, self._folder, self._received = job, console, folder, received
         self._request = job.request
         self._ranks = tuple(self._request.rank(local) for local in range(self._request.processes))
         self._failures: list[Failure] | None = None
         self._stall: Stall | None = None
+        self._stopped: str | None = None
+        self._late: tuple[int, ...] = ()
         self._reason: str | None = None
         self._stacks: list[str] = []
         self._looked = 0.0
@@ -97,13 +122,14 @@ class Attempt:
             self._job.start(marked, self._console)
             self._watch(give_up)
             ended = time.monotonic()
+            self._tell_others()
             if self._stall is not None:
                 self._stacks = stalls.stacks(self._folder, self._flights(), self._stall.ranks)
         finally:
             asked = len(self._received)
             if self._received:
                 self._leave()
-            elif self._failures or self._stall:
+            elif self._failures or self._stall or self._stopped:
                 self._let_go()
             # One that is stuck, or stopped, would not hear of being asked.
             grace = 0.0 if self._stall is not None else self._request.grace
@@ -131,12 +157,22 @@ class Attempt:
             if failures is None and (reason := give_up()):
                 self._reason = reason
                 return
+            if (stopped := self._nodes.stop) is not None:
+                self._stopped = stopped
+                return
             if now - self._looked > _LOOK:
                 self._looked = now
                 if (found := stalls.find(self._flights(), self._waited_for(failures), self._timeout, now)) is not None:
                     self._stall = found
                     return
             time.sleep(_POLL)
+
+    def _tell_others(self) -> None:
+        flights = self._flights()
+        self._late = stalls.late(flights, self._waited_for(self._failures))
+        told = self._ended(0.0, 0.0, flights)
+        if told.code and self._stopped is None:
+            self._nodes.failed(told.what)
 
     @property
     def _timeout(self) -> float:
@@ -173,40 +209,41 @@ class Attempt:
     # what it was ------------------------------------------------------------------------------------------------------
 
     def _ended(self, begun: float, ended: float, flights: dict[int, Flight]) -> Ended:
-        def how(code: int, what: str = "", details: Sequence[str] = (), has_failed: bool = False) -> Ended:
-            return Ended(code, what, details, has_failed, flights, begun, ended)
-
+        how = partial(Ended, late=self._late, flights=flights, begun=begun, ended=ended)
         if self._received:
             name = signal.Signals(self._received[0]).name
             if flights and all(flight.left for flight in flights.values()):
                 return how(LEFT, f"{name}: all processes have saved and left; started again the training goes on")
             return how(128 + self._received[0], f"{name}: all processes were ended")
         if self._stall is not None:
-            details = [f"where {ranks_text(self._stall.ranks)} stood:", *self._stacks] if self._stacks else []
-            return how(GIVEN_UP, f"{self._stall}{self._others()}", details, True)
+            where = f"where {ranks_text(self._stall.ranks)} stood:" if self._stacks else ""
+            return how(GIVEN_UP, f"{self._stall}{self._others()}", where, self._stacks, has_failed=True)
         if self._reason:
             return how(GIVEN_UP, f"{self._reason}: all processes were ended")
+        if self._stopped is not None and not self._failures:
+            return how(GIVEN_UP, self._stopped, has_failed=True, is_consequence=True)
         if self._failures is None:
             return how(128 + signal.SIGPIPE)
         if not self._failures:
             return how(0)
         if all(failure.exit_code == LEFT for failure in self._failures):
             return how(LEFT, "asked to leave: the processes have saved and left", has_failed=True)
-        code, what, details = self._told(self._judge.first(self._failures))
-        return how(code, what, details, True)
+        first = self._judge.first(self._failures)
+        is_consequence = self._judge.is_consequence(first)
+        return how(*self._told(first), has_failed=True, is_consequence=is_consequence)
 
     def _others(self) -> str:
         return "; the others were ended" if self._request.processes > 1 else ""
 
-    def _told(self, first: Failure) -> tuple[int, str, list[str]]:
-        """(exit code, which rank failed first and how, its traceback)."""
+    def _told(self, first: Failure) -> tuple[int, str, str, list[str]]:
+        """(exit code, which rank failed first and how, what the lines are, its traceback)."""
         code = first.exit_code
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         exit_code = code if code > 0 else 128 - code
         if first.rank is None:
-            return exit_code, f"the agent that starts the processes ended with {how}; what it said is above", []
+            return exit_code, f"the agent that starts the processes ended with {how}; what it said is above", "", []
         found = self._console.traceback(first.rank)
         lines = found[1] if found else self._console.last_lines(first.rank)
         what = f"rank {first.rank} of {self._request.world_size} failed first, with {how}{self._others()}"
         said = "its traceback:" if found else "the last it said on standard error:" if lines else "it said nothing"
-        return exit_code, f"{what}; {said}", [f"[{first.rank}] {line}" for line in lines]
+        return exit_code, what, said, [f"[{first.rank}] {line}" for line in lines]

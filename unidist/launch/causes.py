@@ -42,20 +42,21 @@ class Judge:
         for failure in failures:
             self._seen.setdefault(failure.rank, now)
         heard = [failure for failure in failures if now - self._seen[failure.rank] >= _WORDS_ARRIVE]
-        if any(not self._is_consequence(failure) for failure in heard) or len(heard) == self._processes:
+        if any(not self.is_consequence(failure) for failure in heard) or len(heard) == self._processes:
             return True
         return now - min(self._seen.values()) >= _CAUSE_ARRIVES
 
     def first(self, failures: Sequence[Failure]) -> Failure:
         """The one that failed first."""
-        causes = [failure for failure in failures if not self._is_consequence(failure)]
+        causes = [failure for failure in failures if not self.is_consequence(failure)]
         return min(causes or failures, key=self._began)
 
     def _began(self, failure: Failure) -> float:
         found = self._console.traceback(failure.rank) if failure.rank is not None else None
         return found[0] if found else self._seen[failure.rank]
 
-    def _is_consequence(self, failure: Failure) -> bool:
+    def is_consequence(self, failure: Failure) -> bool:
+        """Whether a process failed because it lost another, as its errors say."""
         if failure.rank is None:
             return False
         found = self._console.traceback(failure.rank)

@@ -19,7 +19,8 @@ from unidist.backends import registry
 from unidist.backends.door import TOKEN
 from unidist.backends.environment import TIMEOUT, without_launcher
 from unidist.flight.recorder import VARIABLE
-from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended
+from unidist.launch import together
+from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended, Others
 from unidist.launch.console import Console
 from unidist.launch.goodput import Spent, spent
 from unidist.launch.program import TEMPORARY
@@ -66,7 +67,10 @@ def run(
     registry.find(request.backend)
     console = Console(out or sys.stdout, err or sys.stderr)
     with _signals() as received, _folder(request.log_dir) as folder:
-        return _Run(request, console, folder, received).go(give_up)
+        run = _Run(request, console, folder, received)
+        if request.nodes > 1:
+            return together.go(request, run, console, received, give_up)
+        return run.go(give_up)
 
 
 class _Run:
@@ -81,57 +85,57 @@ class _Run:
     def go(self, give_up: Callable[[], str | None]) -> int:
         """The exit code."""
         while True:
-            ended = self._attempt(give_up)
+            ended = self.attempt(self._request, give_up)
             if not ended.has_failed:
-                return self._report(ended)
+                return self.report(ended)
             follows = self._restarts.after(ended.progress)
             if isinstance(follows, GivenUp):
-                return self._report(self._attempts[follows.attempt], follows.why)
+                return self.report(self._attempts[follows.attempt], follows.why)
             self._say_again(ended, follows)
-            if not self._pause(follows.pause):
-                return self._report(ended)
+            if not self.pause(follows.pause):
+                return self.report(ended)
 
-    def _attempt(self, give_up: Callable[[], str | None]) -> Ended:
+    def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others | None = None) -> Ended:
+        """Starts the processes of this node, and returns when none of them runs any more."""
         number = len(self._attempts)
         folder = self._folder / f"attempt-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         if self._request.log_dir is not None:
             self._console.keep_in(folder)
-        environ = _environ(self._request) | {VARIABLE: str(folder), RESTARTS: str(number)}
+        environ = _environ(request) | {VARIABLE: str(folder), RESTARTS: str(number)}
         if self._request.log_dir is None:
             environ[TEMPORARY] = str(self._folder)
-        job = registry.job(self._request.backend)(self._request)
-        ended = Attempt(job, self._console, folder, self._received).run(environ, give_up)
+        job = registry.job(request.backend)(request)
+        ended = Attempt(job, self._console, folder, self._received, others).run(environ, give_up)
         now = time.monotonic()
         self._spent += spent(ended.flights, ended.begun, now, is_restart=number > 0, has_failed=ended.has_failed)
         self._attempts.append(ended)
         return ended
 
     def _say_again(self, ended: Ended, follows: Again) -> None:
-        what = ended.what.rpartition("; ")[0] if ended.what.endswith((":", "nothing")) else ended.what
         begin = "the beginning" if ended.committed is None else f"checkpoint {ended.committed}"
         pause = f", in {follows.pause:g} s" if follows.pause else ""
-        self._console.say(f"unidist: {what}")
+        self._console.say(f"unidist: {ended.what}")
         self._console.say(
             f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}, from {begin} "
             f"({ended.progress} steps were made)"
         )
 
-    def _pause(self, seconds: float) -> bool:
+    def pause(self, seconds: float) -> bool:
         """Whether nobody ended the run meanwhile."""
         deadline = time.monotonic() + seconds
         while not self._received and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))
         return not self._received
 
-    def _report(self, ended: Ended, why: str = "") -> int:
+    def report(self, ended: Ended, why: str = "") -> int:
         """Says what the run was, and of what it ended. Its exit code."""
         if self._spent.count or self._spent.lost:
             self._console.say(f"unidist: {self._spent}")
         if why:
             self._console.say(f"unidist: {why}; the first failure was:")
         if ended.what:
-            self._console.say(f"unidist: {ended.what}")
+            self._console.say(f"unidist: {'; '.join(filter(None, (ended.what, ended.heading)))}")
         for line in ended.details:
             self._console.say(line)
         return ended.code

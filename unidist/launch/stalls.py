@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +55,20 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
         for rank, entry in waiting.items()
         if (entry.ended or now) - entry.begun > (flights[rank].timeout or timeout) - _EARLY
     }
-    late = tuple(rank for rank in ranks if rank not in waiting and _is_alive(flights.get(rank)))
-    if not in_vain or not late:
+    absent = _late(flights, ranks, waiting)
+    if not in_vain or not absent:
         return None
     entry = min(in_vain.values(), key=lambda one: one.begun)
-    return Stall(late, f"did not come to {entry.what}, for which {ranks_text(waiting)} waited {_waited(entry, now)}")
+    return Stall(absent, f"did not come to {entry.what}, for which {ranks_text(waiting)} waited {_waited(entry, now)}")
+
+
+def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
+    """Those that run and wait for nobody."""
+    return _late(flights, ranks, {rank for rank, flight in flights.items() if _wait(flight) is not None})
+
+
+def _late(flights: Mapping[int, Flight], ranks: Iterable[int], waiting: Container[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank not in waiting and _is_alive(flights.get(rank)))
 
 
 def state_of(pid: int) -> str:

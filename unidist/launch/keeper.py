@@ -1,0 +1,254 @@
+"""Keeper: on node 0, keeps the launchers of several nodes together: all start, all end, and all start again.
+
+Each launcher has a line to the keeper, node 0's own too (nodes.py). Messages are lines of JSON.
+
+| a node says | the keeper says |
+|---|---|
+| `ready`: what it was asked to run | `refused`: why it does not belong here |
+| | `busy`: a node of this number is here |
+| | `go`: the attempt's number and port, when all nodes are ready |
+| `beat`, a few times in its timeout | `beat` |
+| `failed`: something has failed here | `stop`: why, to all, at the first failure or when a node is lost |
+| `gone`: how its attempt ended, when nothing of it runs | `again` or `finish`: what follows, when all are gone |
+| `again`: it is ready for the next attempt | |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unidist.backends import door
+from unidist.backends.desync import ranks_text
+from unidist.backends.lines import Line
+from unidist.launch.restarts import GivenUp, Restarts
+
+# Messages from each node, with None where its line has closed.
+News = tuple[int, Line, dict[str, Any] | None]
+# What a node that is lost, or never comes, is to a run.
+FAILED = 1
+_TICK = 0.1
+
+
+@dataclass
+class _Node:
+    line: Line
+    heard: float
+    is_ready: bool = True
+    gone: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all nodes must have been asked for alike.
+
+    Attributes:
+        nodes, processes: counts; processes are those of each node.
+        backend: its name.
+        timeout: seconds without a word after which a node is lost, and for which nodes are waited for.
+        restarts: how many are allowed.
+    """
+
+    nodes: int
+    processes: int
+    backend: str
+    timeout: float
+    restarts: int
+
+    def objection(self, said: dict[str, Any]) -> str:
+        """Why a node that says this does not belong here; "" where it does."""
+        for name in ("nodes", "processes", "backend"):
+            if said.get(name) != getattr(self, name):
+                return f"it was started with {name} {said.get(name)!r}, and node 0 with {getattr(self, name)!r}"
+        number = said.get("node")
+        if type(number) is not int or not 0 <= number < self.nodes:
+            return f"its node rank {number!r} is not one of 0 to {self.nodes - 1}"
+        return ""
+
+    def name(self, node: int) -> str:
+        ranks = range(node * self.processes, (node + 1) * self.processes)
+        return f"node {node} ({ranks_text(ranks)})"
+
+
+class Keeper:
+    """The keeper of a run.
+
+    Args:
+        server: a listening socket, which the keeper closes.
+        terms: what the run is.
+        find_port: gives a port of this machine that is free for process 0.
+        say: is given a line for whoever reads what node 0 prints.
+    """
+
+    def __init__(
+        self, server: socket.socket, terms: Terms, find_port: Callable[[], int], say: Callable[[str], None]
+    ) -> None:
+        self._terms, self._find_port, self._say = terms, find_port, say
+        self._server = server
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._nodes: dict[int, _Node] = {}
+        self._restarts = Restarts(terms.restarts)
+        self._attempt = 0
+        self._first_errors: dict[int, tuple[int, str]] = {}
+        self._lost: dict[int, str] = {}
+        self._is_closed = False
+        self._guests = threading.Thread(target=self._receive, name="unidist-door", daemon=True)
+        self._guests.start()
+        self._thread = threading.Thread(target=self._keep, name="unidist-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self, patience: float = 5.0) -> None:
+        """Waits until the nodes know how the run ends, and ends the keeper."""
+        self._thread.join(patience)
+        self._is_closed = True
+        self._guests.join()
+        for node in self._nodes.values():
+            node.line.close()
+
+    # who comes --------------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        with self._server as server:
+            while not self._is_closed:
+                with contextlib.closing(door.guests(server, time.monotonic() + 1.0)) as guests:
+                    for line, said, address in guests:
+                        self._admit(line, said, address)
+
+    def _admit(self, line: Line, said: dict[str, Any], address: str) -> None:
+        if objection := self._terms.objection(said):
+            self._say(f"a launcher at {address} was sent away: {objection}")
+            line.say(refused=objection)
+            line.close()
+            return
+        threading.Thread(target=self._listen, args=(int(said["node"]), line, said), daemon=True).start()
+
+    def _listen(self, number: int, line: Line, said: dict[str, Any]) -> None:
+        self._news.put((number, line, {"ready": said}))
+        while (message := line.hear(None)) is not None:
+            self._news.put((number, line, message))
+        self._news.put((number, line, None))
+
+    # the run ----------------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        follows = True
+        while follows:
+            if not self._gather():
+                return
+            port = self._find_port()
+            for node in self._nodes.values():
+                node.is_ready, node.gone = False, None
+            self._tell(go={"attempt": self._attempt, "port": port})
+            self._run()
+            follows = self._decide()
+
+    def _gather(self) -> bool:
+        """Waits until all nodes are ready. Whether they were in time."""
+        deadline = time.monotonic() + self._terms.timeout
+        while True:
+            here = {number for number, node in self._nodes.items() if node.is_ready}
+            if len(here) == self._terms.nodes:
+                self._lost.clear()
+                return True
+            if time.monotonic() > deadline:
+                missing = [number for number in range(self._terms.nodes) if number not in here]
+                names = ", ".join(map(self._terms.name, missing))
+                why = f"{names} did not come within {self._terms.timeout:g} s"
+                self._tell(finish={"code": FAILED, "what": f"{self._first_error()}{why}"})
+                return False
+            self._hear()
+
+    def _run(self) -> None:
+        """Until all nodes that are left have ended their attempt."""
+        is_stopping = False
+        while any(node.gone is None for node in self._nodes.values()):
+            why = self._hear()
+            if why and not is_stopping:
+                is_stopping = True
+                self._tell(stop=why)
+
+    def _hear(self) -> str:
+        """What came, or a tick. Gives why all must stop, or ""."""
+        with contextlib.suppress(queue.Empty):
+            number, line, message = self._news.get(timeout=_TICK)
+            return self._heard(number, line, message)
+        now, why = time.monotonic(), ""
+        for number, node in list(self._nodes.items()):
+            node.line.say(beat=True)
+            if now - node.heard > self._terms.timeout:
+                why = why or self._lose(number, f"gave no answer for {now - node.heard:.0f} s")
+        return why
+
+    def _heard(self, number: int, line: Line, message: dict[str, Any] | None) -> str:
+        known = self._nodes.get(number)
+        if message is None:
+            return self._lose(number, "has gone") if known is not None and known.line is line else ""
+        if "ready" in message:
+            return self._arrived(number, line, known)
+        if known is None or known.line is not line:
+            return ""
+        known.heard = time.monotonic()
+        if "gone" in message:
+            known.gone = message["gone"]
+        known.is_ready |= "again" in message
+        return str(message.get("failed", ""))
+
+    def _arrived(self, number: int, line: Line, known: _Node | None) -> str:
+        if known is not None and time.monotonic() - known.heard < min(5.0, self._terms.timeout):
+            line.say(busy=f"{self._terms.name(number)} is here already")
+            line.close()
+            return ""
+        why = "" if known is None else self._lose(number, "was started anew")
+        self._nodes[number] = _Node(line, time.monotonic())
+        return why
+
+    def _lose(self, number: int, how: str) -> str:
+        self._lost[number] = f"{self._terms.name(number)} {how}"
+        self._nodes.pop(number).line.close()
+        return self._lost[number]
+
+    def _tell(self, **message: Any) -> None:
+        for node in self._nodes.values():
+            node.line.say(**message)
+
+    # what follows -----------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> bool:
+        """Tells all nodes what follows. Whether another attempt does."""
+        reports = [node.gone for node in self._nodes.values() if node.gone is not None]
+        failed = [report for report in reports if report.get("has_failed")]
+        leaving = [report for report in reports if report.get("leaves")]
+        if leaving or not (failed or self._lost):
+            best = leaving[0] if leaving else {"code": 0, "what": ""}
+            self._tell(finish={"code": best["code"], "what": best["what"]})
+            return False
+        self._first_errors[self._attempt] = code, what = self._first(failed)
+        follows = self._restarts.after(max((int(report.get("progress", 0)) for report in reports), default=0))
+        if isinstance(follows, GivenUp):
+            code, what = self._first_errors[follows.attempt]
+            why = f"{follows.why}; the first failure was: " if follows.why else ""
+            self._tell(finish={"code": code, "what": f"{why}{what}"})
+            return False
+        self._attempt += 1
+        self._tell(again={"number": follows.number, "pause": follows.pause, "what": what})
+        return True
+
+    def _first(self, failed: list[dict[str, Any]]) -> tuple[int, str]:
+        """(exit code, what) of what failed first: a cause before a lost node, and that before what failed by it."""
+        causes = [report for report in failed if not report.get("is_consequence")]
+        if causes:
+            return int(causes[0]["code"]), str(causes[0]["what"])
+        if self._lost:
+            return FAILED, "; ".join(self._lost.values())
+        late = [rank for node in self._nodes.values() if node.gone for rank in node.gone.get("late", ())]
+        what = str(failed[0]["what"])
+        return int(failed[0]["code"]), f"{ranks_text(late)} did not come: {what}" if late else what
+
+    def _first_error(self) -> str:
+        return f"{self._first_errors[max(self._first_errors)][1]}; then " if self._first_errors else ""

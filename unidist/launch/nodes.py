@@ -1,0 +1,212 @@
+"""Member: the line of a node's launcher to the keeper of the run on node 0 (keeper.py has the messages)."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unidist.backends import door
+from unidist.backends.lines import Line
+from unidist.launch.attempt import Others
+from unidist.launch.keeper import FAILED
+from unidist.launch.request import LaunchError
+
+_RETRY = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a node's attempt ended.
+
+    Attributes:
+        code, what: as those of `Ended` (attempt.py).
+        has_failed: whether something failed here.
+        is_consequence: whether it failed because others did.
+        leaves: whether this launcher itself was asked to end.
+        progress: steps that the training has made.
+        late: ranks that waited for nobody when the attempt ended.
+    """
+
+    code: int
+    what: str
+    has_failed: bool
+    is_consequence: bool
+    leaves: bool
+    progress: int
+    late: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """An attempt begins: its number, and the port of process 0 on node 0."""
+
+    attempt: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """Another attempt follows: the number of the restart, after a pause, because of what failed."""
+
+    number: int
+    pause: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run ends."""
+
+    code: int
+    what: str
+
+
+class Member(Others):
+    """A node's line to the keeper.
+
+    Args:
+        place: (host, port) of the keeper.
+        words: what this node was asked to run (`Terms`, and its `node`).
+        timeout: seconds without a word after which the keeper is lost, and for which it is looked for.
+    """
+
+    def __init__(self, place: tuple[str, int], words: dict[str, Any], timeout: float) -> None:
+        self._place, self._words, self._timeout = place, words, timeout
+        self._line: Line | None = None
+        self._told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._saying = threading.Lock()
+        self._heard = 0.0
+        self._stop: str | None = None
+        self._is_there = False
+
+    @property
+    def address(self) -> str:
+        host, port = self._place
+        return f"{host}:{port}"
+
+    @property
+    def stop(self) -> str | None:
+        """Why the attempt must end now, or None."""
+        if self._stop is None and self._line is not None and time.monotonic() - self._heard > self._timeout:
+            self._stop = f"node 0 at {self.address} gave no answer for {self._timeout:g} s"
+        return self._stop
+
+    def start(self) -> Go | Finish:
+        """Finds the keeper, and waits until all nodes are there.
+
+        Raises:
+            LaunchError: this node does not belong to the run.
+        """
+        self.close()
+        deadline = time.monotonic() + self._timeout
+        failure: object = "nobody listens there"
+        while time.monotonic() < deadline:
+            try:
+                line = self._connect(deadline)
+            except OSError as error:
+                failure = error
+                time.sleep(_RETRY)
+                continue
+            found = self._admitted(line)
+            if isinstance(found, Go | Finish):
+                return found
+            failure = found or "it has gone"
+        return Finish(FAILED, f"node 0 was not found at {self.address} within {self._timeout:g} s ({failure})")
+
+    def again(self) -> Go | Finish:
+        """This node is ready for the next attempt: waits until all are."""
+        self._stop = None
+        self._say(again=True)
+        return self._go() or self.start()
+
+    def failed(self, what: str) -> None:
+        """Something has failed here: all others shall end."""
+        self._say(failed=what[:2000])
+
+    def ended(self, report: Report, patience: float | None = None) -> Next | Finish | None:
+        """Tells how the attempt ended here, and waits until it is known what follows. None: the keeper is lost."""
+        self._say(gone={**asdict(report), "what": report.what[:2000]})
+        message = self._next(("again", "finish"), patience)
+        if message is None:
+            return None
+        if "finish" in message:
+            return Finish(int(message["finish"]["code"]), str(message["finish"]["what"]))
+        follows = message["again"]
+        return Next(int(follows["number"]), float(follows["pause"]), str(follows["what"]))
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line, self._stop = None, None
+
+    # the line ---------------------------------------------------------------------------------------------------------
+
+    def _connect(self, deadline: float) -> Line:
+        seconds = max(0.1, min(5.0, deadline - time.monotonic()))
+        return Line(socket.create_connection(self._place, timeout=seconds))
+
+    def _admitted(self, line: Line) -> Go | Finish | str | None:
+        """What follows; or why this node shall try again."""
+        self._line, self._told, self._heard = line, queue.SimpleQueue(), time.monotonic()
+        door.knock(line, **self._words)
+        for work in (self._listen, self._live):
+            threading.Thread(target=work, args=(line, self._told), name="unidist-node", daemon=True).start()
+        message = self._next(("go", "finish", "refused", "busy"), None)
+        if message is None:
+            return None
+        if "refused" in message:
+            raise LaunchError(f"node 0 at {self.address} does not take this node: {message['refused']}")
+        if "busy" in message:
+            time.sleep(1.0)
+            return str(message["busy"])
+        return _follows(message)
+
+    def _go(self) -> Go | Finish | None:
+        message = self._next(("go", "finish"), None)
+        return None if message is None else _follows(message)
+
+    def _say(self, **message: Any) -> None:
+        with self._saying:
+            if self._line is not None:
+                self._line.say(**message)
+
+    def _listen(self, line: Line, told: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+        while (message := line.hear(None)) is not None:
+            self._heard = time.monotonic()
+            if "stop" in message:
+                self._stop = str(message["stop"])
+            elif "beat" not in message:
+                told.put(message)
+        if self._line is line:
+            self._stop = self._stop or f"node 0 at {self.address} has gone"
+        told.put(None)
+
+    def _live(self, line: Line, told: object) -> None:
+        while self._line is line:
+            self._say(beat=True)
+            time.sleep(min(1.0, self._timeout / 5))
+
+    def _next(self, kinds: tuple[str, ...], patience: float | None) -> dict[str, Any] | None:
+        """The next message of these kinds; None where the keeper is lost, or `patience` seconds are over."""
+        begun = time.monotonic()
+        while patience is None or time.monotonic() - begun < patience:
+            with contextlib.suppress(queue.Empty):
+                message = self._told.get(timeout=0.1)
+                if message is None:
+                    return None
+                if any(kind in message for kind in kinds):
+                    return message
+            if time.monotonic() - self._heard > self._timeout:
+                return None
+        return None
+
+
+def _follows(message: dict[str, Any]) -> Go | Finish:
+    if "go" in message:
+        return Go(int(message["go"]["attempt"]), int(message["go"]["port"]))
+    return Finish(int(message["finish"]["code"]), str(message["finish"]["what"]))

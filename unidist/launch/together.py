@@ -1,0 +1,143 @@
+"""The attempts of a run on several nodes: each node's launcher goes through the same ones, as the keeper says."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Protocol
+
+from unidist.backends.environment import join_address, timeout
+from unidist.launch.attempt import Ended, Others
+from unidist.launch.console import Console
+from unidist.launch.keeper import Keeper, Terms
+from unidist.launch.nodes import Finish, Go, Member, Next, Report
+from unidist.launch.request import LaunchError, Request, split_address
+
+# Seconds that a launcher that was asked to end waits for the others' verdict.
+_FAREWELL = 3.0
+
+
+class Attempts(Protocol):
+    """What a run does on this node (run.py)."""
+
+    def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others) -> Ended: ...
+
+    def pause(self, seconds: float) -> bool: ...
+
+    def report(self, ended: Ended) -> int: ...
+
+
+def go(
+    request: Request,
+    attempts: Attempts,
+    console: Console,
+    received: Sequence[int],
+    give_up: Callable[[], str | None],
+) -> int:
+    """Runs a node's part. The exit code, which is that of all nodes.
+
+    Raises:
+        LaunchError: node 0 cannot listen at the address, or this node does not belong to the run.
+    """
+    assert request.address is not None
+    host, port = split_address(request.address)
+    seconds = request.timeout or timeout()
+    terms = Terms(request.nodes, request.processes, request.backend, seconds, request.max_restarts)
+    words = {
+        "node": request.node_rank,
+        "nodes": request.nodes,
+        "processes": request.processes,
+        "backend": request.backend,
+    }
+    with ExitStack() as stack:
+        if request.node_rank == 0:
+            server = _listening(host, port)
+            keeper = Keeper(server, terms, lambda: _free_port(server), lambda text: console.say(f"unidist: {text}"))
+            stack.callback(keeper.close)
+        member = Member((host, port), words, seconds)
+        stack.callback(member.close)
+        return _Node(request, attempts, console, received, member).go(host, give_up)
+
+
+class _Node:
+    """This node's way through the run."""
+
+    def __init__(
+        self, request: Request, attempts: Attempts, console: Console, received: Sequence[int], member: Member
+    ) -> None:
+        self._request, self._attempts, self._console = request, attempts, console
+        self._received, self._member = received, member
+        self._ended: list[Ended] = []
+
+    def go(self, host: str, give_up: Callable[[], str | None]) -> int:
+        follows = self._member.start()
+        while isinstance(follows, Go):
+            request = replace(self._request, address=join_address(host, str(follows.port)))
+            ended = self._attempts.attempt(request, give_up, self._member)
+            self._ended.append(ended)
+            found = self._verdict(ended)
+            if found is None:
+                return self._attempts.report(ended)
+            follows = found
+        return self._finish(follows)
+
+    def _verdict(self, ended: Ended) -> Go | Finish | None:
+        """What follows an attempt. None: this launcher was asked to end."""
+        asked = bool(self._received)
+        report = Report(
+            code=ended.code,
+            what=ended.what,
+            has_failed=ended.has_failed,
+            is_consequence=ended.is_consequence,
+            leaves=asked or (bool(ended.code) and not ended.has_failed),
+            progress=ended.progress,
+            late=ended.late,
+        )
+        found = self._member.ended(report, _FAREWELL if asked else None)
+        if asked:
+            return None
+        if found is None:
+            self._console.say(f"unidist: {self._member.stop or 'node 0 is gone'}: it is looked for again")
+            return self._member.start()
+        if isinstance(found, Finish):
+            return found
+        self._say(found)
+        return self._member.again() if self._attempts.pause(found.pause) else None
+
+    def _say(self, follows: Next) -> None:
+        pause = f", in {follows.pause:g} s" if follows.pause else ""
+        self._console.say(f"unidist: {follows.what}")
+        self._console.say(f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}")
+
+    def _finish(self, finish: Finish) -> int:
+        """Reports what the nodes have agreed on, with the details where they are this node's."""
+        own = next((ended for ended in self._ended if ended.what and finish.what.endswith(ended.what)), Ended(0))
+        return self._attempts.report(replace(own, code=finish.code, what=finish.what))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket at the address; at all of this machine's where the address is one that leads to it from outside.
+
+    Raises:
+        LaunchError: it cannot be listened at.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise LaunchError(f"the address of node 0, {host!r}, leads nowhere from node 0 itself: {error}") from error
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return socket.create_server(("", port), family=family)
+        raise LaunchError(f"node 0 cannot listen at {join_address(host, str(port))}: {error.strerror}") from error
+
+
+def _free_port(server: socket.socket) -> int:
+    """A port that is free where the server listens."""
+    with socket.socket(server.family) as probe:
+        probe.bind((server.getsockname()[0], 0))
+        return int(probe.getsockname()[1])
