@@ -15,6 +15,14 @@ def is_loopback(host: str) -> bool:
     return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
+def own_address(host: str) -> str:
+    """This machine's address, from which a host is reached. Raises OSError: there is no way."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
 class Line:
     """A connection that speaks in lines of JSON."""
 

@@ -92,7 +92,9 @@ class Keeper:
         self._terms, self._find_port, self._say = terms, find_port, say
         self._server = server
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        # Of the attempt that is under way, and those that have come since.
         self._nodes: dict[int, _Node] = {}
+        self._newcomers: dict[int, _Node] = {}
         self._restarts = Restarts(terms.restarts)
         self._attempt = 0
         self._first_errors: dict[int, tuple[int, str]] = {}
@@ -152,6 +154,8 @@ class Keeper:
         """Waits until all nodes are ready. Whether they were in time."""
         deadline = time.monotonic() + self._terms.timeout
         while True:
+            self._nodes |= self._newcomers
+            self._newcomers.clear()
             here = {number for number, node in self._nodes.items() if node.is_ready}
             if len(here) == self._terms.nodes:
                 self._lost.clear()
@@ -179,38 +183,48 @@ class Keeper:
             number, line, message = self._news.get(timeout=_TICK)
             return self._heard(number, line, message)
         now, why = time.monotonic(), ""
-        for number, node in list(self._nodes.items()):
+        for number, node in [*self._nodes.items(), *self._newcomers.items()]:
             node.line.say(beat=True)
             if now - node.heard > self._terms.timeout:
                 why = why or self._lose(number, f"gave no answer for {now - node.heard:.0f} s")
         return why
 
     def _heard(self, number: int, line: Line, message: dict[str, Any] | None) -> str:
-        known = self._nodes.get(number)
-        if message is None:
-            return self._lose(number, "has gone") if known is not None and known.line is line else ""
-        if "ready" in message:
-            return self._arrived(number, line, known)
-        if known is None or known.line is not line:
+        if message is not None and "ready" in message:
+            return self._arrived(number, line)
+        known = self._of(number, line)
+        if known is None:
             return ""
+        if message is None:
+            return self._lose(number, "has gone")
         known.heard = time.monotonic()
         if "gone" in message:
             known.gone = message["gone"]
         known.is_ready |= "again" in message
         return str(message.get("failed", ""))
 
-    def _arrived(self, number: int, line: Line, known: _Node | None) -> str:
+    def _of(self, number: int, line: Line) -> _Node | None:
+        found = (nodes.get(number) for nodes in (self._nodes, self._newcomers))
+        return next((node for node in found if node is not None and node.line is line), None)
+
+    def _arrived(self, number: int, line: Line) -> str:
+        known, why = self._newcomers.get(number) or self._nodes.get(number), ""
         if known is not None and time.monotonic() - known.heard < min(5.0, self._terms.timeout):
             line.say(busy=f"{self._terms.name(number)} is here already")
             line.close()
             return ""
-        why = "" if known is None else self._lose(number, "was started anew")
-        self._nodes[number] = _Node(line, time.monotonic())
+        if known is not None:
+            why = self._lose(number, "was started anew")
+        self._newcomers[number] = _Node(line, time.monotonic())
         return why
 
     def _lose(self, number: int, how: str) -> str:
-        self._lost[number] = f"{self._terms.name(number)} {how}"
+        """A node is lost. Gives why the attempt must stop, if it took part."""
+        if (newcomer := self._newcomers.pop(number, None)) is not None:
+            newcomer.line.close()
+            return ""
         self._nodes.pop(number).line.close()
+        self._lost[number] = f"{self._terms.name(number)} {how}"
         return self._lost[number]
 
     def _tell(self, **message: Any) -> None:

@@ -12,12 +12,14 @@ from typing import Protocol
 from unidist.backends.environment import join_address, timeout
 from unidist.launch.attempt import Ended, Others
 from unidist.launch.console import Console
-from unidist.launch.keeper import Keeper, Terms
+from unidist.launch.keeper import FAILED, Keeper, Terms
 from unidist.launch.nodes import Finish, Go, Member, Next, Report
 from unidist.launch.request import LaunchError, Request, split_address
 
 # Seconds that a launcher that was asked to end waits for the others' verdict.
 _FAREWELL = 3.0
+# Seconds after the timeout: ranks notice by themselves that others are gone, and say in what they needed them.
+_AFTER_RANKS = 4.0
 
 
 class Attempts(Protocol):
@@ -44,7 +46,7 @@ def go(
     """
     assert request.address is not None
     host, port = split_address(request.address)
-    seconds = request.timeout or timeout()
+    seconds = (request.timeout or timeout()) + _AFTER_RANKS
     terms = Terms(request.nodes, request.processes, request.backend, seconds, request.max_restarts)
     words = {
         "node": request.node_rank,
@@ -99,6 +101,8 @@ class _Node:
         found = self._member.ended(report, _FAREWELL if asked else None)
         if asked:
             return None
+        if found is None and not self._request.max_restarts:
+            return Finish(FAILED, self._member.stop or "node 0 is gone")
         if found is None:
             self._console.say(f"unidist: {self._member.stop or 'node 0 is gone'}: it is looked for again")
             return self._member.start()

@@ -17,7 +17,7 @@ from jax.extend.backend import clear_backends
 from unidist.backends.environment import Launch, detect
 from unidist.backends.jax import ending, reading, relay, roll
 from unidist.backends.jax.devices import config
-from unidist.backends.lines import is_loopback
+from unidist.backends.lines import is_loopback, own_address
 from unidist.backends.protocol import Cluster
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, ProcessLostError
 
@@ -214,11 +214,10 @@ def _start(
 
 @contextmanager
 def _listening_at(host: str) -> Iterator[None]:
-    """Inside, the CPU's collectives are made to listen at a host that is the loopback, not where the hostname leads."""
+    """Inside, the CPU's collectives are made to listen where a host is reached from, not where the hostname leads."""
     library: Any = vars(xla_bridge)["_jax"]
     make = library.make_gloo_tcp_collectives
-    if is_loopback(host):
-        library.make_gloo_tcp_collectives = partial(make, hostname=host)
+    library.make_gloo_tcp_collectives = partial(make, hostname=host if is_loopback(host) else own_address(host))
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from unidist.backends.lines import Line
 from unidist.errors import DesyncError, ProcessLostError
 
 # Process 0 answers a process that has given up at once, whatever its own program does.
-_ANSWER = 5.0
+_ANSWER = 3.0
 
 Members = tuple[int, ...]
 Tell = Callable[[dict[str, Any]], None]
