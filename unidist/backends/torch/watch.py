@@ -6,6 +6,7 @@ the world's store, and the posts of the others tell whether anyone may still com
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -86,11 +87,16 @@ class Watch:
         self._store: Any = None
         self._found: UnidistError | None = None
         self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="unidist-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="unidist-watch", daemon=True)
+        self._thread.start()
+        # A thread that is inside torch's store when Python ends takes the process down with SIGABRT.
+        atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Ends the watch. What it asks the store at this moment is waited for, and not for long."""
+        atexit.unregister(self.close)
         self._questions.put(None)
+        self._thread.join(2 * _ANSWER.total_seconds())
 
     # in the thread that waits -----------------------------------------------------------------------------------
 
