@@ -1,4 +1,4 @@
-"""Hosts: network namespaces that stand for machines, joined by a cable that can be cut. For root, on Linux with iproute2.
+"""Hosts: network namespaces that stand for machines, joined by a cable that can be cut. For root, with iproute2.
 
     with Hosts(2) as hosts:
         process = subprocess.Popen([*hosts.prefix(1), "python", ...])     # on host 1
@@ -53,7 +53,9 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._remove()
 
     def prefix(self, host: int) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from unidist.backends.lines import Line
@@ -30,14 +30,17 @@ def knock(line: Line, **words: Any) -> None:
     line.say(**words, token=os.environ.get(TOKEN, ""))
 
 
-def guests(server: socket.socket, deadline: float) -> Generator[Guest, None, None]:
-    """Those who come until the deadline and know the token, each with what else it said and its address."""
+def guests(
+    server: socket.socket, deadline: float, is_closed: Callable[[], bool] = lambda: False
+) -> Generator[Guest, None, None]:
+    """Those who come until the deadline, or until it is closed, and know the token, each with what else it said and its
+    address."""
     server.setblocking(False)
     newcomers: dict[socket.socket, tuple[Line, float, str]] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         try:
-            while (now := time.monotonic()) < deadline:
+            while (now := time.monotonic()) < deadline and not is_closed():
                 for key, _ in selector.select(min(deadline - now, 0.2)):
                     if key.fileobj is server:
                         _let_knock(server, selector, newcomers)

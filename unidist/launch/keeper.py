@@ -16,6 +16,7 @@ Each launcher has a line to the keeper, node 0's own too (nodes.py). Messages ar
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import socket
 import threading
@@ -110,17 +111,20 @@ class Keeper:
         self._thread.join(patience)
         self._is_closed = True
         self._guests.join()
-        for node in self._nodes.values():
+        for node in (*self._nodes.values(), *self._newcomers.values()):
             node.line.close()
+        while not self._news.empty():
+            self._news.get()[1].close()
 
     # who comes --------------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        with self._server as server:
-            while not self._is_closed:
-                with contextlib.closing(door.guests(server, time.monotonic() + 1.0)) as guests:
-                    for line, said, address in guests:
-                        self._admit(line, said, address)
+        with (
+            self._server as server,
+            contextlib.closing(door.guests(server, math.inf, lambda: self._is_closed)) as guests,
+        ):
+            for line, said, address in guests:
+                self._admit(line, said, address)
 
     def _admit(self, line: Line, said: dict[str, Any], address: str) -> None:
         if objection := self._terms.objection(said):

@@ -102,10 +102,10 @@ class Member(Others):
         Raises:
             LaunchError: this node does not belong to the run.
         """
-        self.close()
         deadline = time.monotonic() + self._timeout
         failure: object = "nobody listens there"
         while time.monotonic() < deadline:
+            self.close()
             try:
                 line = self._connect(deadline)
             except OSError as error:
@@ -116,6 +116,7 @@ class Member(Others):
             if isinstance(found, Go | Finish):
                 return found
             failure = found or "it has gone"
+        self.close()
         return Finish(FAILED, f"node 0 was not found at {self.address} within {self._timeout:g} s ({failure})")
 
     def again(self) -> Go | Finish:
@@ -160,6 +161,7 @@ class Member(Others):
         if message is None:
             return None
         if "refused" in message:
+            self.close()
             raise LaunchError(f"node 0 at {self.address} does not take this node: {message['refused']}")
         if "busy" in message:
             time.sleep(1.0)
