@@ -35,7 +35,7 @@ def told(
         >>> told("all_reduce", range(4), dtype="float32", shape=(16, 8), axes=("data",), purpose="gradient")
         "all_reduce of float32 (16, 8) over ('data',) of ranks 0-3 for 'gradient'"
     """
-    sizes = "" if shape is None else f"({', '.join('?' if n is None else str(n) for n in shape)})"
+    sizes = "" if shape is None else str(tuple(shape)).replace("None", "?")
     what = f" of {' '.join(part for part in (dtype, sizes) if part)}" if dtype or sizes else ""
     over = f" over {axes}" if axes else ""
     who = ranks_text(ranks)

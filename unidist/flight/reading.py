@@ -128,15 +128,19 @@ def read(path: Path) -> Flight:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        data = file.read(SIZE + 1)
+        return parse(file.read(SIZE + 1), str(path))
+
+
+def parse(data: bytes, name: str = "this") -> Flight:
+    """What the bytes of a record say. Raises FlightError: they are none."""
     if len(data) != SIZE or int.from_bytes(data[:8], "little") != MAGIC:
-        raise FlightError(f"{path} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
+        raise FlightError(f"{name} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
     whole = dict(zip(WHOLE, struct.unpack_from(f"<{len(WHOLE)}Q", data), strict=True))
     times = dict(
         zip((*TIMES, *PHASES), struct.unpack_from(f"<{len(FIELDS) - len(WHOLE)}d", data, len(WHOLE) * 8), strict=True)
     )
     if whole["phase"] >= len(PHASES):
-        raise FlightError(f"{path} is damaged: there is no phase {whole['phase']}")
+        raise FlightError(f"{name} is damaged: there is no phase {whole['phase']}")
     texts = _texts(data, min(whole["kinds"], TEXTS // 4))
     return Flight(
         rank=whole["rank"],

@@ -116,16 +116,16 @@ class Recorder:
             return
         self.set("pid", 0)
         self._leave()
-        if self._stacks is not None:
-            faulthandler.unregister(signal.SIGUSR2)
-            self._stacks.close()
-            self._stacks = None
 
     def _leave(self) -> None:
         self._path = None
         self._map = bytearray(self._map)
         self._look()
         self.set("pid", os.getpid())
+        if self._stacks is not None:
+            faulthandler.unregister(signal.SIGUSR2)
+            self._stacks.close()
+            self._stacks = None
 
     def forked(self) -> None:
         """In a child of this process, which would write into its record: keeps one of its own, in memory."""

@@ -313,7 +313,7 @@ class TensorflowBackend(DistributionBackend):
             part = next(iter(parts.values()))
             aim = f" for {events.purpose()!r}" if events.purpose() else ""
             what = f"a {kind} of {dtype_name(part)}{list(part.shape)}{aim}"
-            noted = f"{OP[kind]} of {dtype_name(part)} ({', '.join(map(str, part.shape))})"
+            noted = f"{OP[kind]} of {dtype_name(part)} {tuple(part.shape)}"
             with self.together(what, mesh.devices, noted, axes):
                 found = exchange(kind, native, ranks, parts, op)
             if kind in ("gather", "swap"):
