@@ -37,6 +37,7 @@ pytestmark = pytest.mark.processes
 
 def join(timeout: float | None = None) -> None:
     unidist.use("horovod", timeout=timeout)
+    assert flights.here().timeout == (timeout or 300.0)
 
 
 # For processes that wait for seconds: how often Horovod's agree that there is nothing to do, in milliseconds.

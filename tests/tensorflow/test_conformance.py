@@ -122,6 +122,7 @@ def test_strangers_are_not_met() -> None:
 def join_for_seconds(seconds: float) -> None:
     unidist.use("tensorflow", devices=1)  # joins, as the launcher says
     unidist.initialize(timeout=seconds)
+    assert flights.here().timeout == seconds
 
 
 def late_for(seconds: float) -> str:
