@@ -16,6 +16,7 @@ import pytest
 
 import unidist
 from tests import preloaded
+from tests.support import flights
 from tests.visible import OF_KERAS
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.processes
 
 def join(timeout: float | None = None) -> None:
     unidist.use("horovod", timeout=timeout)
+    assert flights.here().timeout == (timeout or 300.0)
 
 
 # For processes that wait for seconds: how often Horovod's agree that there is nothing to do, in milliseconds.
@@ -113,6 +115,37 @@ def handles_in_every_dtype() -> int:
             assert torch.equal(joined, whole[:, 0].to(dtype)), (name, joined)
             checked += 3
     return checked
+
+
+def entries() -> None:
+    import torch
+
+    group, comm = everyone(), backend().comm
+
+    def call() -> None:
+        with events.for_purpose("entries"):
+            for _ in range(2):
+                comm.all_reduce(torch.ones(2, 3), group, "max")
+            handles = [comm.all_reduce_inplace(torch.ones(2), group, "sum")]
+            handles.append(comm.reduce_scatter_into(torch.ones(1), torch.ones(2), group, "sum"))
+            handles.append(comm.all_gather_into(torch.ones(2), torch.ones(1), group))
+            assert [flights.how(entry) for entry in flights.here().entries[-3:]] == ["under way"] * 3
+            for handle in handles:
+                handle.wait()
+            comm.barrier(group)
+
+    name = " of ranks 0, 1 for 'entries'"
+    assert flights.said(flights.since(call)) == [
+        *((f"all_reduce of float32 (2, 3){name}", k, "ended") for k in (1, 2)),
+        (f"all_reduce of float32 (2,){name}", 1, "ended"),
+        (f"reduce_scatter of float32 (2,){name}", 1, "ended"),
+        (f"all_gather of float32 (1,){name}", 1, "ended"),
+        (f"barrier{name}", 1, "ended"),
+    ]
+
+
+def test_what_is_waited_for_is_in_the_record(two: ProcessWorld) -> None:
+    two.call(entries)
 
 
 def test_handles(two: ProcessWorld) -> None:
@@ -300,6 +333,7 @@ def disagree() -> str:
     with pytest.raises(DesyncError) as caught, events.for_purpose("net/kernel"):
         backend().comm.all_reduce(torch.ones(2 + backend().rank), group, "sum")
     assert (caught.value.ranks, caught.value.collective, caught.value.variable) == ((0, 1), "all_reduce", "net/kernel")
+    assert flights.how(flights.here().entries[-1]) == "failed"
     assert backend().comm.all_reduce(torch.ones(2), group, "sum").tolist() == [2.0, 2.0]
     return str(caught.value)
 
@@ -335,6 +369,7 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
         start = time.monotonic()
         with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
             call()
+        assert flights.how(flights.here().entries[-1]) == "failed"
         found[name] = time.monotonic() - start, str(caught.value)
     return found
 
@@ -403,7 +438,9 @@ def eager_tensors_agree_or_are_told() -> str:
     group = everyone()
     with pytest.raises(DesyncError, match="all_reduce for 'a test' over ranks") as caught, events.for_purpose("a test"):
         backend().comm.all_reduce(tf.ones(2 + backend().rank), group, "sum")
+    assert flights.how(flights.here().entries[-1]) == "failed"
     assert backend().comm.all_reduce(tf.ones(2), group, "sum").numpy().tolist() == [2.0, 2.0]
+    assert flights.said(list(flights.here().entries[-1:])) == [("all_reduce of float32 (2,) of ranks 0, 1", 1, "ended")]
     own = tf.constant([2.0, 4.0]) * (backend().rank + 1)
     assert backend().comm.all_reduce(own, group, "mean").numpy().tolist() == [3.0, 6.0]
     part = backend().comm.reduce_scatter(own, group, 0, (1, 1), "mean")

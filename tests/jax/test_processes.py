@@ -19,7 +19,8 @@ from jax.errors import JaxRuntimeError
 
 import unidist
 from tests import preloaded
-from unidist import Layout, Mesh
+from tests.support import flights
+from unidist import Layout, Mesh, events
 from unidist.backends.environment import Launch
 from unidist.backends.jax import joining, reading, relay, waiting
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, DesyncError, ProcessLostError
@@ -155,6 +156,33 @@ def test_a_barrier_waits_for_all(two: ProcessWorld) -> None:
     assert min(two.call(wait_for_the_late)) >= 1.0
 
 
+def entries() -> list[str]:
+    """What this process waits in on the way from dispatch to value, and what it agrees on before."""
+    mesh = Mesh({"x": -1})
+    added = unidist.distribute(np.ones((3, 2), "float32"), mesh, Layout(partial="x"))
+
+    def call() -> None:
+        with events.for_purpose("entries"):
+            for _ in range(2):
+                unidist.all_reduce(added)
+            added.numpy()
+            unidist.barrier()
+
+    found = flights.since(call)
+    kept = [entry for entry in found if not entry.what.startswith(("agreeing on ", "reading "))]
+    assert flights.said(kept) == [
+        *(("all_reduce of float32 (3, 2) over ('x',) of processes 0, 1 for 'entries'", k, "ended") for k in (1, 2)),
+        ("gather of float32 (3, 2) of processes 0, 1 for 'entries'", 1, "ended"),
+        ("barrier of int32 () over ('rank',) of processes 0, 1 for 'entries'", 1, "ended"),
+    ]
+    return [entry.what for entry in found if entry.what.startswith("agreeing on ")]
+
+
+def test_what_is_waited_for_is_in_the_record(two: ProcessWorld) -> None:
+    wanted = [f"agreeing on {name} of processes 0, 1" for name in ("all_reduce", "gather")]
+    assert all(agreed[:2] == wanted for agreed in two.call(entries))
+
+
 def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
     """The processes come to different collectives; what each is told, and a collective of both afterwards."""
     backend: Any = unidist.backend()
@@ -176,6 +204,7 @@ def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
     try:
         runs[how][0 if first else 1]()
     except DesyncError as error:
+        assert [flights.how(entry) for entry in flights.here().entries[-2:]] == ["failed", "failed"]
         return str(error), error.ranks, float(unidist.all_reduce(added).numpy().sum())
     finally:
         os.environ.pop("UNIDIST_CHECK", None)

@@ -16,9 +16,11 @@ import pytest
 
 import unidist
 from tests import preloaded
+from tests.support import flights
 from tests.support.sampling import unless_all
 from tests.unit.test_door import LINES, strangers
 from tests.visible import OF_KERAS
+from unidist import events
 from unidist.backends.protocol import Array
 from unidist.errors import ProcessLostError
 from unidist.launch.request import LOOPBACK
@@ -120,15 +122,21 @@ def test_strangers_are_not_met() -> None:
 def join_for_seconds(seconds: float) -> None:
     unidist.use("tensorflow", devices=1)  # joins, as the launcher says
     unidist.initialize(timeout=seconds)
+    assert flights.here().timeout == seconds
 
 
 def late_for(seconds: float) -> str:
     """Process 1 comes to the barrier too late for process 0; what that is told."""
+    name = "all_reduce of int32 (16,) over ('rank',) of processes 0, 1 for 'entries'"
+    with events.for_purpose("entries"):
+        found = flights.since(unidist.backend().barrier)
+    assert flights.said(found) == [(name, 1, "ended")]
     if unidist.process_index() == 1:
         time.sleep(3 * seconds)
         return ""
     with pytest.raises(ProcessLostError) as caught:
         unidist.backend().barrier()
+    assert flights.how(flights.here().entries[-1]) == "failed"
     return str(caught.value)
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch.distributed as dist
 
 import unidist
 from tests import preloaded
+from tests.support import flights
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
+from unidist.backends.desync import line_of
 from unidist.backends.protocol import ALL_DTYPES, Cluster
 from unidist.backends.torch.backend import TorchBackend
 from unidist.backends.torch.buffers import BufferedCollectives
@@ -24,6 +27,8 @@ from unidist.backends.torch.comm import TorchComm
 from unidist.backends.torch.exchange import SMALL, DirectCollectives
 from unidist.backends.torch.primitives import Eager
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError, ProcessLostError
+from unidist.flight.reading import read_all
+from unidist.flight.recorder import recorder
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
 Way = Literal["direct", "buffered"]
@@ -204,6 +209,82 @@ def check_handles(way: Way, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16", "bool"])
 def test_handles(world: ProcessWorld, way: Way, dtype: str) -> None:
     world.call(check_handles, way, dtype)
+
+
+def check_entries(way: Way) -> None:
+    """What is waited for is in the record: once, as what it is, and as ended."""
+    group, c = everyone(), TorchComm(backend()._transports, comm(way)._direct, backend()._watch)
+    ranks = "ranks 0, 1" if group.size == 2 else f"ranks 0-{group.size - 1}"
+
+    def call() -> None:
+        with events.for_purpose(f"entries, {way}"):
+            for _ in range(3):
+                c.all_reduce(torch.ones(2, 3), group, "sum")
+            c.all_gather(torch.ones(1 + group.index, 2), group, 0, tuple(range(1, group.size + 1)))
+            c.barrier(group)
+
+    name = f" of {ranks} for 'entries, {way}'"
+    assert flights.said(flights.since(call)) == [
+        *((f"all_reduce of float32 (2, 3){name}", k, "ended") for k in (1, 2, 3)),
+        (f"all_gather of float32 (?, 2){name}", 1, "ended"),
+        (f"barrier{name}", 1, "ended"),
+    ]
+
+
+def check_entries_under_way(way: Way) -> None:
+    """A handle's entry goes on until it is waited for, or let go."""
+    group, c = everyone(), TorchComm(backend()._transports, comm(way)._direct, backend()._watch)
+    handles: list[Any] = []
+
+    def stand(call: Any) -> list[str]:
+        return [flights.how(entry) for entry in flights.since(call)]
+
+    parts = torch.ones(group.size, 2)
+    assert stand(lambda: handles.append(c.all_reduce_inplace(torch.ones(2), group, "sum"))) == ["under way"]
+    assert stand(lambda: handles.append(c.reduce_scatter_into(torch.ones(1, 2), parts, group, "sum"))) == ["under way"]
+    assert stand(lambda: handles.append(c.all_gather_into(parts.clone(), torch.ones(1, 2), group))) == ["under way"]
+    numbers = [entry.number for entry in flights.here().entries[-3:]]
+    for handle in handles:
+        handle.wait()
+    ended = {entry.number: flights.how(entry) for entry in flights.here().entries}
+    assert [ended[number] for number in numbers] == ["ended"] * 3
+    dropped = c.all_reduce_inplace(torch.ones(2), group, "sum")
+    finish = dropped._finish  # type: ignore[attr-defined]
+    del dropped
+    assert flights.how(flights.here().entries[-1]) == "failed"
+    finish()
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered"])
+@pytest.mark.parametrize("check", [check_entries, check_entries_under_way])
+def test_what_is_waited_for_is_in_the_record(world: ProcessWorld, check: Any, way: Way) -> None:
+    world.call(check, way)
+
+
+def wait_in_the_record(folder: str) -> Any:
+    """What rank 1, which comes late, reads of rank 0 meanwhile."""
+    group = everyone()
+    if backend().rank == 0:
+        recorder.open(Path(folder), 0, group.size, line_of)
+    found, limit = None, time.monotonic() + 30
+    while backend().rank == 1 and (found is None or not found.site) and time.monotonic() < limit:
+        flight = read_all(Path(folder)).get(0)
+        found = flight.wait if flight is not None else None
+        time.sleep(0.05)
+    backend().comm.all_reduce(torch.ones(5), group, "sum")
+    if backend().rank == 0:
+        kept = read_all(Path(folder))[0].entries[-1]
+        recorder.close()
+        return flights.how(kept), flights.how(flights.here().entries[-1])
+    return found
+
+
+def test_another_process_reads_what_one_waits_in(four: ProcessWorld, tmp_path: Path) -> None:
+    ended, found, *_ = four.call(wait_in_the_record, str(tmp_path))
+    assert ended == ("ended", "ended")
+    assert found.what == "all_reduce of float32 (5,) of ranks 0-3"
+    assert found.site.startswith("test_collectives.py:")
+    assert found.site.endswith(" in wait_in_the_record")
 
 
 def check_wrong_buffers() -> None:
@@ -485,6 +566,8 @@ def lose(how: str) -> dict[str, tuple[float, str, str]]:
         with pytest.raises(ProcessLostError) as caught:
             call()
         found[name] = time.monotonic() - start, str(caught.value), type(caught.value.__cause__).__name__
+        assert flights.how(flights.here().entries[-1]) == "failed"
+        assert flights.here().open == ()
     return found
 
 

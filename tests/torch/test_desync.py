@@ -12,6 +12,7 @@ import torch
 
 import unidist
 from tests import preloaded
+from tests.support import flights
 from unidist.algebra import Group, Mesh
 from unidist.backends.torch.backend import TorchBackend
 from unidist.backends.torch.exchange import SMALL
@@ -97,6 +98,7 @@ def disagree(name: str, rounds: int) -> tuple[float, str, tuple[int, ...], str |
     begin = time.monotonic()
     with pytest.raises(DesyncError) as caught:
         APART[name][0 if backend().rank == 0 else 1](comm, group)
+    assert flights.how(flights.here().entries[-1]) == "failed"
     return time.monotonic() - begin, str(caught.value), caught.value.ranks, caught.value.collective
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import flights
 from unidist import DesyncError, ProcessLostError
 from unidist.backends.lines import Line
 from unidist.backends.tensorflow.gate import Gate
@@ -59,6 +60,17 @@ def test_all_go_on_when_all_have_come(gates: list[Gate]) -> None:
         assert at_once(*(come(gate) for gate in gates)) == [None] * COUNT
 
 
+def test_coming_is_in_the_record_until_all_go_on(gates: list[Gate]) -> None:
+    found = flights.since(lambda: at_once(*(come(gate, "a noted step") for gate in gates)))
+    name = "a noted step of processes 0-2"
+    assert sorted(flights.said(found)) == [(name, k, "ended") for k in (1, 2, 3)]
+    # As an adapter says it.
+    noted = "all_reduce of float32 (16,)"
+    calls = [lambda gate=gate: gate.come("a reduce", ALL, ALL, noted, ("x",)) for gate in gates]
+    found = flights.since(lambda: at_once(*calls))
+    assert {entry.what for entry in found} == {f"{noted} over ('x',) of processes 0-2"}
+
+
 def test_some_go_on_without_the_others(gates: list[Gate]) -> None:
     assert at_once(come(gates[1], "a", (1, 2)), come(gates[2], "a", (1, 2))) == [None, None]
     assert at_once(come(gates[1], "alone", (1,))) == [None]
@@ -67,7 +79,10 @@ def test_some_go_on_without_the_others(gates: list[Gate]) -> None:
 
 
 def test_those_that_have_come_to_different_things_are_told_and_may_go_on(gates: list[Gate]) -> None:
-    for error in at_once(come(gates[0]), come(gates[1], "a call"), come(gates[2])):
+    errors: list[Exception | None] = []
+    noted = flights.since(lambda: errors.extend(at_once(come(gates[0]), come(gates[1], "a call"), come(gates[2]))))
+    assert [flights.how(entry) for entry in noted] == ["failed"] * COUNT
+    for error in errors:
         assert isinstance(error, DesyncError)
         assert (error.ranks, error.collective in ("a step", "a call")) == (ALL, True)
         assert "process 0 to a step; process 1 to a call; process 2 to a step" in str(error)
@@ -79,7 +94,10 @@ def test_one_that_does_not_come_is_told_when_it_comes(gates: list[Gate], missing
     there = [gate for k, gate in enumerate(gates) if k != missing]
     for gate in there:
         gate.timeout = 0.3
-    first, second = at_once(*(come(gate) for gate in there))
+    errors: list[Exception | None] = []
+    noted = flights.since(lambda: errors.extend(at_once(*(come(gate) for gate in there))))
+    assert [flights.how(entry) for entry in noted] == ["failed"] * 2
+    first, second = errors
     assert all(isinstance(error, ProcessLostError) for error in (first, second))
     assert f"processes [{missing}] were not there after 0.3 s" in str(first) + str(second)
     (late,) = at_once(come(gates[missing]))

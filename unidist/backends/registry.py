@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from unidist.algebra import mesh as mesh_module
 from unidist.algebra.checks import whole_number
 from unidist.backends import environment
+from unidist.backends.desync import line_of
 from unidist.backends.environment import Launcher
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
@@ -442,7 +443,7 @@ def _join(adapter: DistributionBackend, cluster: Cluster) -> None:
     index, count = cluster.process_index, cluster.process_count
     if launch is not None:
         index, count = launch.process_index, launch.process_count
-    open_in_environment(index or 0, count or 1)
+    open_in_environment(index or 0, count or 1, line_of)
     recorder.set_timeout(cluster.timeout)
     before = recorder.enter("joining")
     entry = recorder.begin(recorder.kind("the meeting of all processes"))

@@ -4,17 +4,19 @@
 |---|---|
 | 0 | the header: the fields below, in their order |
 | HEADER | texts: for each its length (4 bytes) and its UTF-8 |
-| HEADER + TEXTS | the ring: ENTRIES entries of ENTRY words: number, text, site, begun, ended |
+| HEADER + TEXTS | the ring: ENTRIES entries of ENTRY words: number, text, site, begun, ended, count, thread |
 
 Times are those of the machine's monotonic clock, in seconds; 0 is "not yet". An entry's number counts from 1, and its
-place in the ring is the number modulo ENTRIES. One that ended by an error has the time of its end below 0.
+place in the ring is the number modulo ENTRIES. Its count is its number among those of its text. One that was started,
+and that no thread waits in yet, has the time of its begin below 0; one that ended by an error that of its end.
 """
 
 from __future__ import annotations
 
 MAGIC = int.from_bytes(b"unidist1", "little")
 HEADER, TEXTS = 4096, 128 << 10
-ENTRIES, ENTRY = 256, 5
+ENTRIES, ENTRY = 256, 7
+ENTRY_FORM = "<3Q2d2Q"
 SIZE = HEADER + TEXTS + ENTRIES * ENTRY * 8
 SUFFIX = ".flight"
 # What a process may be asked by whoever watches it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from unidist.errors import UnidistError
 from unidist.flight.form import (
     ENTRIES,
-    ENTRY,
+    ENTRY_FORM,
     FIELDS,
     HEADER,
     MAGIC,
@@ -37,8 +38,11 @@ class Entry:
         number: counts from 1 in its process.
         what: what it is.
         site: where in the program it was called, or "".
-        begun, ended: seconds of the machine's monotonic clock; ended is None while it goes on.
+        begun, ended: seconds of the machine's monotonic clock; ended is None while it goes on. What was started, and
+            waited for later, has begun when the wait began.
         failed: whether it ended by an error.
+        count: its number among those that are the same. So it tells who is behind: processes come to the same.
+        is_waited_in: whether a thread waited in it, at last; else the process did something else meanwhile.
     """
 
     number: int
@@ -47,6 +51,8 @@ class Entry:
     begun: float
     ended: float | None
     failed: bool = False
+    count: int = 1
+    is_waited_in: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +103,21 @@ class Flight:
 
     @property
     def open(self) -> tuple[Entry, ...]:
-        """Entries that go on: the process waits in them."""
+        """Entries that go on."""
         return tuple(entry for entry in self.entries if entry.ended is None)
+
+    @property
+    def wait(self) -> Entry | None:
+        """What it waits in, for the longest; else that of its last entries that it has waited in in vain."""
+        if waits := [entry for entry in self.open if entry.is_waited_in]:
+            return min(waits, key=lambda entry: entry.begun)
+        last = itertools.takewhile(lambda entry: entry.failed or entry.ended is None, reversed(self.entries))
+        # What follows an error fails at once.
+        return max((entry for entry in last if entry.failed), key=_seconds, default=None)
+
+    def has_come_to(self, other: Entry) -> bool:
+        """Whether it has begun what another process calls so too."""
+        return any(entry.what == other.what and entry.count >= other.count for entry in self.entries)
 
 
 def read(path: Path) -> Flight:
@@ -109,15 +128,19 @@ def read(path: Path) -> Flight:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        data = file.read(SIZE + 1)
+        return parse(file.read(SIZE + 1), str(path))
+
+
+def parse(data: bytes, name: str = "this") -> Flight:
+    """What the bytes of a record say. Raises FlightError: they are none."""
     if len(data) != SIZE or int.from_bytes(data[:8], "little") != MAGIC:
-        raise FlightError(f"{path} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
+        raise FlightError(f"{name} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
     whole = dict(zip(WHOLE, struct.unpack_from(f"<{len(WHOLE)}Q", data), strict=True))
     times = dict(
         zip((*TIMES, *PHASES), struct.unpack_from(f"<{len(FIELDS) - len(WHOLE)}d", data, len(WHOLE) * 8), strict=True)
     )
     if whole["phase"] >= len(PHASES):
-        raise FlightError(f"{path} is damaged: there is no phase {whole['phase']}")
+        raise FlightError(f"{name} is damaged: there is no phase {whole['phase']}")
     texts = _texts(data, min(whole["kinds"], TEXTS // 4))
     return Flight(
         rank=whole["rank"],
@@ -160,6 +183,10 @@ def order(path: Path, what: int) -> None:
         os.pwrite(file.fileno(), struct.pack("<Q", what), WORD["order"] * 8)
 
 
+def _seconds(entry: Entry) -> float:
+    return (entry.ended or entry.begun) - entry.begun
+
+
 def _texts(data: bytes, count: int) -> list[str]:
     found, at = [], HEADER
     for _ in range(count):
@@ -174,10 +201,11 @@ def _texts(data: bytes, count: int) -> list[str]:
 
 def _entries(data: bytes, texts: list[str]) -> tuple[Entry, ...]:
     found = []
-    for place in range(ENTRIES):
-        number, kind, site, begun, ended = struct.unpack_from("<3Q2d", data, (RING + place * ENTRY) * 8)
+    ring = struct.iter_unpack(ENTRY_FORM, data[RING * 8 :])
+    for place, (number, kind, site, begun, ended, count, _) in enumerate(ring):
         if number and number % ENTRIES == place:
-            found.append(Entry(number, _text(texts, kind), _text(texts, site), begun, abs(ended) or None, ended < 0))
+            what, where, end = _text(texts, kind), _text(texts, site), abs(ended) or None
+            found.append(Entry(number, what, where, abs(begun), end, ended < 0, count, begun > 0))
     return tuple(sorted(found, key=lambda entry: entry.number))
 
 

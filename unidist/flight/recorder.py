@@ -1,8 +1,11 @@
-"""Recorder: keeps what this process is at, at a third of a microsecond a note.
+"""Recorder: keeps what this process is at, at less than a microsecond a note (benchmarks/recording.py).
 
 In memory until `open` is given a folder; from then on in a file there, mapped into memory. So whoever may read the
 folder sees it while this process runs, is stopped, or has been killed, and nothing needs to be written at the end.
 The method is that of PyTorch's and NCCL's flight recorders, which write theirs when something is found to be wrong.
+
+Where in the program an entry was called is costly to find. The thread that gives signs of life looks for it, where a
+thread has waited for half a second.
 """
 
 from __future__ import annotations
@@ -13,16 +16,19 @@ import itertools
 import mmap
 import os
 import signal
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import IO
 
 from unidist.flight.form import (
     END,
     ENTRIES,
     ENTRY,
+    ENTRY_FORM,
     HEADER,
     MAGIC,
     PHASES,
@@ -37,6 +43,8 @@ from unidist.flight.form import (
 VARIABLE = "UNIDIST_FLIGHT"
 # Seconds between two signs of life.
 BEAT = 0.25
+# Seconds of a wait after which it is found where the program called it.
+LASTS = 0.5
 # As a shell tells of SIGTERM.
 _ENDED = 128 + signal.SIGTERM
 _now = time.monotonic
@@ -45,16 +53,19 @@ _OTHERS = "(one of too many kinds)"
 # What each step or collective passes through is looked up once.
 _STEPS, _FIRST, _LAST = WORD["steps"], WORD["first_step_ended"], WORD["last_step_ended"]
 _NOW_IN, _SINCE, _SPENT = WORD["phase"], WORD["phase_began"], WORD["starting"]
+_BEGUN, _ENDED_AT, _THREAD = 3, 4, 6
+_write = struct.Struct(ENTRY_FORM).pack_into
 
 
 class Recorder:
     """The record of one process."""
 
     def __init__(self) -> None:
-        self._map = mmap.mmap(-1, SIZE)
+        self._map: bytearray | mmap.mmap = bytearray(SIZE)
         self._look()
         self._numbers = itertools.count(1)
         self._kinds: dict[str, int] = {}
+        self._counts: list[Iterator[int]] = []
         self._stacks: IO[bytes] | None = None
         self._path: Path | None = None
         self._lock = threading.Lock()
@@ -69,17 +80,22 @@ class Recorder:
 
     # where it is kept -------------------------------------------------------------------------------------------------
 
-    def open(self, folder: Path, rank: int, processes: int) -> None:
+    def open(self, folder: Path, rank: int, processes: int, line_of: Callable[[int], str] = lambda thread: "") -> None:
         """Keeps the record in a file from here on, with a sign of life four times a second.
 
         SIGUSR2 then writes the stacks of all threads beside it. A record of the same rank that is there is replaced.
+
+        Args:
+            folder: where the file is made.
+            rank, processes: which process this is, of how many.
+            line_of: the line of the program that a thread is at, as "file.py:12 in name", or "".
 
         Raises:
             OSError: it cannot be made.
         """
         path = folder / f"rank-{rank}{SUFFIX}"
         made = path.with_suffix(f".{os.getpid()}")
-        made.write_bytes(self._map[:])
+        made.write_bytes(self._map)
         with made.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._look()
@@ -92,17 +108,18 @@ class Recorder:
         if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
             self._stacks = path.with_suffix(".stacks").open("wb")
             faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True, chain=False)
-        threading.Thread(target=self._live, args=(path,), name="unidist-life", daemon=True).start()
+        threading.Thread(target=self._live, args=(path, line_of), name="unidist-life", daemon=True).start()
 
     def close(self) -> None:
         """Keeps the record in memory again. The file stays, as that of no process."""
         if self._path is None:
             return
-        self._path = None
         self.set("pid", 0)
-        kept = mmap.mmap(-1, SIZE)
-        kept[:] = self._map[:]
-        self._map = kept
+        self._leave()
+
+    def _leave(self) -> None:
+        self._path = None
+        self._map = bytearray(self._map)
         self._look()
         self.set("pid", os.getpid())
         if self._stacks is not None:
@@ -110,13 +127,30 @@ class Recorder:
             self._stacks.close()
             self._stacks = None
 
-    def _live(self, path: Path) -> None:
+    def forked(self) -> None:
+        """In a child of this process, which would write into its record: keeps one of its own, in memory."""
+        self._lock = threading.Lock()
+        self._leave()
+
+    def _live(self, path: Path, line_of: Callable[[int], str]) -> None:
         while self._path == path:
             self._times[WORD["beat"]] = _now()
+            self._find_lines(line_of)
             if self._whole[WORD["order"]] == END:
                 # Others are gone, and the main thread may wait for them where no signal's handler runs.
                 os._exit(_ENDED)
             time.sleep(BEAT)
+
+    def _find_lines(self, line_of: Callable[[int], str]) -> None:
+        """Finds where the threads are that have waited for long."""
+        before, whole, times = _now() - LASTS, self._whole, self._times
+        for at in range(RING, RING + ENTRIES * ENTRY, ENTRY):
+            if not times[at + _ENDED_AT] and 0.0 < times[at + _BEGUN] < before and not whole[at + 2]:
+                number = whole[at]
+                line = line_of(whole[at + _THREAD])
+                # It may have gone on meanwhile.
+                if not times[at + _ENDED_AT]:
+                    self.locate(number, line)
 
     # collectives ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +164,7 @@ class Recorder:
 
     def _learn(self, text: str) -> int:
         said = text.encode()
-        begin, number = self._whole[WORD["texts"]], self._whole[WORD["kinds"]]
+        begin, number = self._whole[WORD["texts"]], len(self._counts)
         if begin + len(said) + 4 > TEXTS - len(_OTHERS) - 4 and text != _OTHERS:
             return self._kinds[_OTHERS] if _OTHERS in self._kinds else self._learn(_OTHERS)
         at = HEADER + begin
@@ -138,27 +172,41 @@ class Recorder:
         self._map[at + 4 : at + 4 + len(said)] = said
         self._whole[WORD["kinds"]] = number + 1
         self._whole[WORD["texts"]] = begin + 4 + len(said)
+        self._counts.append(itertools.count(1))
         self._kinds[text] = number
         return number
 
-    def begin(self, kind: int, site: int = 0) -> int:
-        """Notes that something begins. Gives its number, for `end`."""
+    def begin(self, kind: int) -> int:
+        """Notes that this thread begins something, and waits in it. Gives its number, for `end`."""
         number = next(self._numbers)
-        at = RING + number % ENTRIES * ENTRY
-        whole = self._whole
-        whole[at] = number
-        whole[at + 1] = kind
-        whole[at + 2] = site
-        times = self._times
-        times[at + 3] = _now()
-        times[at + 4] = 0.0
+        at = (RING + number % ENTRIES * ENTRY) * 8
+        _write(self._map, at, number, kind, 0, _now(), 0.0, next(self._counts[kind]), get_ident())
         return number
+
+    def start(self, kind: int) -> int:
+        """As `begin`, of something that no thread waits in before `wait`."""
+        number = self.begin(kind)
+        self.go_on(number)
+        return number
+
+    def go_on(self, number: int) -> None:
+        """No thread waits any more in what was begun, and it has not ended."""
+        at = RING + number % ENTRIES * ENTRY
+        if self._whole[at] == number:
+            self._times[at + _BEGUN] = -abs(self._times[at + _BEGUN])
+
+    def wait(self, number: int) -> None:
+        """This thread waits from now on in what was started."""
+        at = RING + number % ENTRIES * ENTRY
+        if self._whole[at] == number:
+            self._whole[at + _THREAD] = get_ident()
+            self._times[at + _BEGUN] = _now()
 
     def end(self, number: int, failed: bool = False) -> None:
         """What was begun has ended, by an error where it has failed."""
         at = RING + number % ENTRIES * ENTRY
         if self._whole[at] == number:
-            self._times[at + 4] = -_now() if failed else _now()
+            self._times[at + _ENDED_AT] = -_now() if failed else _now()
 
     def locate(self, number: int, site: str) -> None:
         """Says where in the program an entry was called, once that is known."""
@@ -217,14 +265,16 @@ class Recorder:
         self._times[WORD["committed_at"]] = _now()
 
     def __bytes__(self) -> bytes:
-        return self._map[:]
+        return bytes(self._map)
 
 
 # This process's. Adapters keep no other reference to what is inside: `open` and `close` change it.
 recorder = Recorder()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=recorder.forked)
 
 
-def open_in_environment(rank: int, processes: int) -> None:
+def open_in_environment(rank: int, processes: int, line_of: Callable[[int], str]) -> None:
     """Opens this process's record where the environment names a folder."""
     if folder := os.environ.get(VARIABLE):
-        recorder.open(Path(folder), rank, processes)
+        recorder.open(Path(folder), rank, processes, line_of)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unidist.backends.desync import ranks_text
+from unidist.backends.noting import members_of
 from unidist.flight.form import SUFFIX
 from unidist.flight.reading import Entry, Flight
 
@@ -18,6 +19,7 @@ from unidist.flight.reading import Entry, Flight
 _EARLY = 0.1
 # Seconds until a process that is asked for its stacks has written them, and lines of them that are shown.
 _STACKS_ARRIVE, _SHOWN = 1.0, 60
+_PACKAGE, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 _STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a device or a file system"}
 
 
@@ -46,25 +48,30 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
         timeout: seconds, where a record does not say how long its process waits.
         now: the monotonic clock's time.
     """
-    silent = [flight for flight in flights.values() if now - flight.beat > (flight.timeout or timeout)]
+
+    def enough(flight: Flight) -> float:
+        return (flight.timeout or timeout) - _EARLY
+
+    silent = [flight for flight in flights.values() if now - flight.beat > enough(flight)]
     if silent := [flight for flight in silent if state_of(flight.pid) not in ("", "Z")]:
         return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now))
-    waiting = {rank: entry for rank, flight in flights.items() if (entry := _wait(flight)) is not None}
+    waiting = {rank: entry for rank, flight in flights.items() if (entry := flight.wait) is not None}
     in_vain = {
-        rank: entry
-        for rank, entry in waiting.items()
-        if (entry.ended or now) - entry.begun > (flights[rank].timeout or timeout) - _EARLY
+        rank: entry for rank, entry in waiting.items() if (entry.ended or now) - entry.begun > enough(flights[rank])
     }
-    absent = _late(flights, ranks, waiting)
-    if not in_vain or not absent:
-        return None
-    entry = min(in_vain.values(), key=lambda one: one.begun)
-    return Stall(absent, f"did not come to {entry.what}, for which {ranks_text(waiting)} waited {_waited(entry, now)}")
+    idle = _late(flights, ranks, waiting)
+    # The one that has waited longest waits for those; others may wait for it.
+    for entry in sorted(in_vain.values(), key=lambda one: one.begun):
+        members = members_of(entry.what)
+        if absent := tuple(rank for rank in idle if members is None or rank in members):
+            for_whom = [rank for rank in waiting if members is None or rank in members]
+            return Stall(absent, f"did not come to {entry.what}, for which {ranks_text(for_whom)} {_waited(entry, now)}")
+    return None
 
 
 def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
     """Those that run and wait for nobody."""
-    return _late(flights, ranks, {rank for rank, flight in flights.items() if _wait(flight) is not None})
+    return _late(flights, ranks, {rank for rank, flight in flights.items() if flight.wait is not None})
 
 
 def _late(flights: Mapping[int, Flight], ranks: Iterable[int], waiting: Container[int]) -> tuple[int, ...]:
@@ -102,16 +109,15 @@ def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) ->
 
 
 def _main_thread_first(text: str) -> list[str]:
-    """faulthandler tells the main thread last."""
-    return [line for part in reversed(text.strip().split("\n\n")) for line in part.splitlines()]
+    """faulthandler tells the main thread last. Threads of the package's own are left out."""
+    threads = [part.splitlines() for part in reversed(text.strip().split("\n\n"))]
+    return [line for lines in threads if not all(_is_ours(line) for line in lines[1:]) for line in lines]
 
 
-def _wait(flight: Flight) -> Entry | None:
-    """What a process waits in, or has waited in, in vain, last of all."""
-    if flight.open:
-        return flight.open[0]
-    last = flight.entries[-1] if flight.entries else None
-    return last if last is not None and last.failed else None
+def _is_ours(line: str) -> bool:
+    path = Path(line.partition('"')[2].partition('"')[0])
+    is_pythons = path.is_relative_to(_PYTHON) and not {"site-packages", "dist-packages"} & set(path.parts)
+    return is_pythons or path.is_relative_to(_PACKAGE)
 
 
 def _silence(flight: Flight, now: float) -> str:
@@ -126,4 +132,4 @@ def _is_alive(flight: Flight | None) -> bool:
 
 def _waited(entry: Entry, now: float) -> str:
     where = f" at {entry.site}" if entry.site else ""
-    return f"{(entry.ended or now) - entry.begun:.0f} s{where}"
+    return f"waited {(entry.ended or now) - entry.begun:.0f} s{where}"

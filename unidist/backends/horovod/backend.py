@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from unidist.errors import (
     MeshError,
     ProcessLostError,
 )
+from unidist.flight.recorder import recorder
 
 Framework = Literal["torch", "tensorflow"]
 # How long a program that is over waits for the others to come to their ends.
@@ -110,6 +112,7 @@ class HorovodBackend(LocalViewBackend[Any]):
                 process_index=cluster.process_index,
                 timeout=self._timeout,
             )
+            recorder.set_timeout(self._timeout)
         self._moves.clear()
         self._sets = None
         self._world = join(cluster, self._hvd)
@@ -129,6 +132,8 @@ class HorovodBackend(LocalViewBackend[Any]):
         those that are still in a collective of another group included."""
         if not has_failed():
             self.comm = self._side.make_comm(self._transport, PARTING_SECONDS)
+            # One that comes later than this holds up nobody.
+            recorder.set_timeout(math.inf)
             # They tell of it themselves.
             with contextlib.suppress(ProcessLostError, DesyncError), events.for_purpose("the end of the program"):
                 self.barrier()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from unidist import events
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
 from unidist.backends.horovod.sets import Transport
 from unidist.backends.local import Handle
+from unidist.backends.noting import Kinds, Noted, told
+from unidist.backends.protocol import dtype_name
 from unidist.errors import CapabilityError
 
 A = TypeVar("A")
@@ -43,7 +46,8 @@ class Ways(Protocol[A]):
 
 
 class HorovodComm(Generic[A]):
-    """Collectives over one group of ranks (`Collectives` in backends/local.py).
+    """Collectives over one group of ranks (`Collectives` in backends/local.py). Each has one entry in this process's
+    record (unidist.flight), from its begin until its result is there.
 
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.
@@ -53,15 +57,37 @@ class HorovodComm(Generic[A]):
     def __init__(self, transport: Callable[[Group], Transport], ways: Ways[A]) -> None:
         self.transport = transport
         self._ways = ways
+        self._kinds = Kinds()
+
+    def kind(self, op: str, group: Group, x: Any = None) -> int:
+        """The number by which this process's record knows a collective."""
+        purpose = events.purpose()
+        if x is None:
+            return self._kinds((op, group.ranks, purpose), lambda: told(op, group.ranks, purpose=purpose))
+        shape = tuple(x.shape)
+
+        def make() -> str:
+            return told(op, group.ranks, dtype=dtype_name(x), shape=shape, purpose=purpose)
+
+        return self._kinds((op, group.ranks, purpose, shape, x.dtype), make)
 
     def all_reduce(self, x: A, group: Group, op: ReduceOp) -> A:
-        return x if group.size == 1 else self._ways.all_reduce(x, self.transport(group), op)
+        if group.size == 1:
+            return x
+        with Noted(self.kind("all_reduce", group, x)):
+            return self._ways.all_reduce(x, self.transport(group), op)
 
     def all_gather(self, x: A, group: Group, dim: int, sizes: Sequence[int]) -> A:
-        return x if group.size == 1 else self._ways.all_gather(x, self.transport(group), dim, sizes)
+        if group.size == 1:
+            return x
+        with Noted(self.kind("all_gather", group, x)):
+            return self._ways.all_gather(x, self.transport(group), dim, sizes)
 
     def reduce_scatter(self, x: A, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp) -> A:
-        return x if group.size == 1 else self._ways.reduce_scatter(x, self.transport(group), dim, sizes, op)
+        if group.size == 1:
+            return x
+        with Noted(self.kind("reduce_scatter", group, x)):
+            return self._ways.reduce_scatter(x, self.transport(group), dim, sizes, op)
 
     def all_to_all(
         self,
@@ -74,7 +100,8 @@ class HorovodComm(Generic[A]):
     ) -> A:
         if group.size == 1:
             return x
-        return self._ways.all_to_all(x, self.transport(group), split, split_sizes, concat, concat_sizes)
+        with Noted(self.kind("all_to_all", group, x)):
+            return self._ways.all_to_all(x, self.transport(group), split, split_sizes, concat, concat_sizes)
 
     # What works on buffers: only where the framework's arrays can be written to.
 
@@ -88,13 +115,18 @@ class HorovodComm(Generic[A]):
         raise CapabilityError(f"{type(x).__name__} cannot be filled: use all_gather")
 
     def broadcast(self, x: A, group: Group, root: int) -> A:
-        return x if group.size == 1 else self._ways.broadcast(x, self.transport(group), root)
+        if group.size == 1:
+            return x
+        with Noted(self.kind("broadcast", group, x)):
+            return self._ways.broadcast(x, self.transport(group), root)
 
     def permute(self, x: A, group: Group, pairs: tuple[tuple[int, int], ...]) -> A:
         if group.size == 1:
             return x if pairs else self._ways.zeros_like(x)
-        return self._ways.permute(x, self.transport(group), pairs)
+        with Noted(self.kind("permute", group, x)):
+            return self._ways.permute(x, self.transport(group), pairs)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:
-            self._ways.barrier(self.transport(group))
+            with Noted(self.kind("barrier", group)):
+                self._ways.barrier(self.transport(group))

@@ -21,6 +21,7 @@ from unidist.backends.torch.comm import check_contiguous, check_parts
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.reducing import fold, loses_nans, op_for
 from unidist.errors import CapabilityError, ProcessLostError
+from unidist.flight.recorder import recorder
 
 NATIVE = {"sum": hvd.Sum, "mean": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "prod": hvd.Product}
 # Horovod reduces none of these; float32 holds a sum of bfloat16 better than bfloat16 does.
@@ -133,16 +134,39 @@ class Pending:
 
 
 class Waiting:
-    """A handle; `wait` may be called more than once."""
+    """A handle; `wait` may be called more than once.
 
-    def __init__(self, pending: Pending, finish: Callable[[Any], object]) -> None:
-        self._pending: Pending | None = pending
+    Args:
+        kind: by which this process's record knows the collective.
+        start: starts it.
+        finish: takes its result.
+    """
+
+    def __init__(self, kind: int, start: Callable[[], Pending], finish: Callable[[Any], object]) -> None:
         self._finish = finish
+        self._pending: Pending | None = None
+        self._entry = recorder.start(kind)
+        try:
+            self._pending = start()
+        except BaseException:
+            recorder.end(self._entry, failed=True)
+            raise
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        recorder.wait(self._entry)
+        try:
             self._finish(pending.result())
+        except BaseException:
+            recorder.end(self._entry, failed=True)
+            raise
+        recorder.end(self._entry)
+
+    def __del__(self) -> None:
+        if self._pending is not None:
+            recorder.end(self._entry, failed=True)
 
 
 class TorchWays(BufferedCollectives[Transport]):
@@ -176,7 +200,9 @@ class TorchComm(HorovodComm[torch.Tensor]):
             x.copy_(self.all_reduce(x, group, op))
             return Done()
         values = x.to(REDUCED_AS.get(x.dtype, x.dtype))
-        pending = self._primitives.start_all_reduce(values, self.transport(group), op_for(op, x.dtype))
+
+        def start() -> Pending:
+            return self._primitives.start_all_reduce(values, self.transport(group), op_for(op, x.dtype))
 
         def finish(_: Any) -> None:
             if values is not x:
@@ -184,7 +210,7 @@ class TorchComm(HorovodComm[torch.Tensor]):
             if op == "mean":
                 x.div_(group.size)
 
-        return Waiting(pending, finish)
+        return Waiting(self.kind("all_reduce", group, x), start, finish)
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> Waiting | Done:
         """Starts to reduce `x` (group.size equal parts along dim 0); `out` is this place's part, in rank order.
@@ -203,8 +229,14 @@ class TorchComm(HorovodComm[torch.Tensor]):
             raise CapabilityError(f"Horovod cannot reduce_scatter by {op}: use all_reduce, or sum or mean")
         transport, dtype = self.transport(group), REDUCED_AS.get(x.dtype, x.dtype)
         parts = _by_rank(x.to(dtype).view(transport.size, -1), transport)
-        pending = self._primitives.start("reduce_scatter", transport, hvd.reducescatter_async, parts, op=hvd.Sum)
-        return Waiting(pending, lambda part: out.copy_((part / group.size if op == "mean" else part).view(out.shape)))
+
+        def start() -> Pending:
+            return self._primitives.start("reduce_scatter", transport, hvd.reducescatter_async, parts, op=hvd.Sum)
+
+        def finish(part: torch.Tensor) -> None:
+            out.copy_((part / group.size if op == "mean" else part).view(out.shape))
+
+        return Waiting(self.kind("reduce_scatter", group, x), start, finish)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Waiting | Done:
         """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`.
@@ -217,12 +249,14 @@ class TorchComm(HorovodComm[torch.Tensor]):
             out.copy_(x)
             return Done()
         transport = self.transport(group)
-        pending = self._primitives.start("all_gather", transport, hvd.allgather_async, _carried(x))
+
+        def start() -> Pending:
+            return self._primitives.start("all_gather", transport, hvd.allgather_async, _carried(x))
 
         def finish(joined: torch.Tensor) -> None:
             _carried(out).copy_(_by_place(joined.view(transport.size, -1), transport).view(out.shape))
 
-        return Waiting(pending, finish)
+        return Waiting(self.kind("all_gather", group, x), start, finish)
 
 
 def make_comm(transport: Callable[[Group], Transport], timeout: float) -> TorchComm:

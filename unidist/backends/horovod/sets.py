@@ -10,6 +10,7 @@ from typing import Any
 
 from unidist.algebra import Axes, Group, Mesh
 from unidist.backends.horovod import lost
+from unidist.backends.noting import noted, told
 from unidist.errors import BackendNotAvailableError, CapabilityError
 
 # Names come back after so many collectives: far more than are ever under way at once.
@@ -124,7 +125,8 @@ class ProcessSets:
         thread = threading.Thread(target=add, daemon=True)
         thread.start()
         at = lost.Call(f"making the process set {list(members)}", self._world, "")
-        lost.wait(lambda: not thread.is_alive(), at, self.timeout)
+        with noted(told(at.what, self._world)):
+            lost.wait(lambda: not thread.is_alive(), at, self.timeout)
         if failed:
             raise BackendNotAvailableError(
                 f"Horovod could not make a process set of ranks {list(members)} ({failed[0]}): where your program "

@@ -19,12 +19,14 @@ from jax._src import distributed
 
 from unidist.backends.jax.joining import Membership
 from unidist.backends.jax.waiting import Patience, lost_in
+from unidist.backends.noting import Kinds, Noted, told
 from unidist.errors import BackendMismatchError, DesyncError
 
 # Seconds between looks at who has ended.
 _LOOK = 0.25
 # Parts that a message names: of those that all have, and of those that some have.
 _MOST_PARTS = 4
+_kinds = Kinds()
 _lock = threading.Lock()
 _meetings = SimpleNamespace(client=None, counts=Counter())
 
@@ -58,8 +60,15 @@ def meet(
     devices: Sequence[jax.Device],
 ) -> list[str]:
     """As `agree`; gives every process's value."""
-    with lost_in(world, what):
+    members = tuple(processes)
+    kind = _kinds((what, members), lambda: told(f"agreeing on {what}", members, members="process"))
+    with Noted(kind), lost_in(world, what):
         texts = _exchanged(world, what, json.dumps([what, dict(how), value]), processes)
+        return _alike(what, texts, processes, devices)
+
+
+def _alike(what: str, texts: Sequence[str], processes: Sequence[int], devices: Sequence[jax.Device]) -> list[str]:
+    """Every process's value."""
     said = [json.loads(text) for text in texts]
     apart = {process for process, other in zip(processes, said, strict=True) if other[:2] != said[0][:2]}
     if not apart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from unidist.backends.jax.collectives import Move
 from unidist.backends.jax.devices import config, find, make_virtual, name_of
 from unidist.backends.jax.joining import Membership, join
 from unidist.backends.local import check_local_shape, check_one_dtype
+from unidist.backends.noting import Kinds, Noted, told
 from unidist.backends.protocol import (
     ALL_DTYPES,
     Array,
@@ -83,6 +85,7 @@ class JaxBackend(DistributionBackend):
         self._redistribution = lru_cache(maxsize=16384)(self._make_redistribution)
         self._program = lru_cache(maxsize=16384)(self._make_program)
         self._agreed: set[Hashable] = set()
+        self._kinds = Kinds()
         self._layouts: dict[Sharding, jax.sharding.NamedSharding] = {}
         self._meshes: dict[Mesh, jax.sharding.Mesh] = {}
 
@@ -229,8 +232,9 @@ class JaxBackend(DistributionBackend):
         self._check_concrete(x, "the value")
         if not self._ranks_here(sharding.mesh):
             raise MeshError(f"this process holds no rank of {sharding.mesh}: only the others can gather the array")
-        whole = self._redistribute(x, sharding, sharding.with_layout(Layout()), "gather")
-        waiting.until_ready(whole, self.world, "gather")
+        with self._noted("gather", sharding, x):
+            whole = self._redistribute(x, sharding, sharding.with_layout(Layout()), "gather")
+            waiting.until_ready(whole, self.world, "gather", is_noted=True)
         return np.array(whole.addressable_data(0))
 
     # collectives
@@ -245,12 +249,14 @@ class JaxBackend(DistributionBackend):
             self._check_shape(x, src)
         if events.listening():
             self._tell_steps(redistribution(src, dst), x)
-        several = self.world.count > 1
-        if several and (steps := redistribution(src, dst).collectives):
-            name = what if what == "gather" else ", ".join(step.op for step in steps)
-            self._agree(name, src, x, (("from", src.layout), ("to", dst.layout)))
-        waits = what == "gather" and several
-        return self._run(move.unhurried if waits else move.program, x, what)
+        steps = redistribution(src, dst).collectives if self.world.count > 1 else ()
+        is_gather = what == "gather"
+        name = what if is_gather else ", ".join(step.op for step in steps)
+        axes = tuple(dict.fromkeys(axis for step in steps for axis in step.axes))
+        with self._noted(name, src, x, axes) if steps and not is_gather else contextlib.nullcontext():
+            if steps:
+                self._agree(name, src, x, (("from", src.layout), ("to", dst.layout)))
+            return self._run(move.unhurried if is_gather and self.world.count > 1 else move.program, x, what)
 
     def broadcast(self, x: jax.Array, sharding: Sharding, axes: Axes, root: int) -> jax.Array:
         """Replicas along `axes` become those of place `root`. As compiled a masked all-reduce, which sends up to twice
@@ -265,9 +271,28 @@ class JaxBackend(DistributionBackend):
         self._check_shape(x, sharding)
         if events.listening() and not isinstance(x, jax.core.Tracer):
             self._tell(op, axes, sharding, x)
-        if self.world.count > 1:
-            self._agree(op, sharding, x, (("axes", axes), (_HOW[op], how), ("layout", sharding.layout)))
-        return self._run(self._program(_PROGRAMS[op], sharding, axes, how), x, op)
+        with self._noted(op, sharding, x, axes):
+            if self.world.count > 1:
+                self._agree(op, sharding, x, (("axes", axes), (_HOW[op], how), ("layout", sharding.layout)))
+            return self._run(self._program(_PROGRAMS[op], sharding, axes, how), x, op)
+
+    def _noted(
+        self, op: str, sharding: Sharding, x: jax.Array, axes: Axes = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, this process's record tells of a collective: until it is dispatched, which may wait for others."""
+        if self.world.count == 1 or isinstance(x, jax.core.Tracer):
+            return contextlib.nullcontext()
+        purpose = events.purpose()
+
+        def make() -> str:
+            processes = self._processes(sharding.mesh)
+            dtype, shape = str(x.dtype), sharding.shape
+            return told(op, processes, dtype=dtype, shape=shape, axes=axes, purpose=purpose, members="process")
+
+        return Noted(self._kinds((op, sharding.shape, sharding.mesh, x.dtype, axes, purpose), make))
+
+    def _processes(self, mesh: Mesh) -> list[int]:
+        return sorted({self.devices[rank].process_index for rank in mesh.devices})
 
     def _run(self, program: Move, x: jax.Array, what: str) -> jax.Array:
         with waiting.lost_in(self.world, what):
@@ -279,7 +304,7 @@ class JaxBackend(DistributionBackend):
         key = what, sharding, x.dtype, how
         if isinstance(x, jax.core.Tracer) or (key in self._agreed and not checks_all()):
             return
-        processes = sorted({self.devices[rank].process_index for rank in sharding.mesh.devices})
+        processes = self._processes(sharding.mesh)
         if self.world.index in processes:
             parts = {"array": f"{x.dtype} {sharding.shape}", **{name: str(value) for name, value in how}}
             parts["mesh"] = str(sharding.mesh)
@@ -296,9 +321,10 @@ class JaxBackend(DistributionBackend):
             ones = {rank: np.ones((1,) * len(names), np.int32) for rank in self._ranks_here(grid)}
             program = self._redistribution(count, count.with_layout(Layout())).unhurried
             present = self._assembled(ones, count, np.int32)
-            self._agree("barrier", count, present, (("axes", names),))
-            arrived = self._run(program, present, "barrier")
-            waiting.until_ready(arrived, self.world, "barrier")
+            with self._noted("barrier", count, present, names):
+                self._agree("barrier", count, present, (("axes", names),))
+                arrived = self._run(program, present, "barrier")
+                waiting.until_ready(arrived, self.world, "barrier", is_noted=True)
 
     # gradients
 

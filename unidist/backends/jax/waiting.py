@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
+from unidist.backends.noting import Kinds, Noted, told
 from unidist.errors import ProcessLostError, UnidistError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _WORDS = re.compile(
     r"|heartbeat",
     re.IGNORECASE,
 )
+_kinds = Kinds()
 # How XLA's errors begin, in whichever of Python's kinds they come.
 _STATUS = re.compile(r"\b[A-Z_]{5,}: ")
 
@@ -47,23 +49,36 @@ def unhurried(x: Any) -> Any:
     return jax.lax.dynamic_update_slice(x, kept.reshape((1,) * x.ndim), (0,) * x.ndim)
 
 
-def until_ready(x: Any, world: Membership, what: str) -> None:
-    """Returns when x is computed.
+def until_ready(x: Any, world: Membership, what: str, *, is_noted: bool = False) -> None:
+    """Returns when x is computed. `is_noted`: this process's record tells of it already.
 
     Raises:
         ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
     """
-    poll(x, world, what)
+    (until_done if is_noted else poll)(x, world, what)
     with lost_in(world, what):
         x.block_until_ready()
 
 
 def poll(x: Any, world: Membership, what: str) -> None:
-    """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit.
+    """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit. A wait is noted in
+    this process's record (unidist.flight).
 
     Raises:
         ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
     """
+    if world.count > 1 and not x.is_ready():
+        with Noted(kind(what, world)):
+            until_done(x, world, what)
+
+
+def kind(what: str, world: Membership) -> int:
+    """The number by which the record knows what all processes take part in."""
+    return _kinds((what, world.count), lambda: told(what, range(world.count), members="process"))
+
+
+def until_done(x: Any, world: Membership, what: str) -> None:
+    """As `poll`, of what the record tells of already."""
     if world.count > 1 and not x.is_ready():
         patience = Patience(world, what)
         while not x.is_ready():

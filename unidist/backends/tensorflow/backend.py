@@ -27,7 +27,7 @@ from unidist.backends.protocol import (
 )
 from unidist.backends.tensorflow import arrays, guards, steps
 from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
-from unidist.backends.tensorflow.exchange import Kind, Parts, exchange
+from unidist.backends.tensorflow.exchange import OP, Kind, Parts, exchange
 from unidist.backends.tensorflow.joining import Membership, join
 from unidist.backends.tensorflow.lost import told
 from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
@@ -277,8 +277,11 @@ class TensorflowBackend(DistributionBackend):
         return self._differentiable(x, sharding, moving(pairs), moving(back))
 
     @contextlib.contextmanager
-    def together(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
-        """Runs what the processes of some ranks (None: all) take part in, once all of them have come to it.
+    def together(
+        self, what: str, ranks: Sequence[int] | None = None, noted: str = "", axes: Axes = ()
+    ) -> Iterator[None]:
+        """Runs what the processes of some ranks (None: all) take part in, once all of them have come to it. Gate.come
+        tells of the arguments.
 
         Raises:
             ProcessLostError: one of them has ended, or did not come within the world's timeout.
@@ -286,7 +289,8 @@ class TensorflowBackend(DistributionBackend):
         """
         if self.world.gate is not None:
             members = tuple(sorted(range(len(self.devices)) if ranks is None else ranks))
-            self.world.gate.come(what, {task_of(self.devices[rank]) for rank in members}, members)
+            processes = {task_of(self.devices[rank]) for rank in members}
+            self.world.gate.come(what, processes, members, noted, axes)
         with told(self.world, what):
             yield
 
@@ -308,7 +312,9 @@ class TensorflowBackend(DistributionBackend):
                 parts = {rank: steps.by_rank(mesh, axes, rank, part) for rank, part in parts.items()}
             part = next(iter(parts.values()))
             aim = f" for {events.purpose()!r}" if events.purpose() else ""
-            with self.together(f"a {kind} of {dtype_name(part)}{list(part.shape)}{aim}", mesh.devices):
+            what = f"a {kind} of {dtype_name(part)}{list(part.shape)}{aim}"
+            noted = f"{OP[kind]} of {dtype_name(part)} {tuple(part.shape)}"
+            with self.together(what, mesh.devices, noted, axes):
                 found = exchange(kind, native, ranks, parts, op)
             if kind in ("gather", "swap"):
                 found = {rank: steps.by_place(mesh, axes, rank, part) for rank, part in found.items()}

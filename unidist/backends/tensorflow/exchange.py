@@ -19,6 +19,15 @@ from unidist.algebra.layout import ReduceOp
 
 Parts: TypeAlias = dict[int, Any]
 Kind = Literal["gather", "reduce", "pick", "scatter", "send", "swap"]
+# As others name what they are parts of.
+OP: dict[Kind, str] = {
+    "gather": "all_gather",
+    "reduce": "all_reduce",
+    "pick": "broadcast",
+    "scatter": "reduce_scatter",
+    "send": "permute",
+    "swap": "all_to_all",
+}
 # What only moves: of `pick` all but one of a group hold zeros, as do all but one of what `send` brings to a place.
 _MOVED_BY: dict[Kind, Kind] = {"gather": "gather", "pick": "reduce", "send": "scatter", "swap": "swap"}
 U = dtensor.UNSHARDED

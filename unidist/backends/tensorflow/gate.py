@@ -17,7 +17,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from unidist import events
+from unidist.algebra import Axes
 from unidist.backends.lines import Line
+from unidist.backends.noting import Kinds, Noted, told
 from unidist.errors import DesyncError, ProcessLostError
 
 # Process 0 answers a process that has given up at once, whatever its own program does.
@@ -90,6 +93,7 @@ class Gate:
         self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._one_at_a_time = threading.Lock()
         self._closing = False
+        self._kinds = Kinds()
         self._book: _Book | None = None
         if index == 0:
             self._book = _Book({0: self._told.put, **{other: _by(line) for other, line in lines.items()}})
@@ -107,13 +111,18 @@ class Gate:
         if not self._closing:
             book.lose(other)
 
-    def come(self, what: str, processes: Collection[int], ranks: tuple[int, ...]) -> None:
-        """Returns when all the processes have come to the same.
+    def come(
+        self, what: str, processes: Collection[int], ranks: tuple[int, ...], noted: str = "", axes: Axes = ()
+    ) -> None:
+        """Returns when all the processes have come to the same. From now until then it is noted in this process's
+        record (unidist.flight).
 
         Args:
             what: what this process has come to.
             processes: those that take part; nothing is to be waited for where this is the only one.
             ranks: those that take part, for errors.
+            noted: what the record says, where that is something else.
+            axes: that it goes over, for the record.
 
         Raises:
             ProcessLostError: one of them has ended, or did not come within `timeout` seconds.
@@ -122,6 +131,15 @@ class Gate:
         members = tuple(sorted(set(processes)))
         if members == (self._index,) or self._index not in members:
             return
+        named, purpose = noted or what, events.purpose() if noted else ""
+        kind = self._kinds(
+            (named, members, axes, purpose),
+            lambda: told(named, members, axes=axes, purpose=purpose, members="process"),
+        )
+        with Noted(kind):
+            self._pass(what, members, ranks)
+
+    def _pass(self, what: str, members: Members, ranks: tuple[int, ...]) -> None:
         with self._one_at_a_time:
             verdict = self._verdict(what, members)
         if "go" in verdict:

@@ -21,6 +21,16 @@ _LOWEST = 1 << 10
 _NUMBERS, _MARK_BITS = 1 << 14, 16
 
 
+class _Seen:
+    """What is known of a key."""
+
+    __slots__ = ("kinds", "mark", "uses")
+
+    def __init__(self, mark: int) -> None:
+        self.mark, self.uses = mark, 0
+        self.kinds: dict[str, int] = {}
+
+
 class Calls:
     """The calls begun on one transport. All members come to the same calls in the same order.
 
@@ -31,9 +41,10 @@ class Calls:
         number: how many were begun.
         key: the last one's.
         is_fresh: whether members shall compare the last one before a transport's own collective starts.
+        kinds: for each purpose the number by which this process's record knows the last one (unidist.flight).
     """
 
-    __slots__ = ("_all", "_drawn", "_mark", "_seen", "is_fresh", "key", "number")
+    __slots__ = ("_all", "_drawn", "_mark", "_seen", "is_fresh", "key", "kinds", "number")
 
     def __init__(self) -> None:
         self.number = 0
@@ -41,7 +52,8 @@ class Calls:
         self.is_fresh = False
         self._all = checks_all()
         self._drawn = self._mark = 0
-        self._seen: dict[Key, list[int]] = {}
+        self.kinds: dict[str, int] = {}
+        self._seen: dict[Key, _Seen] = {}
 
     def begin(self, key: Key) -> None:
         """The next call."""
@@ -51,10 +63,11 @@ class Calls:
         if found is None:
             if len(self._seen) >= _KEPT:
                 self._seen.clear()
-            found = self._seen[key] = [zlib.crc32(repr(key).encode()) >> (32 - _MARK_BITS), 0]
-        found[1] += 1
-        self._mark = found[0]
-        self.is_fresh = found[1] <= FIRST or self._all
+            found = self._seen[key] = _Seen(zlib.crc32(repr(key).encode()) >> (32 - _MARK_BITS))
+        found.uses += 1
+        self._mark = found.mark
+        self.kinds = found.kinds
+        self.is_fresh = found.uses <= FIRST or self._all
 
     def tag(self) -> int:
         """A tag for the messages of one exchange of this call."""

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
+from unidist.backends import noting
 from unidist.backends.local import Done, Handle
 from unidist.backends.torch.buffers import BufferedCollectives
-from unidist.backends.torch.calls import Key
+from unidist.backends.torch.calls import Key, described
 from unidist.backends.torch.exchange import DirectCollectives, compare, exchange, scatter
 from unidist.backends.torch.lost import is_loss, reraise
 from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
@@ -21,6 +22,7 @@ from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, loses_nans, op_f
 from unidist.backends.torch.transports import Transport, Transports
 from unidist.backends.torch.watch import Waiting, Watch
 from unidist.errors import LayoutError, ProcessLostError, UnidistError
+from unidist.flight.recorder import recorder
 
 Ways = DirectCollectives | BufferedCollectives[Transport]
 Detail = tuple[str, Hashable]
@@ -58,6 +60,12 @@ class TorchComm:
 
     def _call(self, group: Group, op: str, x: torch.Tensor | None, *details: Detail, open_dims: Dims = ()) -> Under:
         return Under(self, group, op, x, details, open_dims)
+
+    def _start(self, group: Group, op: str, x: torch.Tensor, *details: Detail) -> Under:
+        """A call that is entered twice: to be begun, and to be waited for."""
+        call = Under(self, group, op, x, details, ())
+        call.goes_on = True
+        return call
 
     def all_reduce(self, x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         if group.size == 1:
@@ -125,7 +133,7 @@ class TorchComm:
             x.copy_(self.all_reduce(x, group, op))
             return Done()
         values = x.view(torch.uint8) if x.dtype == torch.bool else x.to(REDUCED_AS.get(x.dtype, x.dtype))
-        call = self._call(group, "all_reduce", x, ("op", op), ("inplace", True))
+        call = self._start(group, "all_reduce", x, ("op", op), ("inplace", True))
         with call as transport:
             compare(transport)
             work = transport.pg.allreduce([values], NATIVE[op_for(op, x.dtype)])
@@ -149,13 +157,14 @@ class TorchComm:
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        call = self._call(group, "reduce_scatter", x, ("op", op), ("inplace", True))
+        call = self._start(group, "reduce_scatter", x, ("op", op), ("inplace", True))
         with call as transport:
             way = self._way(x, transport)
             if isinstance(way, DirectCollectives):
                 return InFlight(scatter(transport, x.chunk(group.size), op, out), call)
             if loses_nans(op, x.dtype):
                 out.copy_(way.reduce_scatter(x, transport, 0, [out.shape[0]] * group.size, op))
+                call.goes_on = False
                 return Done()
             dtype = REDUCED_AS.get(x.dtype, x.dtype)
             part = torch.empty_like(out, dtype=dtype)
@@ -179,7 +188,7 @@ class TorchComm:
         if group.size == 1 or x.numel() == 0:
             out.copy_(x)
             return Done()
-        call = self._call(group, "all_gather", x, ("inplace", True))
+        call = self._start(group, "all_gather", x, ("inplace", True))
         with call as transport:
             if isinstance(self._way(x, transport), DirectCollectives):
                 parts = out.chunk(group.size)
@@ -192,13 +201,19 @@ class TorchComm:
 
 
 class Under:
-    """A call of this process: entered, it is begun and watched, and gives its transport.
+    """A call of this process: entered, it is begun, noted and watched, and gives its transport.
 
     What is raised inside because a peer is gone, or came to something else, is a ProcessLostError or a DesyncError. It
     may be entered again, to wait for the end.
+
+    This process's record (unidist.flight) has an entry of it, until it is left; of one that goes on, until that is
+    waited for. Over NCCL a call is left once it is queued. In a compiled program there are none.
+
+    Attributes:
+        goes_on: whether it is under way when it is left, without an error.
     """
 
-    __slots__ = ("_comm", "_details", "_dims", "_group", "_op", "_transport", "_waiting", "_x")
+    __slots__ = ("_comm", "_details", "_dims", "_entry", "_group", "_op", "_transport", "_waiting", "_x", "goes_on")
 
     def __init__(
         self, comm: TorchComm, group: Group, op: str, x: torch.Tensor | None, details: tuple[Detail, ...], dims: Dims
@@ -207,12 +222,16 @@ class Under:
         self._details, self._dims = details, dims
         self._transport: Transport | None = None
         self._waiting: Waiting | None = None
+        self._entry = 0
+        self.goes_on = False
 
     def __enter__(self) -> Transport:
         watch, transport = self._comm.watch, self._transport
         if transport is None:
             transport = self._transport = self._begun(watch)
             self._x = None
+        elif self._entry:
+            recorder.wait(self._entry)
         if watch is not None and self._waiting is not None:
             watch.waiting[get_ident()] = self._waiting
         return transport
@@ -222,16 +241,34 @@ class Under:
             return self._comm.transport(self._group)
         key = self._key()
         transport = self._comm.transport(self._group, lambda: watch.meet(self._group, key))
-        transport.calls.begin(key)
-        self._waiting = Waiting(self._group, transport.calls.number, key, transport)
+        calls = transport.calls
+        calls.begin(key)
+        waiting = self._waiting = Waiting(self._group, calls.number, key, transport)
+        kind = calls.kinds.get(waiting.purpose)
+        if kind is None:
+            kind = calls.kinds[waiting.purpose] = recorder.kind(_told(key, transport.ranks, waiting.purpose))
+        self._entry = recorder.begin(kind)
         return transport
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         watch = self._comm.watch
         if watch is not None:
             watch.waiting.pop(get_ident(), None)
+        if self._entry:
+            self._note(error)
         if isinstance(error, RuntimeError):
             self._tell(error, watch)
+
+    def forget(self) -> None:
+        """Nobody will wait for it: what started it has failed."""
+        recorder.end(self._entry, failed=True)
+
+    def _note(self, error: BaseException | None) -> None:
+        if self.goes_on and error is None:
+            self.goes_on = False
+            recorder.go_on(self._entry)
+        else:
+            recorder.end(self._entry, error is not None)
 
     def _tell(self, error: RuntimeError, watch: Watch | None) -> None:
         ranks = self._group.ranks
@@ -269,6 +306,15 @@ class InFlight:
         if finish is not None:
             with self._call:
                 finish()
+
+    def __del__(self) -> None:
+        if self._finish is not None:
+            self._call.forget()
+
+
+def _told(key: Key, ranks: tuple[int, ...], purpose: str) -> str:
+    call = described(key)
+    return noting.told(call.op, ranks, dtype=call.dtype, shape=call.shape, purpose=purpose)
 
 
 def _wait(work: Any) -> None:

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from unidist import events
 from unidist.algebra import Group
 from unidist.backends.desync import line_of
+from unidist.backends.noting import noted, told
 from unidist.backends.torch import posts
 from unidist.backends.torch.calls import Key, described
 from unidist.backends.torch.lost import reraise
@@ -111,16 +112,17 @@ class Watch:
         store, limit = _store(), time.monotonic() + self._transports.timeout
         name = f"unidist/meet/{','.join(map(str, group.ranks))}"
         try:
-            store.set(f"{name}/{self._rank}", b"")
-            while True:
-                try:
-                    store.wait([f"{name}/{rank}" for rank in group.ranks], _NAP)
-                    return
-                except dist.DistStoreError as error:
-                    if self._found is not None:
-                        raise self._found from error
-                    if time.monotonic() > limit:
-                        reraise(error, "making the process group", group.ranks)
+            with noted(told("making the process group", group.ranks)):
+                store.set(f"{name}/{self._rank}", b"")
+                while True:
+                    try:
+                        store.wait([f"{name}/{rank}" for rank in group.ranks], _NAP)
+                        return
+                    except dist.DistStoreError as error:
+                        if self._found is not None:
+                            raise self._found from error
+                        if time.monotonic() > limit:
+                            reraise(error, "making the process group", group.ranks)
         except UnidistError as error:
             self.failed(error, waiting)
             raise

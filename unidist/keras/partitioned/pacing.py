@@ -1,6 +1,7 @@
 """How far steps are dispatched ahead: a dispatch waits in C++, without limit, where too many are under way.
 
-Only in several processes: a step whose others do not come is polled for, so that it is noticed.
+Only in several processes: a step whose others do not come is polled for, so that it is noticed. This process's record
+(unidist.flight) has an entry of each step, from its dispatch until it is known to be ready.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from unidist.backends.jax import joining, waiting
+from unidist.flight.recorder import recorder
 
 # Steps under way beside the one that is dispatched: while one runs, the next one waits for it in the devices.
 _AHEAD = 2
 
 
 class _UnderWay(threading.local):
-    """Of each step that this thread has dispatched and not seen ready: a part of its results, oldest first."""
+    """Of each step that this thread has dispatched and not seen ready: a part of its results, and its number in the
+    record, oldest first."""
 
     def __init__(self) -> None:
-        self.results: deque[jax.Array] = deque()
+        self.results: deque[tuple[jax.Array, int]] = deque()
 
 
 _under_way = _UnderWay()
@@ -49,19 +52,40 @@ def before_step(what: str) -> None:
 def _until_under_way(few: int, what: str) -> None:
     world, results = joining.current(), _under_way.results
     while world is not None and len(results) > few:
-        _poll(results.popleft(), world, what)
+        array, entry = results.popleft()
+        recorder.wait(entry)
+        with _ending(entry):
+            if not array.is_deleted():
+                waiting.until_done(array, world, what)
 
 
-def _poll(array: jax.Array, world: joining.Membership, what: str) -> None:
-    if not array.is_deleted():
-        waiting.poll(array, world, what)
+@contextlib.contextmanager
+def _ending(entry: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        recorder.end(entry, failed=True)
+        raise
+    recorder.end(entry)
 
 
-def after_step(outputs: Any) -> None:
-    """Notes what a step that was dispatched will give, but for its state, which the next one takes over."""
-    if joining.current() is not None:
-        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
-        _under_way.results.extend(arrays[:1])
+def dispatched(what: str, step: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """A step's outputs and its state. Notes what it will give, but for its state, which the next one takes over."""
+    world = joining.current()
+    if world is None or world.count == 1:
+        return step()
+    entry = recorder.start(waiting.kind(what, world))
+    try:
+        outputs, state = step()
+    except BaseException:
+        recorder.end(entry, failed=True)
+        raise
+    arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+    if arrays:
+        _under_way.results.append((arrays[0], entry))
+    else:
+        recorder.end(entry)
+    return outputs, state
 
 
 @contextlib.contextmanager
@@ -70,6 +94,8 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
+        for _, entry in _under_way.results:
+            recorder.end(entry, failed=sys.exception() is not None)
         _under_way.results.clear()
 
 
@@ -92,8 +118,9 @@ def converting(original: Any) -> Any:
     @functools.wraps(original)
     def convert_to_numpy(x: Any) -> Any:
         world = joining.current()
-        if world is not None and isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            _poll(x, world, "reading a value")
+        is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        if world is not None and is_array and not x.is_deleted():
+            waiting.poll(x, world, "reading a value")
         return original(x)
 
     return convert_to_numpy

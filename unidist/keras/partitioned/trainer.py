@@ -160,17 +160,19 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
         if distribution is None:
             return step_function(state, batch)
         placed = data.place(batch, distribution)
-        pacing.before_step(_STEPS[len(state)])
-        same.check(_STEPS[len(state)], distribution.device_mesh.backend_mesh, state, placed)
-        if traffic is None:
-            outputs, state = step_function(state, data.cut(placed))
-            outputs = data.replicate(outputs, distribution)
-        else:
-            if events.listening():
-                traffic.record(distribution, f"{_STEPS[len(state)]} (compiled)", state, placed)
+        name = _STEPS[len(state)]
+        pacing.before_step(name)
+        same.check(name, distribution.device_mesh.backend_mesh, state, placed)
+        if traffic is not None and events.listening():
+            traffic.record(distribution, f"{name} (compiled)", state, placed)
+        return pacing.dispatched(name, lambda: run(state, placed, distribution))
+
+    def run(state: Any, placed: Any, distribution: Any) -> tuple[Any, Any]:
+        if traffic is not None:
             outputs, state = step_function(state, placed)
-        pacing.after_step(outputs)
-        return outputs, state
+            return outputs, state
+        outputs, state = step_function(state, data.cut(placed))
+        return data.replicate(outputs, distribution), state
 
     return step
 

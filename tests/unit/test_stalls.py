@@ -1,0 +1,142 @@
+"""Who holds up the others, told from made-up records: the judgement alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.flights import flight
+from unidist.flight.reading import Entry
+from unidist.launch import stalls
+
+NOW, TIMEOUT = 1000.0, 10.0
+REDUCE = "all_reduce of float32 (2,) of ranks 0-3 for 'gradient'"
+PAIR = "all_gather of float32 (2,) of ranks 2, 3"
+
+
+def waits(since: float, what: str = REDUCE, **more: Any) -> Entry:
+    return Entry(1, what, more.pop("site", ""), NOW - since, None, **more)
+
+
+def failed(since: float, until: float, what: str = REDUCE, number: int = 1) -> Entry:
+    return Entry(number, what, "", NOW - since, NOW - until, failed=True)
+
+
+def done(number: int = 1) -> Entry:
+    return Entry(number, REDUCE, "", NOW - 20, NOW - 19)
+
+
+def find(*entries: Entry | None, **more: Any) -> str | None:
+    """Of ranks that have these last entries."""
+    flights = {rank: flight(rank, entries=(one,) if one else (), beat=NOW) for rank, one in enumerate(entries)}
+    found = stalls.find(flights | more.pop("flights", {}), range(len(entries)), TIMEOUT, NOW)
+    return None if found is None else str(found)
+
+
+def test_the_one_that_does_not_wait_holds_up_those_that_do() -> None:
+    text = f"rank 2 did not come to {REDUCE}, for which ranks 0, 1, 3 waited 11 s at train.py:3 in fit"
+    first = waits(11, site="train.py:3 in fit")
+    assert find(first, waits(10.5), done(), waits(10.2)) == text
+    assert find(waits(11), None, None, waits(1)) == (
+        f"ranks 1, 2 did not come to {REDUCE}, for which ranks 0, 3 waited 11 s"
+    )
+
+
+def test_nobody_stalls_before_the_timeout() -> None:
+    assert find(waits(9), done(), done(), done()) is None
+    assert find(waits(9.95), done(), done(), done()) is not None
+    assert find(done(), done(), done(), done()) is None
+
+
+def test_where_all_wait_nobody_is_named() -> None:
+    """They have a quarrel of their own, and end it by themselves."""
+    assert find(waits(20), waits(20), waits(20), waits(20, "barrier of ranks 0-3")) is None
+
+
+def test_what_is_under_way_is_not_waited_in() -> None:
+    under_way = Entry(1, REDUCE, "", NOW - 20, None, is_waited_in=False)
+    assert find(under_way, under_way, done(), done()) is None
+    named = find(waits(11), waits(11), under_way, waits(11))
+    assert named is not None
+    assert named.startswith("rank 2 did not come")
+
+
+def test_one_that_has_waited_in_vain_is_believed() -> None:
+    """It has raised by now, and its end may take a while."""
+    assert find(failed(12, 1), waits(3), done(), waits(4)) == (
+        f"rank 2 did not come to {REDUCE}, for which ranks 0, 1, 3 waited 11 s"
+    )
+    # An error that came at once is no wait.
+    assert find(failed(12, 11.9), waits(3), done(), waits(4)) is None
+
+
+def test_only_members_are_late() -> None:
+    """Ranks 2 and 3 wait for each other alone; 0 and 1 do something else."""
+    assert find(done(), done(), waits(11, PAIR), waits(11, PAIR)) is None
+    assert (
+        find(done(), done(), waits(11, PAIR), done()) == f"rank 3 did not come to {PAIR}, for which rank 2 waited 11 s"
+    )
+    # Where a text does not tell of members, all of this node may be meant.
+    assert find(done(), waits(11, "the meeting of all processes")) == (
+        "rank 0 did not come to the meeting of all processes, for which rank 1 waited 11 s"
+    )
+
+
+def test_a_process_without_a_record_has_not_come() -> None:
+    flights = {0: flight(0, entries=(waits(11, "the meeting of all processes"),), beat=NOW)}
+    found = stalls.find(flights, range(2), TIMEOUT, NOW)
+    assert found is not None
+    assert found.ranks == (1,)
+
+
+def test_a_processs_own_timeout_counts() -> None:
+    patient = {0: flight(0, entries=(waits(11),), beat=NOW, timeout=60.0)}
+    assert find(None, done(), flights=patient) is None
+    hasty = {0: flight(0, entries=(waits(3),), beat=NOW, timeout=2.0)}
+    assert find(None, done(), flights=hasty) is not None
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_a_process_that_is_silent_is_named_with_its_state(child: subprocess.Popen[bytes]) -> None:
+    silent = {1: flight(1, beat=NOW - 11, pid=child.pid)}
+    assert find(waits(11), None, flights=silent) == (
+        "rank 1 gave no sign of life for 11 s: it runs, and none of its threads does"
+    )
+    child.send_signal(19)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert find(waits(11), None, flights=silent) == ("rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)")
+
+
+def test_one_that_has_ended_is_neither_silent_nor_late(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    ended = {1: flight(1, beat=NOW - 11, pid=child.pid)}
+    assert find(waits(11), None, flights=ended) is None
+    # It has left its world.
+    assert find(waits(11), None, flights={1: replace(ended[1], pid=0)}) is None
+
+
+def test_threads_of_the_package_are_left_out_of_stacks() -> None:
+    package, python = stalls._PACKAGE, stalls._PYTHON
+    text = (
+        f'Thread 0x01 (most recent call first):\n  File "{package}/flight/recorder.py", line 1 in _live\n'
+        f'  File "{python}/threading.py", line 2 in run\n\n'
+        f'Thread 0x02 (most recent call first):\n  File "{python}/queue.py", line 3 in get\n'
+        f'  File "{python}/site-packages/user/pool.py", line 4 in work\n\n'
+        f'Current thread 0x03 (most recent call first):\n  File "{package}/keras/phases.py", line 5 in fit\n'
+        '  File "/home/train.py", line 6 in <module>\n'
+    )
+    lines = stalls._main_thread_first(text)
+    assert [line.split(" in ")[-1] for line in lines if "File" in line] == ["fit", "<module>", "get", "work"]
