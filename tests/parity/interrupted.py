@@ -18,6 +18,8 @@ from tests.parity.going_on import BATCH, EPOCHS, ROWS, Told
 from tests.parity.models import CASES
 from tests.parity.train import Spec, distributed
 from unidist.checkpoint import folders
+from unidist.flight.form import WORD
+from unidist.flight.recorder import recorder
 from unidist.keras import leaving, resuming
 
 RNG = np.random.default_rng(4)
@@ -196,6 +198,7 @@ def run(
             callbacks.insert(0, unidist.Checkpoint(folder, every, **checkpoint or {}))
         if validate:
             given |= {"validation_data": (X[:6], Y[:6])}
+        resumed = recorder._whole[WORD["resumed"]]
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.filterwarnings("ignore", "Your input ran out of data")
             if asked is not None:
@@ -205,7 +208,7 @@ def run(
                 told.history, told.epochs = history.history, history.epoch
             except (StopTestError, SystemExit) as error:
                 told.raised = f"SystemExit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
-        told.counted = steps.count
+        told.counted, told.resumed = steps.count, recorder._whole[WORD["resumed"]] - resumed
         told.asked = getattr(given["x"], "asked", [])
         told.rate = float(np.array(model.optimizer.learning_rate))
         told.weights = {v.path: np.array(v.numpy()) for v in model.weights}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import signal
 import sys
@@ -27,8 +26,8 @@ _now = time.monotonic
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds within which signals are one request: schedulers tell every process of a job, and launchers tell theirs.
 _ONE_REQUEST = 3.0
-# Seconds between two looks: at least, and where a look takes long. It takes a 250th of the time.
-_BETWEEN, _MOST_BETWEEN, _SHARE = 1.0, 5.0, 250
+# Seconds between two looks: at least, and where a look takes long. At best it takes a 400th of the time.
+_BETWEEN, _MOST_BETWEEN, _SHARE = 1.0, 5.0, 400
 # What each process tells: the steps until the next look, whether they look when an epoch ends, and whether it is asked.
 _MOST_STEPS, _STEP, _EPOCHS, _ASKED = 1 << 28, 4, 2, 1
 
@@ -104,7 +103,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self._requests = Requests()
-        self._cost = math.inf
+        self._cost = 0.0
         self._steps = self._left = 1
         self._looks_at_epochs = True
         self._looked = self._epoch_ended = _now()
@@ -122,7 +121,6 @@ class Leaving:
             return False
         now = _now()
         each = (now - self._looked) / self._steps
-        # A look is much shorter than its first, which others may have come late to.
         between = min(max(_BETWEEN, _SHARE * self._cost), _MOST_BETWEEN)
         return self._look(several, min(2 * self._steps, _MOST_STEPS, int(between / max(each, 1e-9))))
 
@@ -157,7 +155,9 @@ class Leaving:
         self._steps = self._left = told[0] // _STEP
         self._looks_at_epochs = bool(told[0] & _EPOCHS)
         self._looked = _now()
-        self._cost = min(self._cost, self._looked - began)
+        took = self._looked - began
+        # The shortest: in the others processes waited for each other.
+        self._cost = min(took, self._cost or took)
         return any(number & _ASKED for number in told)
 
     def leave(self) -> NoReturn:
