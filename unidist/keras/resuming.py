@@ -37,6 +37,9 @@ class Checkpoint(Follower):
     The program must come to `fit` as it did before: the same model, the same data, the same callbacks. Each fit of a
     program has a directory of its own.
 
+    SIGTERM or SIGUSR1 to any process, by which schedulers say that the time is over, lets all processes save at the
+    same step and end with exit code 75. Started again the training goes on there.
+
     What is not kept: weights that EarlyStopping(restore_best_weights=True) holds, and attributes of callbacks that are
     neither numbers nor arrays.
 

@@ -112,12 +112,14 @@ def test_what_was_there_before_is_there_again() -> None:
         requests.stop(deliver=True)
         assert (came, recorder._whole[WORD["saves"]]) == ([signal.SIGTERM], 0)
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGTERM)
+        own = handler_of(signal.SIGTERM)
         requests = Requests()
         requests.listen()
-        faulthandler.register(signal.SIGTERM)
+        assert handler_of(signal.SIGTERM) != own
         assert handler_of(signal.SIGUSR1) != 0
         requests.stop()
-        assert handler_of(signal.SIGUSR1) == 0
+        assert (handler_of(signal.SIGTERM), handler_of(signal.SIGUSR1)) == (own, 0)
     finally:
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.unregister(signal.SIGTERM)
