@@ -86,6 +86,10 @@ class Checkpoint(Follower):
         self._fit: _Fit | None = None
         hooks.table().turn_on()
 
+    @property
+    def steps_before(self) -> int:
+        return 0 if self._fit is None else self._fit.steps_before
+
     def fit_begins(self, model: Any, epochs: int) -> None:
         self._fit = _Fit(self, model, epochs)
 
@@ -142,6 +146,7 @@ class _Fit:
             self._before, self._made = number - self._resumed.total, self._resumed.made
             walking.set_random_state(self._made)
         self._number = number
+        self.steps_before = 0 if self._resumed is None else self._resumed.total
         self._walk: Walk | None = None
         self._is_due = self._is_leaving = False
         self.leaving = Leaving()
@@ -234,11 +239,10 @@ class _Fit:
 
     def _position(self, epoch: int, step: int) -> Position:
         walk = self.walk
-        earlier = 0 if self._resumed is None else self._resumed.total
         return Position(
             epoch=epoch,
             step=step,
-            total=earlier + walk.trained,
+            total=self.steps_before + walk.trained,
             ended=bool(self.model.stop_training),
             made=self._made,
             random=walking.random_state(),
