@@ -23,6 +23,7 @@ _HOME = {
     "unidist.keras.checkpoints": "save restore",
     "unidist.keras.planning.planning": "plan",
     "unidist.keras.resuming": "Checkpoint",
+    "unidist.keras.telemetry": "Telemetry",
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from unidist.keras.resuming import Checkpoint as Checkpoint
     from unidist.keras.strategy import DataParallel as DataParallel
     from unidist.keras.strategy import ModelParallel as ModelParallel
+    from unidist.keras.telemetry import Telemetry as Telemetry
     from unidist.keras.tensor_parallel import TensorParallelKeras as TensorParallelKeras
     from unidist.ledger import Ledger as Ledger
     from unidist.ledger import ledger as ledger

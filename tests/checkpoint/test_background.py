@@ -126,7 +126,7 @@ def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
         assert background.wait(60) == tmp_path / "step-00000001"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[Background], number: int) -> None:
     """Whoever is asked to end may write a last checkpoint first."""
     bytes_of = contents(OF)
@@ -137,6 +137,15 @@ def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[B
     with writing.PartWriter(folder, FILES, 1) as part:
         part.finish()
     assert worlds[0].wait(60) == tmp_path / "step-00000001"
+
+
+def test_nor_while_it_starts(tmp_path: Path) -> None:
+    with Background(0) as background:
+        background.start(writing.prepare(tmp_path, 1, ()), (), [], {"facts": {}, "places": 1})
+        assert background._child is not None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            background._child[0].send_signal(number)
+        assert background.wait(60) == tmp_path / "step-00000001"
 
 
 def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Background]) -> None:

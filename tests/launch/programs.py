@@ -168,3 +168,31 @@ for k in range(200):
 os.write(1, b"not text: \\xff\\n")
 sys.stdout.write("a last line without an end")
 """
+
+# A training that saves, in which a step takes a twentieth of a second. "asks itself": rank 1, once.
+SAVES = """
+import os, pathlib, signal, sys, time
+import unidist
+
+unidist.use()
+import keras
+import numpy as np
+
+keras.utils.set_random_seed(1)
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(120, 4)).astype("float32"), rng.normal(size=(120, 1)).astype("float32")
+with unidist.DataParallel().scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+
+class Steps(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 3:
+            pathlib.Path(f"{unidist.process_index()}.ready").touch()
+            if "asks itself" in sys.argv and not int(os.environ["UNIDIST_RESTARTS"]) and unidist.process_index():
+                os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+
+history = model.fit(x, y, batch_size=2, epochs=1, verbose=0, callbacks=[Steps(), unidist.Checkpoint("steps", 1000)])
+print("came to", history.history["loss"], flush=True)
+"""

@@ -20,6 +20,7 @@ class Told:
     Attributes:
         steps: (epoch, batch) that callbacks were told of.
         asked: the rows of each batch that were read, where the source tells.
+        resumed: steps that were made before it was resumed, as this process's record says.
     """
 
     history: dict[str, list[float]] = field(default_factory=dict)
@@ -32,3 +33,4 @@ class Told:
     random: list[float] = field(default_factory=list)
     counted: int = 0
     raised: str = ""
+    resumed: int = 0

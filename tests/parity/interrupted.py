@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import random
+import signal
 import warnings
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.parity.going_on import BATCH, EPOCHS, ROWS, Told
 from tests.parity.models import CASES
 from tests.parity.train import Spec, distributed
 from unidist.checkpoint import folders
-from unidist.keras import resuming
+from unidist.flight.form import WORD
+from unidist.flight.recorder import recorder
+from unidist.keras import leaving, resuming
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")
@@ -116,11 +119,12 @@ def _drawn() -> float:
 
 
 class Steps(keras.callbacks.Callback):
-    """Counts, draws random numbers, and ends the training before a batch or at the end of an epoch."""
+    """Counts, draws random numbers, and ends the training before a batch or at the end of an epoch; or this process is
+    asked there to end it."""
 
-    def __init__(self, told: Told, stop: tuple[int, int] | None) -> None:
+    def __init__(self, told: Told, stop: tuple[int, int] | None, is_asked: bool | None) -> None:
         super().__init__()
-        self.told, self.stop = told, stop
+        self.told, self.stop, self.is_asked = told, stop, is_asked
         self.count = 0
         self.epoch = 0
 
@@ -128,12 +132,22 @@ class Steps(keras.callbacks.Callback):
         self.epoch = epoch
         self.told.random.append(_drawn())
         if self.stop == (epoch, -1):
-            raise StopTestError(f"before epoch {epoch}")
+            self._end(f"before epoch {epoch}")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.stop == (self.epoch, batch):
-            raise StopTestError(f"before batch {batch} of epoch {self.epoch}")
+            self._end(f"before batch {batch} of epoch {self.epoch}")
         self.told.steps.append((self.epoch, batch))
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self.stop == (self.epoch, -2):
+            self._end(f"in the validation of epoch {self.epoch}")
+
+    def _end(self, where: str) -> None:
+        if self.is_asked is None:
+            raise StopTestError(where)
+        if self.is_asked:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.count += 1
@@ -160,12 +174,15 @@ def run(
     seed: int | None = 7,
     steps_per_execution: int = 1,
     checkpoint: dict[str, Any] | None = None,
+    asked: int | None = None,
 ) -> Told:
-    """Trains from the beginning, or from what is in the folder, to the end or to the stop."""
+    """Trains from the beginning, or from what is in the folder, to the end or to the stop; where process `asked` is
+    told to end, that is seen at the next step."""
     keras.utils.clear_session(free_memory=False)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     told = Told()
+    is_asked = None if asked is None else asked == (0 if spec is None else unidist.process_index())
     with distributed(spec, CASES["mlp_ragged_adam"]):
         model, optimizer = build(dropout)
         # XLA takes seconds on TensorFlow, and no other numbers come of it.
@@ -176,18 +193,22 @@ def run(
         given = SOURCES[source]()
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate)
         plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=10.0)
-        callbacks: list[Any] = [scheduler, plateau, steps := Steps(told, stop)]
+        callbacks: list[Any] = [scheduler, plateau, steps := Steps(told, stop, is_asked)]
         if folder is not None:
             callbacks.insert(0, unidist.Checkpoint(folder, every, **checkpoint or {}))
         if validate:
             given |= {"validation_data": (X[:6], Y[:6])}
-        with warnings.catch_warnings(), contextlib.suppress(StopTestError):
+        resumed = recorder._whole[WORD["resumed"]]
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            told.raised = "StopTestError"
-            history = model.fit(**given, epochs=epochs, callbacks=callbacks, verbose=0)
-            told.raised = ""
-            told.history, told.epochs = history.history, history.epoch
-        told.counted = steps.count
+            if asked is not None:
+                patch.setattr(leaving, "_MOST_BETWEEN", 0.0)
+            try:
+                history = model.fit(**given, epochs=epochs, callbacks=callbacks, verbose=0)
+                told.history, told.epochs = history.history, history.epoch
+            except (StopTestError, SystemExit) as error:
+                told.raised = f"SystemExit {error.code}" if isinstance(error, SystemExit) else type(error).__name__
+        told.counted, told.resumed = steps.count, recorder._whole[WORD["resumed"]] - resumed
         told.asked = getattr(given["x"], "asked", [])
         told.rate = float(np.array(model.optimizer.learning_rate))
         told.weights = {v.path: np.array(v.numpy()) for v in model.weights}

@@ -37,6 +37,9 @@ _PIECE = 16 << 20
 _LOOK = 0.05
 _MOST_WORDS = 4096
 _MODULE = "unidist.checkpoint.background"
+# Ctrl-C, schedulers and many launchers reach all processes of a group. The parent may still want to write: it ends the
+# one that writes.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Background:
@@ -170,7 +173,8 @@ class Background:
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
-        with theirs, disk.told("a process that writes"):
+        # It ignores them from its beginning, also while it imports what it needs.
+        with theirs, disk.told("a process that writes"), _held_back(_IGNORED):
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
@@ -188,6 +192,16 @@ class Background:
         self.close()
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         return CheckpointError(f"the process that writes checkpoints ended {how}")
+
+
+@contextlib.contextmanager
+def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Signals to this thread, and to a process that it starts, wait: here until the end, there until it is ready."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ended(process: subprocess.Popen[bytes], channel: socket.socket) -> int:
@@ -324,9 +338,9 @@ def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None
 
 def main(arguments: Sequence[str]) -> None:
     """Runs in the other process: the number of its socket, and its parent's."""
-    # Ctrl-C and many launchers reach all processes of a group. The parent may still want to write: it ends this one.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     opened, parent = map(int, arguments)
     with socket.socket(fileno=opened) as channel, contextlib.suppress(ConnectionError):
         _Worker(channel, parent).serve()

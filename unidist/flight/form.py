@@ -21,6 +21,8 @@ SIZE = HEADER + TEXTS + ENTRIES * ENTRY * 8
 SUFFIX = ".flight"
 # What a process may be asked by whoever watches it.
 GO_ON, END = 0, 1
+# EX_TEMPFAIL of sysexits.h, with which a process ends that was asked to and has saved: started again it goes on.
+LEFT = 75
 
 # Seconds that the process's main thread has spent are kept by phase.
 PHASES = (

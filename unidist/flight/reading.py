@@ -177,6 +177,25 @@ def read_all(folder: Path) -> dict[int, Flight]:
     return dict(sorted(found.items()))
 
 
+def waited(data: bytes, after: int) -> tuple[float, int]:
+    """(seconds that a process has waited in entries behind this number, which have ended; the last number).
+
+    Of more entries than a record holds, those that it holds stand for all. What is waited for at one time counts once.
+
+    Args:
+        data: of a record.
+    """
+    whole, times = memoryview(data).cast("Q"), memoryview(data).cast("d")
+    numbers = whole[RING : RING + ENTRIES * ENTRY : ENTRY].tolist()
+    last, places = max(numbers), [RING + k * ENTRY for k, number in enumerate(numbers) if number > after]
+    spans = sorted((times[at + 3], abs(times[at + 4])) for at in places if times[at + 3] > 0 and times[at + 4])
+    seconds = until = 0.0
+    for begun, ended in spans:
+        seconds += max(0.0, ended - max(begun, until))
+        until = max(until, ended)
+    return seconds * max(1.0, (last - after) / max(len(places), 1)), last
+
+
 def order(path: Path, what: int) -> None:
     """Asks the process of a record for something. Raises OSError: there is none."""
     with path.open("r+b", buffering=0) as file:

@@ -258,6 +258,10 @@ class Recorder:
         times[_FIRST] = times[_FIRST] or now
         times[_LAST] = now
 
+    def went_on(self, steps: int) -> None:
+        """A training goes on that has made so many steps; where a program has several, all of them count."""
+        self._whole[WORD["resumed"]] += steps
+
     def committed(self, number: int) -> None:
         """A checkpoint counts."""
         self.set("committed", number + 1)

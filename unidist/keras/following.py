@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +24,14 @@ from unidist.keras.interception import Hook
 class Follower(Callback):  # type: ignore[misc]
     """A callback that follows the fit which it is given to. All methods are called in the thread of fit."""
 
+    # Where several follow a fit, those of lower places are told first.
+    place = 0
+
+    @property
+    def steps_before(self) -> int:
+        """Steps that the training had made before this fit."""
+        return 0
+
     def fit_begins(self, model: Any, epochs: int) -> None:
         """Before the data is made ready."""
 
@@ -33,6 +42,16 @@ class Follower(Callback):  # type: ignore[misc]
         """The model is built. `others` tells the callbacks so."""
         others()
 
+    def step_begins(self) -> None:
+        """The callbacks know it."""
+
+    def step_ended(self, logs: Any) -> None:
+        """The callbacks know it.
+
+        Args:
+            logs: those that Keras has given them; None where nobody has asked for logs.
+        """
+
     def epoch_ended(self, epoch: int, callbacks: Any) -> None:
         """The callbacks know it."""
 
@@ -42,7 +61,7 @@ class Follower(Callback):  # type: ignore[misc]
 
 _TRAINERS = {"torch": "TorchTrainer", "jax": "JAXTrainer", "tensorflow": "TensorFlowTrainer"}
 
-_current: ContextVar[Follower | None] = ContextVar("unidist_follower", default=None)
+_current: ContextVar[tuple[Follower, ...]] = ContextVar("unidist_followers", default=())
 
 
 def hooks() -> Iterator[Hook]:
@@ -56,6 +75,9 @@ def hooks() -> Iterator[Hook]:
     yield Hook(EpochIterator, "__init__", _reading, why)
     yield Hook(CallbackList, "on_train_begin", _beginning, why)
     yield Hook(CallbackList, "on_epoch_end", _ending, why)
+    why = "steps are followed without asking for their logs"
+    yield Hook(CallbackList, "on_train_batch_begin", _stepping_on, why)
+    yield Hook(CallbackList, "on_train_batch_end", _stepped, why)
 
 
 def trainer() -> Any:
@@ -64,25 +86,31 @@ def trainer() -> Any:
     return None if name is None else getattr(compat, name)
 
 
-def _follower_in(callbacks: Any) -> Follower | None:
+def _followers_in(callbacks: Any) -> tuple[Follower, ...]:
     given = callbacks.callbacks if isinstance(callbacks, CallbackList) else tree.flatten(callbacks)
     found = [one for one in given if isinstance(one, Follower)]
-    if len(found) > 1:
-        raise ValueError(f"fit was given {len(found)} callbacks of {type(found[0]).__name__}: one can go on")
-    return found[0] if found else None
+    for kind, count in Counter(type(one) for one in found).items():
+        if count > 1:
+            raise ValueError(f"fit was given {count} callbacks of {kind.__name__}: one can follow it")
+    return tuple(sorted(found, key=lambda one: one.place))
 
 
 @contextlib.contextmanager
-def _followed_by(follower: Follower | None, model: Any, epochs: int) -> Iterator[None]:
-    token = _current.set(follower)
+def _followed_by(followers: tuple[Follower, ...], model: Any, epochs: int) -> Iterator[None]:
+    token = _current.set(followers)
     try:
-        if follower is not None:
+        for follower in followers:
             follower.fit_begins(model, epochs)
         yield
     finally:
-        if follower is not None:
+        for follower in followers:
             follower.fit_ended()
         _current.reset(token)
+
+
+def _of(callbacks: CallbackList) -> Iterator[Follower]:
+    """Those of the fit that is under way, where these are its callbacks."""
+    return (one for one in _current.get() if one in callbacks.callbacks)
 
 
 def _fitting(original: Any) -> Any:
@@ -92,7 +120,7 @@ def _fitting(original: Any) -> Any:
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        with _followed_by(_follower_in(given.arguments["callbacks"]), self, given.arguments["epochs"]):
+        with _followed_by(_followers_in(given.arguments["callbacks"]), self, given.arguments["epochs"]):
             return original(self, *args, **kwargs)
 
     return fit
@@ -104,7 +132,7 @@ def _reading(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (Python's name)
         original(self, *args, **kwargs)
-        if (follower := _current.get()) is not None:
+        for follower in _current.get():
             follower.data_is_ready(self)
 
     return __init__
@@ -113,21 +141,40 @@ def _reading(original: Any) -> Any:
 def _beginning(original: Any) -> Any:
     @functools.wraps(original)
     def on_train_begin(self: Any, logs: Any = None) -> None:
-        follower = _current.get()
-        if follower is not None and follower in self.callbacks:
-            follower.training_begins(self, lambda: original(self, logs))
-        else:
-            original(self, logs)
+        begin: Callable[[], None] = functools.partial(original, self, logs)
+        for follower in _of(self):
+            begin = functools.partial(follower.training_begins, self, begin)
+        begin()
 
     return on_train_begin
+
+
+def _stepping_on(original: Any) -> Any:
+    @functools.wraps(original)
+    def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
+        original(self, batch, logs)
+        for follower in _of(self):
+            follower.step_begins()
+
+    return on_train_batch_begin
+
+
+def _stepped(original: Any) -> Any:
+    @functools.wraps(original)
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        original(self, batch, logs)
+        for follower in _of(self):
+            # Where Keras tells callbacks in another thread, none of them has asked for the logs.
+            follower.step_ended(None if self._async_train else logs)
+
+    return on_train_batch_end
 
 
 def _ending(original: Any) -> Any:
     @functools.wraps(original)
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         original(self, epoch, logs)
-        follower = _current.get()
-        if follower is not None and follower in self.callbacks:
+        for follower in _of(self):
             follower.epoch_ended(epoch, self)
 
     return on_epoch_end

@@ -13,9 +13,11 @@ import numpy as np
 
 from unidist.checkpoint.reading import Reader
 from unidist.errors import CapabilityError, CheckpointError
+from unidist.flight.recorder import recorder
 from unidist.keras import checkpoints, hooks, position, walking
 from unidist.keras.compat import Callback, CallbackList, tree
 from unidist.keras.following import Follower
+from unidist.keras.leaving import Leaving
 from unidist.keras.position import Attributes, Position
 from unidist.keras.processes import taking_part
 from unidist.keras.states import Holders
@@ -34,6 +36,9 @@ class Checkpoint(Follower):
 
     The program must come to `fit` as it did before: the same model, the same data, the same callbacks. Each fit of a
     program has a directory of its own.
+
+    SIGTERM or SIGUSR1 to any process, by which schedulers say that the time is over, lets all processes save at the
+    same step and end with exit code 75. Started again the training goes on there.
 
     What is not kept: weights that EarlyStopping(restore_best_weights=True) holds, and attributes of callbacks that are
     neither numbers nor arrays.
@@ -81,6 +86,10 @@ class Checkpoint(Follower):
         self._fit: _Fit | None = None
         hooks.table().turn_on()
 
+    @property
+    def steps_before(self) -> int:
+        return 0 if self._fit is None else self._fit.steps_before
+
     def fit_begins(self, model: Any, epochs: int) -> None:
         self._fit = _Fit(self, model, epochs)
 
@@ -100,6 +109,9 @@ class Checkpoint(Follower):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.fit.epoch = epoch
 
+    def on_train_end(self, logs: Any = None) -> None:
+        self.fit.end()
+
     def epoch_ended(self, epoch: int, callbacks: Any) -> None:
         self.fit.end_epoch(epoch)
 
@@ -107,6 +119,7 @@ class Checkpoint(Follower):
         if self._fit is not None:
             # A later fit has an initial epoch of its own.
             self._fit.model._initial_epoch = None
+            self._fit.leaving.end()
         self._fit = None
 
     @property
@@ -133,8 +146,11 @@ class _Fit:
             self._before, self._made = number - self._resumed.total, self._resumed.made
             walking.set_random_state(self._made)
         self._number = number
+        self.steps_before = 0 if self._resumed is None else self._resumed.total
         self._walk: Walk | None = None
-        self._is_due = False
+        self._is_due = self._is_leaving = False
+        self.leaving = Leaving()
+        self.leaving.begin()
 
     # beginning --------------------------------------------------------------------------------------------------------
 
@@ -167,6 +183,8 @@ class _Fit:
                 # Keras's callbacks that monitor a metric set this when the first epoch ends, and begin to count anew.
                 one._set_monitor_op()
         position.set_attributes(self._counting, found.callbacks)
+        # Records count what is executed together as one step.
+        recorder.went_on(found.total // self._iterator.steps_per_execution)
         self._history.epoch[:] = found.history["epoch"]
         self._history.history |= {name: position.unpacked(values) for name, values in found.history["logs"].items()}
         self.model._initial_epoch = self._epochs if found.ended else found.epoch
@@ -181,17 +199,30 @@ class _Fit:
 
     def _step(self) -> None:
         self._is_due |= self._turn.has_come(self._iterator.steps_per_execution)
-        if not self._is_due or self.walk.is_last:
+        self._is_leaving = self._is_leaving or self.leaving.after_step()
+        if not (self._is_due or self._is_leaving) or self.walk.is_last:
             return
         here = self._position(self.epoch, self.walk.step)
         if not self.walk.ends_here():
-            self._save(here)
+            self._save_or_leave(here)
 
     def end_epoch(self, epoch: int) -> None:
+        self._is_leaving = self._is_leaving or self.leaving.after_epoch()
         is_last = epoch + 1 >= self._epochs or self.model.stop_training
-        if self._own.every == "epoch" or self._is_due or is_last:
+        if self._own.every == "epoch" or self._is_due or self._is_leaving or is_last:
             self.walk.step = 0
-            self._save(self._position(epoch + 1, 0), wait=is_last)
+            self._save_or_leave(self._position(epoch + 1, 0), is_last)
+
+    def end(self) -> None:
+        """The training has ended, and is saved."""
+        if self.leaving.at_end():
+            self.leaving.leave()
+        self.leaving.end(deliver=True)
+
+    def _save_or_leave(self, here: Position, is_last: bool = False) -> None:
+        self._save(here, wait=is_last or self._is_leaving)
+        if self._is_leaving:
+            self.leaving.leave()
 
     def _save(self, here: Position, wait: bool = False) -> None:
         checkpoints.save(
@@ -208,11 +239,10 @@ class _Fit:
 
     def _position(self, epoch: int, step: int) -> Position:
         walk = self.walk
-        earlier = 0 if self._resumed is None else self._resumed.total
         return Position(
             epoch=epoch,
             step=step,
-            total=earlier + walk.trained,
+            total=self.steps_before + walk.trained,
             ended=bool(self.model.stop_training),
             made=self._made,
             random=walking.random_state(),

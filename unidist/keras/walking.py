@@ -256,7 +256,7 @@ class _Ahead:
 # what the data is -----------------------------------------------------------------------------------------------------
 
 
-def _innermost(adapter: Any) -> Any:
+def innermost(adapter: Any) -> Any:
     """Keras's own data adapter, which an engine may have put another around."""
     while (inner := vars(adapter).get("adapter", vars(adapter).get("_adapter"))) is not None:
         adapter = inner
@@ -265,7 +265,7 @@ def _innermost(adapter: Any) -> Any:
 
 def tf_dataset_of(adapter: Any) -> Any:
     """The tf.data.Dataset that an adapter was given, or None."""
-    found = vars(_innermost(adapter)).get("_dataset")
+    found = vars(innermost(adapter)).get("_dataset")
     return found if type(found).__module__.startswith("tensorflow.") else None
 
 
@@ -277,7 +277,7 @@ def _inside(dataset: Any) -> Iterator[Any]:
 
 def sources_of(adapter: Any) -> list[tuple[str, Any]]:
     """What may hold numbers of its own on which the data's order hangs: (name, object)."""
-    adapter = _innermost(adapter)
+    adapter = innermost(adapter)
     found = {"adapter": adapter, "dataset": vars(adapter).get("py_dataset")}
     if (loader := vars(adapter).get("_dataloader")) is not None:
         found |= {"loader": loader, "dataset": loader.dataset, "batch sampler": loader.batch_sampler}
@@ -302,7 +302,7 @@ def _draws_in_steps(batches: Any) -> bool:
 
 def _reads_in_step(adapter: Any) -> bool:
     """Whether a batch is read when it is asked for, and not before: then what is read has drawn what was trained on."""
-    adapter = _innermost(adapter)
+    adapter = innermost(adapter)
     workers = getattr(vars(adapter).get("_dataloader"), "num_workers", 0)
     return backend.backend() != "tensorflow" and vars(adapter).get("enqueuer") is None and not workers
 
@@ -310,7 +310,7 @@ def _reads_in_step(adapter: Any) -> bool:
 @contextlib.contextmanager
 def _unread(adapter: Any) -> Iterator[None]:
     """While this is entered a PyDataset's batches are counted, and not read, where nobody reads ahead."""
-    adapter = _innermost(adapter)
+    adapter = innermost(adapter)
     dataset = vars(adapter).get("py_dataset")
     if dataset is None or not _reads_in_step(adapter):
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unidist.backends.desync import ranks_text
 from unidist.backends.environment import timeout
-from unidist.flight.form import END, SUFFIX
+from unidist.flight.form import END, LEFT, SUFFIX
 from unidist.flight.reading import Flight, order, read_all
 from unidist.launch import stalls
 from unidist.launch.causes import Judge
@@ -25,8 +25,6 @@ from unidist.launch.stalls import Stall
 
 # What timeout(1) ends with.
 GIVEN_UP = 124
-# EX_TEMPFAIL of sysexits.h: it was asked to leave, has saved, and goes on where it is started again.
-LEFT = 75
 # Signals by which schedulers tell that a job's time is over. SIGUSR1: srun's --signal=USR1@60.
 ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1)
 _POLL, _LOOK = 0.05, 0.25
