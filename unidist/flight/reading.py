@@ -11,6 +11,7 @@ from pathlib import Path
 from unidist.errors import UnidistError
 from unidist.flight.form import (
     ENTRIES,
+    ENTRY,
     ENTRY_FORM,
     FIELDS,
     HEADER,

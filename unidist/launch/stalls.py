@@ -65,7 +65,8 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
         members = members_of(entry.what)
         if absent := tuple(rank for rank in idle if members is None or rank in members):
             for_whom = [rank for rank in waiting if members is None or rank in members]
-            return Stall(absent, f"did not come to {entry.what}, for which {ranks_text(for_whom)} {_waited(entry, now)}")
+            waits = f"{ranks_text(for_whom)} {_waited(entry, now)}"
+            return Stall(absent, f"did not come to {entry.what}, for which {waits}")
     return None
 
 
