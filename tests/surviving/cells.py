@@ -1,0 +1,261 @@
+"""The table of faults: what may happen, where, on what; and one cell of it, run and looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from tests.launch.runs import alive, environment
+from tests.support.hiding import path_with
+from tests.support.hosts import Hosts
+from unidist.flight.reading import read_all
+from unidist.launch.request import free_port
+
+PROGRAM = Path(__file__).with_name("program.py")
+BACKENDS = ("torch", "jax", "tensorflow", "horovod")
+WORLDS = ("2", "2x2", "two hosts")
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "launcher SIGTERM", "launcher SIGKILL")
+RAISED = ("exception", "MemoryError")
+PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "saving", "loading", "last step")
+# Seconds: what processes wait for each other, and what a cell may take.
+TIMEOUT, LIMIT = 8.0, 120.0
+STEPS = 32
+MESSAGES = {
+    "SIGKILL": "signal SIGKILL",
+    "SIGSTOP": "is stopped|did not come",
+    "loop": "did not come",
+    "exception": "exit code 1",
+    "MemoryError": "exit code 1",
+    "disk full": "exit code 1",
+    "SIGTERM": "asked to leave|signal SIGTERM",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Something that happens to a run."""
+
+    fault: str
+    place: str
+    backend: str
+    world: str
+    rank: int = 1
+    asynchronous: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.world}: {self.fault} of rank {self.rank} in {self.place}"
+
+    @property
+    def processes(self) -> int:
+        return 4 if self.world == "2x2" and self.backend in ("torch", "horovod") else 2
+
+
+@dataclass
+class Outcome:
+    """What became of a cell: what is wrong, or nothing; and seconds."""
+
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    found: float = 0.0
+    again: float = 0.0
+    lines: list[str] = field(default_factory=list)
+
+
+def cells() -> Iterator[Cell]:
+    """The whole table."""
+    for backend, world in product(BACKENDS, WORLDS):
+        for fault, place in pairs():
+            if (fault, place) == ("exception", "forward") or (backend == "horovod" and world == "2x2"):
+                continue
+            yield Cell(fault, place, backend, world)
+        if world == "two hosts":
+            yield Cell("link cut", "between steps", backend, world)
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    """(fault, place): an exception in a thread beside the step is none of the step."""
+    yield from product(SIGNALS, PLACES)
+    yield from ((fault, place) for fault, place in product(RAISED, PLACES) if place != "forward")
+    yield from (("exception", "data"), ("loop", "between steps"), ("loop", "evaluating"), ("disk full", "saving"))
+
+
+def sample(count: int, seed: int, worlds: Sequence[str] = ("2", "two hosts")) -> list[Cell]:
+    """So many cells, such that backends, faults and places come as evenly as may be."""
+    rng = random.Random(seed)
+    left = [cell for cell in cells() if cell.world in worlds]
+    rng.shuffle(left)
+    chosen: list[Cell] = []
+    while len(chosen) < count:
+
+        def told(cell: Cell) -> int:
+            return sum(
+                (one.backend == cell.backend) + 2 * (one.fault == cell.fault) + (one.place == cell.place)
+                for one in chosen
+            )
+
+        best = min(left, key=told)
+        left.remove(best)
+        chosen.append(best)
+    return chosen
+
+
+# one cell -------------------------------------------------------------------------------------------------------------
+
+
+def run(cell: Cell, folder: Path) -> Outcome:
+    """Runs it, and looks at what came of it."""
+    outcome = Outcome()
+    begun = time.monotonic()
+    reference = undisturbed(cell.backend, cell.world)
+    if cell.world == "two hosts":
+        with Hosts(2) as hosts:
+            _run(cell, folder, outcome, hosts)
+    else:
+        _run(cell, folder, outcome, None)
+    _judge(cell, folder, outcome, reference)
+    outcome.seconds = time.monotonic() - begun
+    return outcome
+
+
+@cache
+def undisturbed(backend: str, world: str) -> tuple[np.ndarray, list[str]]:
+    """(weights, batches in their order) of a run to which nothing happened."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, outcome = Path(name), Outcome()
+        _run(Cell("none", "nowhere", backend, "2" if world == "two hosts" else world), folder, outcome, None)
+        if not (folder / "weights.npy").exists():
+            raise AssertionError("\n".join(outcome.lines))
+        return np.load(folder / "weights.npy"), (folder / "given-0-0").read_text().split()
+
+
+def _run(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None) -> None:
+    """Starts the run, and once more where it is to be started from outside."""
+    for started in range(2):
+        codes = _start(cell, folder, outcome, hosts, started)
+        if codes == [0] * len(codes):
+            return
+        expected = {"launcher SIGTERM": (75, 143), "launcher SIGKILL": (-9,)}.get(cell.fault)
+        if expected is None or codes[0] not in expected:
+            outcome.wrong.append(f"exit codes {codes}")
+            return
+
+
+def _start(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None, started: int) -> list[int]:
+    nodes = 2 if hosts else 1
+    port = 29500 if hosts else free_port()
+    processes = [_launch(cell, folder, started, node, nodes, hosts, port) for node in range(nodes)]
+    (folder / "launcher").write_text(str(processes[0].pid if nodes == 1 else processes[-1].pid))
+    if cell.fault == "link cut" and hosts is not None:
+        _cut(folder, hosts)
+    deadline = time.monotonic() + LIMIT
+    codes = []
+    for node, process in enumerate(processes):
+        try:
+            codes.append(process.wait(max(0.1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            outcome.wrong.append(f"a hang: node {node} did not end within {LIMIT:g} s")
+            process.terminate()
+            codes.append(process.wait(30))
+        outcome.lines += (folder / f"err-{started}-{node}").read_text().splitlines()
+    return codes
+
+
+def _launch(
+    cell: Cell, folder: Path, started: int, node: int, nodes: int, hosts: Hosts | None, port: int
+) -> subprocess.Popen[bytes]:
+    options = ["--backend", cell.backend, "--max-restarts", "3", "--timeout", str(TIMEOUT), "--grace", "20"]
+    options += ["--log-dir", str(folder / f"log-{started}")]
+    options += ["-n", str(cell.processes // nodes)]
+    if cell.world == "2x2" and cell.processes == 2:
+        options += ["--devices-per-process", "2"]
+    prefix: Sequence[str] = ()
+    if hosts is not None:
+        prefix = hosts.prefix(node)
+        options += ["--nodes", str(nodes), "--node-rank", str(node), "--address", f"{hosts.address(0)}:{port}"]
+    hiding = path_with("tensorflow") if cell.backend == "tensorflow" else os.environ.get("PYTHONPATH", "")
+    told = {"FAULT": json.dumps(asdict(cell)), "STARTED": str(started), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {**environment(), **told, "PYTHONPATH": os.pathsep.join(filter(None, (hiding, environment()["PYTHONPATH"])))}
+    with (folder / f"out-{started}-{node}").open("wb") as out, (folder / f"err-{started}-{node}").open("wb") as err:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-P", "-m", "unidist", "run", *options, str(PROGRAM), str(folder)],
+            env=env,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def _cut(folder: Path, hosts: Hosts) -> None:
+    """Cuts the cable in the middle of the training, and mends it when both sides must know."""
+    given, deadline = folder / "given-1-0", time.monotonic() + LIMIT
+    while not (given.exists() and len(given.read_text().split()) > 12) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (folder / "struck").write_text(repr(time.time()))
+    hosts.cut(1)
+    time.sleep(TIMEOUT + 5.0)
+    hosts.mend(1)
+
+
+def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarray, list[str]]) -> None:
+    text = "\n".join(line for line in outcome.lines if line.startswith("unidist:"))
+    named = MESSAGES.get(cell.fault)
+    is_named = re.search(rf"ranks? [^\n]*\b{cell.rank}\b", text) or "asked to leave" in text
+    if named and not (is_named and re.search(named, text)):
+        outcome.wrong.append(f"rank {cell.rank} is not named with {named!r}:\n{text}")
+    if cell.fault == "link cut" and "gave no answer" not in text:
+        outcome.wrong.append(f"the link is not named:\n{text}")
+    if not (folder / "struck").exists():
+        outcome.wrong.append("the fault never happened")
+    if not (folder / "weights.npy").exists():
+        outcome.wrong.append("no weights came out")
+        return
+    weights, given = reference
+    difference = float(np.abs(np.load(folder / "weights.npy") - weights).max())
+    if not difference <= 1e-6:
+        outcome.wrong.append(f"weights differ by {difference:.2g}")
+    if (found := _batches(folder, len(given) - STEPS)) != given:
+        outcome.wrong.append(f"batches: {found} instead of {given}")
+    if left := [pid for pid in _pids(folder) if alive(pid)]:
+        outcome.wrong.append(f"processes {left} are left")
+
+
+def _attempts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("log-*/attempt-*"), key=lambda path: (path.parent.name, int(path.name.split("-")[1])))
+
+
+def _pids(folder: Path) -> list[int]:
+    return [flight.pid for attempt in _attempts(folder) for flight in read_all(attempt).values() if flight.pid]
+
+
+def _batches(folder: Path, looked_at: int) -> list[str]:
+    """The batches that count, as process 0 was given them: of each attempt those before the next one went on.
+
+    Args:
+        looked_at: how many Keras looks at before a training begins.
+    """
+    found: list[str] = []
+    for path in sorted(folder.glob("given-0-*"), key=lambda path: int(path.name.rpartition("-")[2])):
+        number = int(path.name.rpartition("-")[2])
+        log = next((one for one in _attempts(folder) if _number(one) == number), None)
+        flights = read_all(log) if log else {}
+        resumed = flights[0].resumed if 0 in flights else 0
+        given = path.read_text().split()
+        found = [*given[:looked_at], *found[looked_at : looked_at + resumed], *given[looked_at:]]
+    return found
+
+
+def _number(attempt: Path) -> int:
+    return int(attempt.name.split("-")[1]) + int(attempt.parent.name.split("-")[1])

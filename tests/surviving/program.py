@@ -1,0 +1,164 @@
+"""A training to which something happens: what `cells.py` starts in each process of a run.
+
+The fault, the place and the rank come as JSON in the variable FAULT. It happens in the first attempt; one in "loading"
+in the second, which another fault has made necessary. Each process writes down which batches it was given, and process
+0 the weights that came out.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(sys.argv[1])
+CELL = json.loads(os.environ["FAULT"])
+ATTEMPT = int(os.environ.get("UNIDIST_RESTARTS", "0")) + int(os.environ.get("STARTED", "0"))
+# Of a training of 4 epochs of 8 steps, with a checkpoint every 5.
+STEP, LAST, EPOCHS, BATCH = 19, 32, 4, 8
+
+
+def happens(place: str, rank: int | None = None) -> bool:
+    at = 1 if CELL["place"] == "loading" else 0
+    return bool(CELL["place"] == place and at == ATTEMPT and rank in (None, CELL["rank"]))
+
+
+def strike() -> None:
+    """The fault."""
+    (FOLDER / "struck").write_text(repr(time.time()))
+    kind = CELL["fault"]
+    if kind in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+        os.kill(os.getpid(), getattr(signal, kind))
+        # A signal to stop takes effect in a moment.
+        time.sleep(0.2)
+    elif kind in ("launcher SIGTERM", "launcher SIGKILL"):
+        os.kill(int((FOLDER / "launcher").read_text()), getattr(signal, kind.split()[1]))
+    elif kind == "MemoryError":
+        raise MemoryError("on purpose")
+    elif kind == "loop":
+        while True:
+            pass
+    elif kind == "disk full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    else:
+        raise ValueError("on purpose")
+
+
+def main() -> None:
+    import unidist
+
+    backend = os.environ["UNIDIST_BACKEND"]
+    own = int(next(os.environ[n] for n in ("RANK", "JAX_PROCESS_ID", "HOROVOD_RANK") if n in os.environ))
+    if happens("joining", own):
+        strike()
+    unidist.use(backend, framework="torch") if backend == "horovod" else unidist.use(backend)
+    unidist.initialize()
+    import keras
+    import numpy as np
+
+    rank = unidist.process_index()
+
+    class Late(keras.layers.Layer):
+        """Strikes in a forward pass: where a model is compiled, when it is traced."""
+
+        def call(self, x: Any) -> Any:
+            if happens("first step", rank) and Late.is_training:
+                strike()
+            return x
+
+        is_training = False
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return LAST // EPOCHS
+
+        def __getitem__(self, index: int) -> Any:
+            with (FOLDER / f"given-{rank}-{ATTEMPT}").open("a") as file:
+                print(index, file=file)
+            Batches.given += 1
+            if happens("data", rank) and Batches.given == STEP:
+                strike()
+            rng = np.random.default_rng(index)
+            x = rng.normal(size=(BATCH, 8)).astype("float32")
+            return x, x.sum(1, keepdims=True) + 1.0
+
+        given = 0
+
+    class Strikes(keras.callbacks.Callback):
+        made = 0
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            Late.is_training = True
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if happens("forward", rank) and Strikes.made == STEP - 1:
+                threading.Timer(0.002, strike).start()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            Strikes.made += 1
+            if happens("between steps", rank) and Strikes.made == STEP:
+                strike()
+            if happens("last step", rank) and Strikes.made == LAST:
+                strike()
+            if CELL["place"] == "loading" and ATTEMPT == 0 and Strikes.made == STEP:
+                raise ValueError("on purpose, for the second attempt")
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            if happens("evaluating", rank) and Strikes.made >= STEP:
+                strike()
+
+    _strike_in_files(rank)
+    keras.utils.set_random_seed(7)
+    axes = {"data": -1} if CELL["world"] != "2x2" else {"data": 2, "model": 2}
+    strategy = unidist.DataParallel() if len(axes) == 1 else unidist.ModelParallel(unidist.Mesh(axes))
+    with strategy.scope():
+        layers = [keras.layers.Dense(16, activation="tanh"), Late(), keras.layers.Dropout(0.25), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), "mse", metrics=["mae"])
+    checkpoint = unidist.Checkpoint(FOLDER / "checkpoints", every=5, asynchronous=CELL["asynchronous"])
+    held = np.ones((BATCH, 8), "float32"), np.ones((BATCH, 1), "float32")
+    given: dict[str, Any] = {"validation_data": held, "validation_batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
+    model.fit(Batches(workers=1, use_multiprocessing=False), callbacks=[Strikes(), checkpoint], shuffle=True, **given)
+    values = [np.asarray(keras.ops.convert_to_numpy(variable)).ravel() for variable in _all_of(model)]
+    if rank == 0:
+        np.save(FOLDER / "weights.npy", np.concatenate([value.astype("float64") for value in values]))
+    unidist.shutdown()
+
+
+def _all_of(model: Any) -> list[Any]:
+    # Seeds are those of a stream that is compared by what it draws.
+    return [*model.trainable_variables, *model.optimizer.variables[1:]]
+
+
+def _strike_in_files(rank: int) -> None:
+    """In the middle of writing, or reading, a checkpoint."""
+    from unidist.checkpoint import reading, writing
+
+    write, read = writing.PartWriter.write, reading.Reader.read_into
+
+    def writes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        Counted.written += 1
+        if happens("saving", rank) and Counted.written == 40:
+            strike()
+        return write(self, *args, **kwargs)
+
+    def reads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if happens("loading", rank):
+            strike()
+        return read(self, *args, **kwargs)
+
+    writing.PartWriter.write, reading.Reader.read_into = writes, reads  # type: ignore[method-assign]
+
+
+class Counted:
+    written = 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Some cells of the table of faults (ci/faults.py has all): the run ends with the numbers of an undisturbed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import sampling
+from tests.support.hosts import why_not
+from tests.surviving.cells import Cell, run, sample
+
+pytestmark = pytest.mark.processes
+COUNT = 8
+NO_HOSTS = why_not()
+
+
+@pytest.mark.parametrize("cell", sample(COUNT, sampling.SEED, ("2",)), ids=str)
+def test_a_run_to_which_something_happens(cell: Cell, tmp_path: Path) -> None:
+    outcome = run(cell, tmp_path)
+    assert not outcome.wrong, "\n".join([f"{cell}", *outcome.wrong, *outcome.lines])
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=f"two hosts cannot be made here: {NO_HOSTS}")
+def test_a_link_that_is_cut_and_mended(tmp_path: Path) -> None:
+    outcome = run(Cell("link cut", "between steps", "torch", "two hosts"), tmp_path)
+    assert not outcome.wrong, "\n".join([*outcome.wrong, *outcome.lines])
