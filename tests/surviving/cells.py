@@ -32,7 +32,7 @@ RAISED = ("exception", "MemoryError")
 PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "saving", "loading", "last step")
 # Seconds: what processes wait for each other, and what a cell may take.
 TIMEOUT, LIMIT = 8.0, 120.0
-STEPS = 32
+STEPS, EPOCHS = 32, 4
 MESSAGES = {
     "SIGKILL": "signal SIGKILL",
     "SIGSTOP": "is stopped|did not come",
@@ -160,6 +160,9 @@ def _start(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None, star
     (folder / "launcher").write_text(str(processes[0].pid if nodes == 1 else processes[-1].pid))
     if cell.fault == "link cut" and hosts is not None:
         _cut(folder, hosts)
+    if cell.fault == "launcher SIGKILL" and nodes > 1 and processes[-1].wait(LIMIT) == -9:
+        # As a scheduler that starts what it has lost; the other node waits for it.
+        processes[-1] = _launch(cell, folder, started, nodes - 1, nodes, hosts, port)
     deadline = time.monotonic() + LIMIT
     codes = []
     for node, process in enumerate(processes):
@@ -188,7 +191,7 @@ def _launch(
     hiding = path_with("tensorflow") if cell.backend == "tensorflow" else os.environ.get("PYTHONPATH", "")
     told = {"FAULT": json.dumps(asdict(cell)), "STARTED": str(started), "TF_CPP_MIN_LOG_LEVEL": "3"}
     env = {**environment(), **told, "PYTHONPATH": os.pathsep.join(filter(None, (hiding, environment()["PYTHONPATH"])))}
-    with (folder / f"out-{started}-{node}").open("wb") as out, (folder / f"err-{started}-{node}").open("wb") as err:
+    with (folder / f"out-{started}-{node}").open("ab") as out, (folder / f"err-{started}-{node}").open("ab") as err:
         return subprocess.Popen(
             [*prefix, sys.executable, "-P", "-m", "unidist", "run", *options, str(PROGRAM), str(folder)],
             env=env,
@@ -226,7 +229,7 @@ def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarr
     difference = float(np.abs(np.load(folder / "weights.npy") - weights).max())
     if not difference <= 1e-6:
         outcome.wrong.append(f"weights differ by {difference:.2g}")
-    if (found := _batches(folder, len(given) - STEPS)) != given:
+    if (found := _batches(folder, len(given) - STEPS, cell.backend == "tensorflow")) != given:
         outcome.wrong.append(f"batches: {found} instead of {given}")
     if left := [pid for pid in _pids(folder) if alive(pid)]:
         outcome.wrong.append(f"processes {left} are left")
@@ -240,7 +243,7 @@ def _pids(folder: Path) -> list[int]:
     return [flight.pid for attempt in _attempts(folder) for flight in read_all(attempt).values() if flight.pid]
 
 
-def _batches(folder: Path, looked_at: int) -> list[str]:
+def _batches(folder: Path, looked_at: int, is_tensorflow: bool) -> list[str]:
     """The batches that count, as process 0 was given them: of each attempt those before the next one went on.
 
     Args:
@@ -249,11 +252,14 @@ def _batches(folder: Path, looked_at: int) -> list[str]:
     found: list[str] = []
     for path in sorted(folder.glob("given-0-*"), key=lambda path: int(path.name.rpartition("-")[2])):
         number = int(path.name.rpartition("-")[2])
-        log = next((one for one in _attempts(folder) if _number(one) == number), None)
-        flights = read_all(log) if log else {}
-        resumed = flights[0].resumed if 0 in flights else 0
+        flights = [read_all(one) for one in _attempts(folder) if _number(one) == number]
+        first = next((flight[0] for flight in flights if 0 in flight), None)
+        if first is None or not first.steps:
+            continue
         given = path.read_text().split()
-        found = [*given[:looked_at], *found[looked_at : looked_at + resumed], *given[looked_at:]]
+        # TensorFlow reads again what it passes over of an epoch.
+        again = first.resumed % (STEPS // EPOCHS) if is_tensorflow else 0
+        found = [*given[:looked_at], *found[looked_at : looked_at + first.resumed], *given[looked_at + again :]]
     return found
 
 

@@ -95,9 +95,19 @@ class _Run:
             if not self.pause(follows.pause):
                 return self.report(ended)
 
-    def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others | None = None) -> Ended:
-        """Starts the processes of this node, and returns when none of them runs any more."""
-        number = len(self._attempts)
+    def attempt(
+        self,
+        request: Request,
+        give_up: Callable[[], str | None],
+        others: Others | None = None,
+        number: int | None = None,
+    ) -> Ended:
+        """Starts the processes of this node, and returns when none of them runs any more.
+
+        Args:
+            number: of the attempt, where it is not that of this launcher's.
+        """
+        number = len(self._attempts) if number is None else number
         folder = self._folder / f"attempt-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         if self._request.log_dir is not None:

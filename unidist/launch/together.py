@@ -25,7 +25,7 @@ _AFTER_RANKS = 4.0
 class Attempts(Protocol):
     """What a run does on this node (run.py)."""
 
-    def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others) -> Ended: ...
+    def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others, number: int) -> Ended: ...
 
     def pause(self, seconds: float) -> bool: ...
 
@@ -78,7 +78,7 @@ class _Node:
         follows = self._member.start()
         while isinstance(follows, Go):
             request = replace(self._request, address=join_address(host, str(follows.port)))
-            ended = self._attempts.attempt(request, give_up, self._member)
+            ended = self._attempts.attempt(request, give_up, self._member, follows.attempt)
             self._ended.append(ended)
             found = self._verdict(ended)
             if found is None:
