@@ -115,6 +115,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start all again after a failure, N times (default: 0)"
     )
+    parser.add_argument(
+        "--min-processes", type=int, metavar="N", help="go on with so many of all processes where others are lost"
+    )
     parser.add_argument("--log-dir", metavar="DIR", help="keep what each rank prints, and its record, in this folder")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="SCRIPT", help="the script, or with -m the module")
@@ -149,6 +152,7 @@ def _run(parsed: argparse.Namespace) -> int:
         grace=parsed.grace,
         timeout=parsed.timeout,
         max_restarts=parsed.max_restarts,
+        min_processes=parsed.min_processes,
         log_dir=parsed.log_dir,
     )
     code = int(launch.run(request))

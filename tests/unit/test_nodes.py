@@ -39,10 +39,10 @@ class Run:
         known = {"node": number, "nodes": 2, "processes": 2, "backend": "torch"}
         return Member(self.place, {**known, **words}, timeout)
 
-    def play(self, *scripts: Script) -> list[Any]:
+    def play(self, *scripts: Script, nodes: int = 2) -> list[Any]:
         """Plays each node's part in a thread of its own. Gives what each returned."""
         results: list[Any] = [None] * len(scripts)
-        members = [self.member(node) for node in range(len(scripts))]
+        members = [self.member(node, nodes=nodes) for node in range(len(scripts))]
 
         def part(node: int) -> None:
             results[node] = scripts[node](members[node])
@@ -69,6 +69,10 @@ def kept(terms: Terms = TERMS) -> Iterator[Run]:
         keeper.close(0.5)
 
 
+def go(attempt: int, port: int, node: int = 0, nodes: int = 2) -> Go:
+    return Go(attempt, port, nodes, node)
+
+
 def one_attempt(report: Report) -> Script:
     return lambda member: [member.start(), member.ended(report)]
 
@@ -83,7 +87,7 @@ def stopped(member: Member) -> str:
 
 def test_all_begin_with_one_port_and_end_together() -> None:
     with kept() as run:
-        assert run.play(one_attempt(WELL), one_attempt(WELL)) == [[Go(0, 4000), Finish(0, "")]] * 2
+        assert run.play(one_attempt(WELL), one_attempt(WELL)) == [[go(0, 4000, node), Finish(0, "")] for node in (0, 1)]
 
 
 def test_nobody_begins_before_all_are_there() -> None:
@@ -117,8 +121,8 @@ def test_a_failure_stops_all_and_a_cause_goes_before_its_consequence() -> None:
     with kept() as run:
         here, there = run.play(loses, fails)
     again = Next(1, 0.0, "rank 3 was killed")
-    assert there == [again, Go(1, 4001), Finish(0, "")]
-    assert here == ["rank 3 was killed", again, Go(1, 4001), None, Finish(0, "")]
+    assert there == [again, go(1, 4001, 1), Finish(0, "")]
+    assert here == ["rank 3 was killed", again, go(1, 4001), None, Finish(0, "")]
 
 
 def test_where_all_have_lost_another_who_did_not_come_is_named() -> None:
@@ -177,8 +181,8 @@ def test_a_node_that_goes_is_named_and_one_that_comes_again_is_taken() -> None:
 
     with kept() as run:
         here, there = run.play(stays, goes)
-    assert here == ["node 1 (ranks 2, 3) has gone", Next(1, 0.0, "node 1 (ranks 2, 3) has gone"), Go(1, 4001), there[1]]
-    assert there == [Go(1, 4001), Finish(0, "")]
+    assert here == ["node 1 (ranks 2, 3) has gone", Next(1, 0.0, "node 1 (ranks 2, 3) has gone"), go(1, 4001), there[1]]
+    assert there == [go(1, 4001, 1), Finish(0, "")]
 
 
 def test_one_that_comes_again_during_an_attempt_waits_for_the_next() -> None:
@@ -200,7 +204,8 @@ def test_one_that_comes_again_during_an_attempt_waits_for_the_next() -> None:
 
     with kept() as run:
         here, there = run.play(stays, goes)
-    assert here[1:] == there == [Go(1, 4001), Finish(0, "")]
+    assert here[1:] == [go(1, 4001), Finish(0, "")]
+    assert there == [go(1, 4001, 1), Finish(0, "")]
 
 
 def test_a_node_without_a_word_is_lost_on_both_sides() -> None:
@@ -209,7 +214,7 @@ def test_a_node_without_a_word_is_lost_on_both_sides() -> None:
         silent = Line(socket.create_connection(run.place))
         door.knock(silent, node=1, nodes=2, processes=2, backend="torch")
         member = run.member(0)
-        assert member.start() == Go(0, 4000)
+        assert member.start() == go(0, 4000)
         begun = time.monotonic()
         assert stopped(member).startswith("node 1 (ranks 2, 3) gave no answer for 2 s")
         assert 1.5 < time.monotonic() - begun < 4.0
@@ -218,7 +223,7 @@ def test_a_node_without_a_word_is_lost_on_both_sides() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_says_go_and_no_more, args=(server,)).start()
         member = Member(server.getsockname(), {}, 1.0)
-        assert member.start() == Go(0, 1)
+        assert member.start() == go(0, 4000)
         assert stopped(member).endswith("gave no answer for 1 s")
         member.close()
 
@@ -226,7 +231,7 @@ def test_a_node_without_a_word_is_lost_on_both_sides() -> None:
 def _says_go_and_no_more(server: socket.socket) -> None:
     connection, _ = server.accept()
     with connection:
-        connection.sendall(b'{"go": {"attempt": 0, "port": 1}}\n')
+        connection.sendall(b'{"go": {"attempt": 0, "port": 4000, "nodes": 2, "node": 0}}\n')
         while connection.recv(4096):
             pass
 
@@ -236,6 +241,52 @@ def test_nodes_that_never_come_are_named() -> None:
         assert run.play(lambda member: member.start()) == [
             Finish(FAILED, "node 1 (ranks 2, 3) did not come within 2 s"),
         ]
+
+
+LEFT_FOR_MORE = Report(code=75, what="left", has_failed=True, is_consequence=False, leaves=False, progress=7)
+
+
+def asked(member: Member) -> bool:
+    deadline = time.monotonic() + 10
+    while not member.leave:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return member.leave
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_takes_back_one_that_comes() -> None:
+    """Ranks count on over the node that is missing. Who comes begins the next attempt, and that is no restart."""
+    is_small = threading.Event()
+
+    def stays(member: Member) -> list[Any]:
+        first = [member.start(), stopped(member), member.ended(LOST)]
+        second = member.again()
+        is_small.set()
+        return [*first, second, asked(member), member.ended(LEFT_FOR_MORE), member.again(), member.ended(WELL)]
+
+    def goes(member: Member) -> list[Any]:
+        member.start()
+        member.close()
+        assert is_small.wait(20)
+        return [member.start(), member.ended(WELL)]
+
+    with kept(Terms(3, 2, "torch", 2.0, restarts=1, fewest=2)) as run:
+        first, gone, last = run.play(stays, goes, stays, nodes=3)
+        assert run.said == ["node 1 did not come: the run goes on with 2 of 3 nodes"]
+    lost = "node 1 (ranks 2, 3) has gone"
+    grown = Next(0, 0.0, "a node has come: the trainings have saved")
+    for place, (own, after) in enumerate(((first, 0), (last, 2))):
+        assert own == [
+            go(0, 4000, after, 3),
+            lost,
+            Next(1, 0.0, lost),
+            go(1, 4001, place, 2),
+            True,
+            grown,
+            go(2, 4002, after, 3),
+            Finish(0, ""),
+        ]
+    assert gone == [go(2, 4002, 1, 3), Finish(0, "")]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +306,7 @@ def test_who_does_not_belong_here_is_sent_away(words: dict[str, Any], why: str) 
             run.member(1, **words).start()
         assert why in str(caught.value)
         assert run.said == [f"a launcher at 127.0.0.1 was sent away: {why}"]
-        assert run.play(one_attempt(WELL), one_attempt(WELL)) == [[Go(0, 4000), Finish(0, "")]] * 2
+        assert run.play(one_attempt(WELL), one_attempt(WELL)) == [[go(0, 4000, node), Finish(0, "")] for node in (0, 1)]
 
 
 def test_a_second_node_of_one_number_waits_and_does_not_take_its_place() -> None:
@@ -269,9 +320,9 @@ def test_a_second_node_of_one_number_waits_and_does_not_take_its_place() -> None
         assert isinstance(refused, Finish)
         assert "node 1 (ranks 2, 3) is here already" in refused.what
         zero = run.member(0)
-        assert zero.start() == Go(0, 4000)
+        assert zero.start() == go(0, 4000)
         thread.join(10)
-        assert found == [Go(0, 4000)]
+        assert found == [go(0, 4000, 1)]
         for member in (first, second, zero):
             member.close()
 
@@ -283,22 +334,22 @@ def test_a_stranger_without_the_token_is_not_heard(monkeypatch: pytest.MonkeyPat
             stranger.sendall(b'{"node": 1, "nodes": 2, "processes": 2, "backend": "torch", "token": "guessed"}\n')
             stranger.settimeout(5)
             assert stranger.recv(100) == b""
-        assert run.play(one_attempt(WELL), one_attempt(WELL)) == [[Go(0, 4000), Finish(0, "")]] * 2
+        assert run.play(one_attempt(WELL), one_attempt(WELL)) == [[go(0, 4000, node), Finish(0, "")] for node in (0, 1)]
 
 
 def test_an_address_that_cannot_be_listened_at_is_said() -> None:
     def request(address: str) -> Request:
         return Request(backend="torch", command=(__file__,), nodes=2, address=address, timeout=1.0)
 
-    def go(address: str) -> None:
+    def listen(address: str) -> None:
         together.go(request(address), None, None, (), lambda: None)  # type: ignore[arg-type]
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"cannot listen at 127\.0\.0\.1:{port}: Address already in use"):
-            go(f"127.0.0.1:{port}")
+            listen(f"127.0.0.1:{port}")
     with pytest.raises(LaunchError, match=r"'nowhere\.invalid', leads nowhere"):
-        go(f"nowhere.invalid:{free_port()}")
+        listen(f"nowhere.invalid:{free_port()}")
 
 
 def test_a_host_that_leads_nowhere_is_said_by_the_others_too() -> None:

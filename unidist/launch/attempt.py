@@ -74,6 +74,11 @@ class Others:
         """Why the attempt must end now, or None."""
         return None
 
+    @property
+    def leave(self) -> bool:
+        """Whether trainings shall save, and leave, because there are more nodes now."""
+        return False
+
     def failed(self, what: str) -> None:
         """Tells them that something has failed here."""
 
@@ -140,6 +145,7 @@ class Attempt:
 
     def _watch(self, give_up: Callable[[], str | None]) -> None:
         left_by: float | None = None
+        is_leaving = False
         while not self._received and not self._console.closed.is_set():
             failures = self._failures = self._job.poll()
             now = time.monotonic()
@@ -155,6 +161,8 @@ class Attempt:
             if failures is None and (reason := give_up()):
                 self._reason = reason
                 return
+            if self._nodes.leave and not is_leaving:
+                is_leaving = self._ask_to_leave()
             if (stopped := self._nodes.stop) is not None:
                 self._stopped = stopped
                 return
@@ -194,15 +202,21 @@ class Attempt:
     def _leave(self) -> None:
         """Asks trainings that can to save and to leave, and waits for them."""
         asked, deadline = len(self._received), time.monotonic() + self._request.grace
+        if self._received[0] not in ASKS_TO_LEAVE or not self._ask_to_leave():
+            return
+        while self._job.running() and time.monotonic() < deadline and len(self._received) == asked:
+            time.sleep(_POLL)
+
+    def _ask_to_leave(self) -> bool:
+        """Asks all processes to save and to leave, if all of them would. Whether they were asked."""
         flights = self._flights()
         can = [flight.saves or flight.left for flight in flights.values()]
-        if self._received[0] not in ASKS_TO_LEAVE or len(can) < len(self._ranks) or not all(can):
-            return
+        if len(can) < len(self._ranks) or not all(can):
+            return False
         for flight in flights.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(flight.pid, signal.SIGTERM)
-        while self._job.running() and time.monotonic() < deadline and len(self._received) == asked:
-            time.sleep(_POLL)
+        return True
 
     # what it was ------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ Each launcher has a line to the keeper, node 0's own too (nodes.py). Messages ar
 |---|---|
 | `ready`: what it was asked to run | `refused`: why it does not belong here |
 | | `busy`: a node of this number is here |
-| | `go`: the attempt's number and port, when all nodes are ready |
+| | `go`: the attempt's number and port, the nodes and this one's number, when all nodes are ready, or enough |
 | `beat`, a few times in its timeout | `beat` |
+| | `leave`: why trainings shall save and leave, when a node comes while fewer than all go on |
 | `failed`: something has failed here | `stop`: why, to all, at the first failure or when a node is lost |
 | `gone`: how its attempt ended, when nothing of it runs | `again` or `finish`: what follows, when all are gone |
 | `again`: it is ready for the next attempt | |
@@ -28,6 +29,7 @@ from typing import Any
 from unidist.backends import door
 from unidist.backends.desync import ranks_text
 from unidist.backends.lines import Line
+from unidist.flight.form import LEFT
 from unidist.launch.restarts import GivenUp, Restarts
 
 # Messages from each node, with None where its line has closed.
@@ -54,6 +56,7 @@ class Terms:
         backend: its name.
         timeout: seconds without a word after which a node is lost, and for which nodes are waited for.
         restarts: how many are allowed.
+        fewest: nodes with which the run goes on where others do not come in time; None: all.
     """
 
     nodes: int
@@ -61,6 +64,7 @@ class Terms:
     backend: str
     timeout: float
     restarts: int
+    fewest: int | None = None
 
     def objection(self, said: dict[str, Any]) -> str:
         """Why a node that says this does not belong here; "" where it does."""
@@ -71,10 +75,6 @@ class Terms:
         if type(number) is not int or not 0 <= number < self.nodes:
             return f"its node rank {number!r} is not one of 0 to {self.nodes - 1}"
         return ""
-
-    def name(self, node: int) -> str:
-        ranks = range(node * self.processes, (node + 1) * self.processes)
-        return f"node {node} ({ranks_text(ranks)})"
 
 
 class Keeper:
@@ -96,11 +96,13 @@ class Keeper:
         # Of the attempt that is under way, and those that have come since.
         self._nodes: dict[int, _Node] = {}
         self._newcomers: dict[int, _Node] = {}
+        # By their ranks in this attempt: where a node is missing, those behind it are counted on.
+        self._taking_part: list[int] = list(range(terms.nodes))
         self._restarts = Restarts(terms.restarts)
         self._attempt = 0
         self._first_errors: dict[int, tuple[int, str]] = {}
         self._lost: dict[int, str] = {}
-        self._is_closed = False
+        self._is_closed = self._is_growing = False
         self._guests = threading.Thread(target=self._receive, name="unidist-door", daemon=True)
         self._guests.start()
         self._thread = threading.Thread(target=self._keep, name="unidist-keeper", daemon=True)
@@ -148,38 +150,61 @@ class Keeper:
             if not self._gather():
                 return
             port = self._find_port()
-            for node in self._nodes.values():
+            for number, node in self._nodes.items():
                 node.is_ready, node.gone = False, None
-            self._tell(go={"attempt": self._attempt, "port": port})
+                place = {"nodes": len(self._taking_part), "node": self._taking_part.index(number)}
+                node.line.say(go={"attempt": self._attempt, "port": port, **place})
             self._run()
             follows = self._decide()
 
     def _gather(self) -> bool:
-        """Waits until all nodes are ready. Whether they were in time."""
+        """Waits until all nodes are ready, or in time enough. Whether they were."""
         deadline = time.monotonic() + self._terms.timeout
         while True:
             self._nodes |= self._newcomers
             self._newcomers.clear()
-            here = {number for number, node in self._nodes.items() if node.is_ready}
-            if len(here) == self._terms.nodes:
-                self._lost.clear()
+            here = sorted(number for number, node in self._nodes.items() if node.is_ready)
+            is_late = time.monotonic() > deadline
+            fewest = self._terms.fewest or self._terms.nodes
+            if len(here) == self._terms.nodes or (is_late and len(here) >= fewest and here[0] == 0):
+                self._begin(here)
                 return True
-            if time.monotonic() > deadline:
-                missing = [number for number in range(self._terms.nodes) if number not in here]
-                names = ", ".join(map(self._terms.name, missing))
-                why = f"{names} did not come within {self._terms.timeout:g} s"
+            if is_late:
+                why = f"{self._missing(here)} did not come within {self._terms.timeout:g} s"
                 self._tell(finish={"code": FAILED, "what": f"{self._first_error()}{why}"})
                 return False
             self._hear()
 
+    def _begin(self, here: list[int]) -> None:
+        self._lost.clear()
+        self._taking_part = here
+        for number in [number for number in self._nodes if number not in here]:
+            self._nodes.pop(number).line.close()
+        if len(here) < self._terms.nodes:
+            self._say(
+                f"{self._missing(here)} did not come: the run goes on with {len(here)} of {self._terms.nodes} nodes"
+            )
+
+    def _missing(self, here: list[int]) -> str:
+        return ", ".join(self._name(number) for number in range(self._terms.nodes) if number not in here)
+
+    def _name(self, node: int) -> str:
+        if node not in self._taking_part:
+            return f"node {node}"
+        first = self._taking_part.index(node) * self._terms.processes
+        return f"node {node} ({ranks_text(range(first, first + self._terms.processes))})"
+
     def _run(self) -> None:
         """Until all nodes that are left have ended their attempt."""
-        is_stopping = False
+        is_stopping = self._is_growing = False
         while any(node.gone is None for node in self._nodes.values()):
             why = self._hear()
             if why and not is_stopping:
                 is_stopping = True
                 self._tell(stop=why)
+            elif self._newcomers and not is_stopping and not self._is_growing:
+                self._is_growing = True
+                self._tell(leave=f"{', '.join(map(self._name, self._newcomers))} has come")
 
     def _hear(self) -> str:
         """What came, or a tick. Gives why all must stop, or ""."""
@@ -214,7 +239,7 @@ class Keeper:
     def _arrived(self, number: int, line: Line) -> str:
         known, why = self._newcomers.get(number) or self._nodes.get(number), ""
         if known is not None and time.monotonic() - known.heard < min(5.0, self._terms.timeout):
-            line.say(busy=f"{self._terms.name(number)} is here already")
+            line.say(busy=f"{self._name(number)} is here already")
             line.close()
             return ""
         if known is not None:
@@ -228,7 +253,7 @@ class Keeper:
             newcomer.line.close()
             return ""
         self._nodes.pop(number).line.close()
-        self._lost[number] = f"{self._terms.name(number)} {how}"
+        self._lost[number] = f"{self._name(number)} {how}"
         return self._lost[number]
 
     def _tell(self, **message: Any) -> None:
@@ -246,6 +271,10 @@ class Keeper:
             best = leaving[0] if leaving else {"code": 0, "what": ""}
             self._tell(finish={"code": best["code"], "what": best["what"]})
             return False
+        if self._is_growing and not self._lost and all(report["code"] == LEFT for report in failed):
+            self._attempt += 1
+            self._tell(again={"number": 0, "pause": 0.0, "what": "a node has come: the trainings have saved"})
+            return True
         self._first_errors[self._attempt] = code, what = self._first(failed)
         follows = self._restarts.after(max((int(report.get("progress", 0)) for report in reports), default=0))
         if isinstance(follows, GivenUp):

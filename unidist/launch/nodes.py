@@ -43,15 +43,23 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """An attempt begins: its number, and the port of process 0 on node 0."""
+    """An attempt begins.
+
+    Attributes:
+        attempt: its number.
+        port: of process 0 on node 0.
+        nodes, node: how many take part, and this one's number among them.
+    """
 
     attempt: int
     port: int
+    nodes: int
+    node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """Another attempt follows: the number of the restart, after a pause, because of what failed."""
+    """Another attempt follows, after a pause: the number of the restart, 0 where it is none, and what failed."""
 
     number: int
     pause: float
@@ -82,7 +90,7 @@ class Member(Others):
         self._saying = threading.Lock()
         self._heard = 0.0
         self._stop: str | None = None
-        self._is_there = False
+        self._leave = False
 
     @property
     def address(self) -> str:
@@ -95,6 +103,10 @@ class Member(Others):
         if self._stop is None and self._line is not None and time.monotonic() - self._heard > self._timeout:
             self._stop = f"node 0 at {self.address} gave no answer for {self._timeout:g} s"
         return self._stop
+
+    @property
+    def leave(self) -> bool:
+        return self._leave
 
     def start(self) -> Go | Finish:
         """Finds the keeper, and waits until all nodes are there.
@@ -121,7 +133,7 @@ class Member(Others):
 
     def again(self) -> Go | Finish:
         """This node is ready for the next attempt: waits until all are."""
-        self._stop = None
+        self._stop, self._leave = None, False
         self._say(again=True)
         return self._go() or self.start()
 
@@ -143,7 +155,7 @@ class Member(Others):
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
-        self._line, self._stop = None, None
+        self._line, self._stop, self._leave = None, None, False
 
     # the line ---------------------------------------------------------------------------------------------------------
 
@@ -182,6 +194,8 @@ class Member(Others):
             self._heard = time.monotonic()
             if "stop" in message:
                 self._stop = str(message["stop"])
+            elif "leave" in message:
+                self._leave = True
             elif "beat" not in message:
                 told.put(message)
         if self._line is line:
@@ -210,5 +224,6 @@ class Member(Others):
 
 def _follows(message: dict[str, Any]) -> Go | Finish:
     if "go" in message:
-        return Go(int(message["go"]["attempt"]), int(message["go"]["port"]))
+        go = message["go"]
+        return Go(int(go["attempt"]), int(go["port"]), int(go["nodes"]), int(go["node"]))
     return Finish(int(message["finish"]["code"]), str(message["finish"]["what"]))

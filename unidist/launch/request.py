@@ -39,6 +39,7 @@ class Request:
         timeout: seconds that they wait for each other, at joining and in collectives, and that one may give no sign of
             life. None: as the environment says.
         max_restarts: how often all are started again after one has failed.
+        min_processes: how many of all processes the run goes on with at least, where others are lost. None: all.
         log_dir: folder that keeps what each process prints, and its record. None: nothing is kept.
 
     Raises:
@@ -55,6 +56,7 @@ class Request:
     grace: float = 5.0
     timeout: float | None = None
     max_restarts: int = 0
+    min_processes: int | None = None
     log_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +79,8 @@ class Request:
             raise LaunchError(f"timeout must be seconds above 0, got {self.timeout}")
         if self.max_restarts < 0:
             raise LaunchError(f"max restarts must be 0 or more, got {self.max_restarts}")
+        if self.min_processes is not None and not 0 < self.min_processes <= self.world_size:
+            raise LaunchError(f"min processes must be 1 to {self.world_size}, which are all, got {self.min_processes}")
         if self.log_dir is not None and Path(self.log_dir).exists() and not Path(self.log_dir).is_dir():
             raise LaunchError(f"the log folder {self.log_dir!r} is a file: give a folder, or a name that is free")
         self._check_command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -47,7 +48,8 @@ def go(
     assert request.address is not None
     host, port = split_address(request.address)
     seconds = (request.timeout or timeout()) + _AFTER_RANKS
-    terms = Terms(request.nodes, request.processes, request.backend, seconds, request.max_restarts)
+    fewest = math.ceil((request.min_processes or request.world_size) / request.processes)
+    terms = Terms(request.nodes, request.processes, request.backend, seconds, request.max_restarts, fewest)
     words = {
         "node": request.node_rank,
         "nodes": request.nodes,
@@ -77,7 +79,8 @@ class _Node:
     def go(self, host: str, give_up: Callable[[], str | None]) -> int:
         follows = self._member.start()
         while isinstance(follows, Go):
-            request = replace(self._request, address=join_address(host, str(follows.port)))
+            address = join_address(host, str(follows.port))
+            request = replace(self._request, address=address, nodes=follows.nodes, node_rank=follows.node)
             ended = self._attempts.attempt(request, give_up, self._member, follows.attempt)
             self._ended.append(ended)
             found = self._verdict(ended)
@@ -114,7 +117,8 @@ class _Node:
     def _say(self, follows: Next) -> None:
         pause = f", in {follows.pause:g} s" if follows.pause else ""
         self._console.say(f"unidist: {follows.what}")
-        self._console.say(f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}")
+        if follows.number:
+            self._console.say(f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}")
 
     def _finish(self, finish: Finish) -> int:
         """Reports what the nodes have agreed on, with the details where they are this node's."""
