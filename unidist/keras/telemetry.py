@@ -22,6 +22,8 @@ from unidist.keras.strategy import adopt
 
 _log = logging.getLogger(__name__)
 _now = time.perf_counter
+# Seconds between two writes to the files.
+_FLUSH = 1.0
 
 
 class Telemetry(Follower):
@@ -41,7 +43,7 @@ class Telemetry(Follower):
     | memory | the most bytes in use so far, by device; of the process, on CPUs |
     | logs | loss and metrics, where a progress bar or a callback asks for those of each step |
 
-    When an epoch ends, a line has its logs, those of the validation too.
+    When an epoch ends, a line has its logs, those of the validation too. Files are written about once a second.
 
     Args:
         directory: where the files are; it is made.
@@ -125,7 +127,8 @@ class _Fit:
         place, rank = (0, 0) if several is None else (several.place, several.firsts[several.place])
         self._processes = 1 if several is None else len(several.ranks)
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (directory / f"rank-{rank}.jsonl").open("a", buffering=1)
+        self._file: IO[str] = (directory / f"rank-{rank}.jsonl").open("a")
+        self._flushed = 0.0
         self._scalars = _scalars(directory) if place == 0 else None
         self._sent = Sent()
         self._waits = Waits()
@@ -173,9 +176,8 @@ class _Fit:
         if self._seconds:
             self._tell(None)
         told = _numbers(logs)
-        self._write({"step": self._step, "epoch": self.epoch, "time": time.time(), "epoch_logs": told})
-        if self._scalars is not None and told:
-            self._scalars.add({f"epoch/{name}": value for name, value in told.items()}, self._step)
+        line = {"step": self._step, "epoch": self.epoch, "time": time.time(), "epoch_logs": told}
+        self._write(line, {f"epoch/{name}": value for name, value in told.items()})
 
     def _tell(self, logs: Any) -> None:
         all_seconds = sum(self._seconds)
@@ -190,17 +192,22 @@ class _Fit:
             "exposed_seconds": None if exposed is None else exposed / count,
         }
         told, held = _numbers(logs), memory()
-        self._write(
-            {"step": self._step, "epoch": self.epoch, "time": time.time(), **figures, "memory": held, "logs": told}
-        )
-        if self._scalars is not None:
-            scalars = {f"training/{name}": value for name, value in figures.items() if value is not None}
-            scalars |= {f"memory/{name}": float(value) for name, value in held.items()}
-            self._scalars.add(scalars | {f"step/{name}": value for name, value in told.items()}, self._step)
+        line = {"step": self._step, "epoch": self.epoch, "time": time.time(), **figures, "memory": held, "logs": told}
+        scalars = {f"training/{name}": value for name, value in figures.items() if value is not None}
+        scalars |= {f"memory/{name}": float(value) for name, value in held.items()}
+        self._write(line, scalars | {f"step/{name}": value for name, value in told.items()})
         self._forget()
 
-    def _write(self, told: dict[str, Any]) -> None:
+    def _write(self, told: dict[str, Any], scalars: dict[str, float]) -> None:
         self._file.write(json.dumps(told) + "\n")
+        if self._scalars is not None and scalars:
+            self._scalars.add(scalars, self._step)
+        # A write to a file takes longer than all else here.
+        if (now := time.monotonic()) - self._flushed > _FLUSH:
+            self._flushed = now
+            self._file.flush()
+            if self._scalars is not None:
+                self._scalars.flush()
 
     def close(self) -> None:
         self._sent.close()

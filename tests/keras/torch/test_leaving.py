@@ -6,6 +6,7 @@ import faulthandler
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -150,7 +151,7 @@ def test_a_fork_ends_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests()
     try:
         requests.listen()
-        monkeypatch.setattr(leaving.os, "getpid", lambda: 1)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
         signal.raise_signal(signal.SIGTERM)
         assert (came, requests.number, recorder._whole[WORD["saves"]]) == ([signal.SIGTERM], None, 1)
     finally:
@@ -161,7 +162,7 @@ def test_a_fork_ends_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_another_thread_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = handler_of(signal.SIGTERM)
-    monkeypatch.setattr(leaving.threading, "current_thread", lambda: None)
+    monkeypatch.setattr(threading, "current_thread", lambda: None)
     requests = Requests()
     requests.listen()
     assert handler_of(signal.SIGTERM) == before
