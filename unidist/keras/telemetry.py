@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from unidist.errors import CapabilityError
 from unidist.keras import hooks, sessions
-from unidist.keras.compat import Callback
 from unidist.keras.figures import Rows, Sent, Waits, memory
 from unidist.keras.following import Follower
 from unidist.keras.processes import taking_part
@@ -41,7 +40,7 @@ class Telemetry(Follower):
     | bytes_per_step | what this process sent in each |
     | exposed_seconds | of each, in which it waited in collectives; null where a step is one compiled program |
     | memory | the most bytes in use so far, by device; of the process, on CPUs |
-    | logs | loss and metrics, where a progress bar or a callback asks for those of each step |
+    | logs | loss and metrics, where another callback asks for those of each step |
 
     When an epoch ends, a line has its logs, those of the validation too. Files are written about once a second.
 
@@ -134,7 +133,6 @@ class _Fit:
         self._waits = Waits()
         self._rows: Rows | None = None
         self._step = 0
-        self._logs_are_read = False
         self._forget()
 
     def _forget(self) -> None:
@@ -153,7 +151,6 @@ class _Fit:
         # Of the batch that the model was built with.
         self._rows.take()
         self._step = max((one.steps_before for one in callbacks.callbacks if isinstance(one, Follower)), default=0)
-        self._logs_are_read = any(map(_reads_logs, callbacks.callbacks))
 
     def begin_step(self) -> None:
         self._began = _now()
@@ -170,7 +167,7 @@ class _Fit:
         self.ended = now
         self._step += self._iterator.steps_per_execution
         if len(self._seconds) >= self._every:
-            self._tell(logs if self._logs_are_read else None)
+            self._tell(logs)
 
     def end_epoch(self, logs: Any) -> None:
         if self._seconds:
@@ -222,14 +219,6 @@ def _scalars(directory: Path) -> Scalars | None:
     except ImportError:
         _log.info("tensorboard is not installed: %s gets JSON lines alone", directory)
         return None
-
-
-def _reads_logs(callback: Any) -> bool:
-    """Whether somebody asks for the logs of each step: then they are those of all processes, and are there."""
-    if getattr(callback, "verbose", None) == 2:  # a progress bar of one line an epoch
-        return False
-    heard = ("on_batch_end", "on_train_batch_end")
-    return any(name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name) for name in heard)
 
 
 def _numbers(logs: Any) -> dict[str, float]:

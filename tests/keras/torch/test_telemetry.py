@@ -100,6 +100,16 @@ def test_logs_of_steps_where_somebody_reads_them(tmp_path: Path) -> None:
     assert [line["logs"]["loss"] for line in lines_of(tmp_path)[:2]] == losses
 
 
+def test_each_steps_own_bytes(tmp_path: Path) -> None:
+    """Of an accumulation every second step alone sends gradients."""
+    model = model_of(unidist.DataParallel())
+    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    told = [unidist.Telemetry(tmp_path)]
+    model.fit(np.ones((16, 4)), np.ones((16, 3)), batch_size=4, callbacks=told, verbose=0)
+    found = [line["bytes_per_step"] for line in lines_of(tmp_path)[:4]]
+    assert found[0] == found[2] < found[1] == found[3]
+
+
 def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_now", Clock())
     with unidist.DataParallel().scope():
