@@ -20,7 +20,7 @@ from tests.parity.train import Spec, distributed
 from unidist.checkpoint import folders
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
-from unidist.keras import leaving, resuming
+from unidist.keras import leaving, turns
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")
@@ -221,6 +221,6 @@ def by_the_clock(spec: Spec, folder: str) -> list[int]:
     The clocks of all processes but the first stand still."""
     seconds = iter(range(1000)) if unidist.process_index() == 0 else iter([0] * 1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resuming, "_now", lambda: float(next(seconds)))
+        patch.setattr(turns, "_now", lambda: float(next(seconds)))
         run(spec, "arrays", folder, every="3s", epochs=2, checkpoint={"keep": None})
     return folders.steps(folder)

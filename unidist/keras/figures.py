@@ -146,14 +146,14 @@ class Waits:
 
     def __init__(self) -> None:
         self._is_seen = registry.has_current() and drivers.driver() not in _OF_PROGRAMS
-        self._last = waited(bytes(recorder), 0)[1]
+        self._first = self._last = waited(bytes(recorder), 0)[1]
 
     def take(self) -> float | None:
-        """Seconds since it was last asked; None: nothing is recorded."""
+        """Seconds since it was last asked; None: nothing was ever recorded."""
         if not self._is_seen:
             return None
         seconds, self._last = waited(bytes(recorder), self._last)
-        return seconds if self._last else None
+        return seconds if self._last > self._first else None
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def memory() -> dict[str, int]:
 
 def _of_torch() -> dict[str, int]:
     cuda = sys.modules["torch"].cuda
-    if not cuda.is_available() or not cuda.is_initialized():
+    if not cuda.is_initialized():
         return {}
     return {f"cuda:{cuda.current_device()}": int(cuda.max_memory_allocated())}
 

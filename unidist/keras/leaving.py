@@ -105,7 +105,7 @@ class Leaving:
         self._requests = Requests()
         self._cost = 0.0
         self._steps = self._left = 1
-        self._looks_at_epochs = True
+        self._looks_at_epochs = self._are_long = True
         self._looked = self._epoch_ended = _now()
 
     def begin(self) -> None:
@@ -129,8 +129,8 @@ class Leaving:
         several, now = taking_part.get(), _now()
         if several is None:
             return self._is_asked
-        took, self._epoch_ended = now - self._epoch_ended, now
-        return self._looks_at_epochs and self._look(several, self._steps, took > _BETWEEN)
+        self._are_long, self._epoch_ended = now - self._epoch_ended > _BETWEEN, now
+        return self._looks_at_epochs and self._look(several, self._steps)
 
     def at_end(self) -> bool:
         """Looks once more, behind all steps."""
@@ -141,16 +141,10 @@ class Leaving:
     def _is_asked(self) -> bool:
         return self._requests.number is not None
 
-    def _look(self, several: Processes, steps: int, at_epochs: bool | None = None) -> bool:
-        """A collective.
-
-        Args:
-            steps: until the next look; the first process's count.
-            at_epochs: whether to look when an epoch ends; None: as before.
-        """
+    def _look(self, several: Processes, steps: int) -> bool:
+        """A collective. The first process says how many steps there are until the next one."""
         began = _now()
-        epochs = self._looks_at_epochs if at_epochs is None else at_epochs
-        own = max(steps, 1) * _STEP + epochs * _EPOCHS + self._is_asked * _ASKED
+        own = max(steps, 1) * _STEP + self._are_long * _EPOCHS + self._is_asked * _ASKED
         told = several.of_all(own, "leaving")
         self._steps = self._left = told[0] // _STEP
         self._looks_at_epochs = bool(told[0] & _EPOCHS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +19,8 @@ from unidist.keras.leaving import Leaving
 from unidist.keras.position import Attributes, Position
 from unidist.keras.processes import taking_part
 from unidist.keras.states import Holders
+from unidist.keras.turns import Every, turn
 from unidist.keras.walking import Walk
-
-Every = str | int | float
 
 
 class Checkpoint(Follower):
@@ -82,7 +79,7 @@ class Checkpoint(Follower):
         self.keep = keep
         self.asynchronous = asynchronous
         self.resume = resume
-        self._turn = _turn(every)
+        self._turn = turn(every)
         self._fit: _Fit | None = None
         hooks.table().turn_on()
 
@@ -268,91 +265,6 @@ class _Fit:
             name: {key: value for key, value in now[name].items() if key in own or key in before.get(name, {})}
             for name, own in found.items()
         }
-
-
-# when a save is due ---------------------------------------------------------------------------------------------------
-
-
-class _AtEpochs:
-    def has_come(self, steps: int) -> bool:
-        return False
-
-    def saved(self) -> None:
-        pass
-
-
-class _BySteps(_AtEpochs):
-    def __init__(self, every: int) -> None:
-        self._every, self._made = every, 0
-
-    def has_come(self, steps: int) -> bool:
-        self._made += steps
-        return self._made >= self._every
-
-    def saved(self) -> None:
-        self._made = 0
-
-
-_now = time.monotonic
-
-
-class _ByTime(_AtEpochs):
-    """By the clock of process 0, which tells the others how many steps from now it looks at it again."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._began = self._looked = _now()
-        self._steps = self._left = 1
-
-    def has_come(self, steps: int) -> bool:
-        self._left -= 1
-        if self._left > 0:
-            return False
-        told = _of_first(self._steps_to_wait())
-        self._steps = self._left = max(told, 1)
-        return not told
-
-    def _steps_to_wait(self) -> int:
-        """0: it is time."""
-        now = _now()
-        each, self._looked = (now - self._looked) / self._steps, now
-        remaining = self._seconds - (now - self._began)
-        if remaining <= 0:
-            return 0
-        # Half of the time that is left: steps may get longer.
-        return max(1, min(2 * self._steps, int(remaining / max(each, 1e-6) / 2)))
-
-    def saved(self) -> None:
-        self._began = _now()
-
-
-def _turn(every: Every) -> Callable[[], _AtEpochs]:
-    if every == "epoch":
-        return _AtEpochs
-    if type(every) is int and every > 0:
-        return lambda: _BySteps(every)
-    seconds = _seconds(every)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f'every={every!r}: give "epoch", a number of batches (100), or seconds (30.0 or "30s")')
-    return lambda: _ByTime(seconds)
-
-
-def _seconds(every: Every) -> float:
-    """0: it is none."""
-    if isinstance(every, float):
-        return every
-    try:
-        return float(every.removesuffix("s")) if isinstance(every, str) and every.endswith("s") else 0.0
-    except ValueError:
-        return 0.0
-
-
-def _of_first(number: int) -> int:
-    """Process 0's number, on every process."""
-    several = taking_part.get()
-    if several is None:
-        return number
-    return int(several.of_first(np.array([number], np.int32), "checkpoints")[0])
 
 
 def _found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:

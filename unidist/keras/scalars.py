@@ -45,6 +45,8 @@ class Scalars:
         data = event.SerializeToString()
         length = len(data).to_bytes(8, "little")
         self._file.write(length + _checksum(length) + data + _checksum(data))
+
+    def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:

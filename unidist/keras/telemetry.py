@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from unidist.errors import CapabilityError
 from unidist.keras import hooks, sessions
-from unidist.keras.compat import Callback
 from unidist.keras.figures import Rows, Sent, Waits, memory
 from unidist.keras.following import Follower
 from unidist.keras.processes import taking_part
@@ -22,6 +21,8 @@ from unidist.keras.strategy import adopt
 
 _log = logging.getLogger(__name__)
 _now = time.perf_counter
+# Seconds between two writes to the files.
+_FLUSH = 1.0
 
 
 class Telemetry(Follower):
@@ -39,9 +40,9 @@ class Telemetry(Follower):
     | bytes_per_step | what this process sent in each |
     | exposed_seconds | of each, in which it waited in collectives; null where a step is one compiled program |
     | memory | the most bytes in use so far, by device; of the process, on CPUs |
-    | logs | loss and metrics, where a progress bar or a callback asks for those of each step |
+    | logs | loss and metrics, where another callback asks for those of each step |
 
-    When an epoch ends, a line has its logs, those of the validation too.
+    When an epoch ends, a line has its logs, those of the validation too. Files are written about once a second.
 
     Args:
         directory: where the files are; it is made.
@@ -125,13 +126,13 @@ class _Fit:
         place, rank = (0, 0) if several is None else (several.place, several.firsts[several.place])
         self._processes = 1 if several is None else len(several.ranks)
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (directory / f"rank-{rank}.jsonl").open("a", buffering=1)
+        self._file: IO[str] = (directory / f"rank-{rank}.jsonl").open("a")
+        self._flushed = 0.0
         self._scalars = _scalars(directory) if place == 0 else None
         self._sent = Sent()
         self._waits = Waits()
         self._rows: Rows | None = None
         self._step = 0
-        self._logs_are_read = False
         self._forget()
 
     def _forget(self) -> None:
@@ -150,7 +151,6 @@ class _Fit:
         # Of the batch that the model was built with.
         self._rows.take()
         self._step = max((one.steps_before for one in callbacks.callbacks if isinstance(one, Follower)), default=0)
-        self._logs_are_read = any(map(_reads_logs, callbacks.callbacks))
 
     def begin_step(self) -> None:
         self._began = _now()
@@ -167,15 +167,14 @@ class _Fit:
         self.ended = now
         self._step += self._iterator.steps_per_execution
         if len(self._seconds) >= self._every:
-            self._tell(logs if self._logs_are_read else None)
+            self._tell(logs)
 
     def end_epoch(self, logs: Any) -> None:
         if self._seconds:
             self._tell(None)
         told = _numbers(logs)
-        self._write({"step": self._step, "epoch": self.epoch, "time": time.time(), "epoch_logs": told})
-        if self._scalars is not None and told:
-            self._scalars.add({f"epoch/{name}": value for name, value in told.items()}, self._step)
+        line = {"step": self._step, "epoch": self.epoch, "time": time.time(), "epoch_logs": told}
+        self._write(line, {f"epoch/{name}": value for name, value in told.items()})
 
     def _tell(self, logs: Any) -> None:
         all_seconds = sum(self._seconds)
@@ -190,17 +189,22 @@ class _Fit:
             "exposed_seconds": None if exposed is None else exposed / count,
         }
         told, held = _numbers(logs), memory()
-        self._write(
-            {"step": self._step, "epoch": self.epoch, "time": time.time(), **figures, "memory": held, "logs": told}
-        )
-        if self._scalars is not None:
-            scalars = {f"training/{name}": value for name, value in figures.items() if value is not None}
-            scalars |= {f"memory/{name}": float(value) for name, value in held.items()}
-            self._scalars.add(scalars | {f"step/{name}": value for name, value in told.items()}, self._step)
+        line = {"step": self._step, "epoch": self.epoch, "time": time.time(), **figures, "memory": held, "logs": told}
+        scalars = {f"training/{name}": value for name, value in figures.items() if value is not None}
+        scalars |= {f"memory/{name}": float(value) for name, value in held.items()}
+        self._write(line, scalars | {f"step/{name}": value for name, value in told.items()})
         self._forget()
 
-    def _write(self, told: dict[str, Any]) -> None:
+    def _write(self, told: dict[str, Any], scalars: dict[str, float]) -> None:
         self._file.write(json.dumps(told) + "\n")
+        if self._scalars is not None and scalars:
+            self._scalars.add(scalars, self._step)
+        # A write to a file takes longer than all else here.
+        if (now := time.monotonic()) - self._flushed > _FLUSH:
+            self._flushed = now
+            self._file.flush()
+            if self._scalars is not None:
+                self._scalars.flush()
 
     def close(self) -> None:
         self._sent.close()
@@ -215,14 +219,6 @@ def _scalars(directory: Path) -> Scalars | None:
     except ImportError:
         _log.info("tensorboard is not installed: %s gets JSON lines alone", directory)
         return None
-
-
-def _reads_logs(callback: Any) -> bool:
-    """Whether somebody asks for the logs of each step: then they are those of all processes, and are there."""
-    if getattr(callback, "verbose", None) == 2:  # a progress bar of one line an epoch
-        return False
-    heard = ("on_batch_end", "on_train_batch_end")
-    return any(name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name) for name in heard)
 
 
 def _numbers(logs: Any) -> dict[str, float]:

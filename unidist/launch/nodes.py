@@ -108,13 +108,17 @@ class Member(Others):
     def leave(self) -> bool:
         return self._leave
 
-    def start(self) -> Go | Finish:
+    def start(self, patience: float | None = None) -> Go | Finish:
         """Finds the keeper, and waits until all nodes are there.
+
+        Args:
+            patience: seconds for which it is looked for; None: the timeout.
 
         Raises:
             LaunchError: this node does not belong to the run.
         """
-        deadline = time.monotonic() + self._timeout
+        patience = self._timeout if patience is None else patience
+        deadline = time.monotonic() + patience
         failure: object = "nobody listens there"
         while time.monotonic() < deadline:
             self.close()
@@ -129,7 +133,7 @@ class Member(Others):
                 return found
             failure = found or "it has gone"
         self.close()
-        return Finish(FAILED, f"node 0 was not found at {self.address} within {self._timeout:g} s ({failure})")
+        return Finish(FAILED, f"node 0 was not found at {self.address} within {patience:g} s ({failure})")
 
     def again(self) -> Go | Finish:
         """This node is ready for the next attempt: waits until all are."""

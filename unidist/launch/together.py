@@ -19,6 +19,8 @@ from unidist.launch.request import LaunchError, Request, split_address
 
 # Seconds that a launcher that was asked to end waits for the others' verdict.
 _FAREWELL = 3.0
+# Seconds for which a node that others go on without looks for them.
+_REJOIN = 600.0
 # Seconds after the timeout: ranks notice by themselves that others are gone, and say in what they needed them.
 _AFTER_RANKS = 4.0
 
@@ -108,7 +110,8 @@ class _Node:
             return Finish(FAILED, self._member.stop or "node 0 is gone")
         if found is None:
             self._console.say(f"unidist: {self._member.stop or 'node 0 is gone'}: it is looked for again")
-            return self._member.start()
+            # Where the others go on without this node they are there for long.
+            return self._member.start(_REJOIN if self._request.min_processes else None)
         if isinstance(found, Finish):
             return found
         self._say(found)

@@ -17,7 +17,7 @@ import torch
 import unidist
 from unidist.checkpoint import folders
 from unidist.errors import CheckpointError
-from unidist.keras import checkpoints, later, position, resuming
+from unidist.keras import checkpoints, later, position, turns
 from unidist.keras.position import Position
 
 RNG = np.random.default_rng(4)
@@ -99,9 +99,9 @@ def test_so_many_checkpoints_stay(tmp_path: Any) -> None:
 def test_the_clock_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look is a broadcast where there are several processes."""
     seconds, looks = [0.0], []
-    monkeypatch.setattr(resuming, "_now", lambda: seconds[0])
-    monkeypatch.setattr(resuming, "_of_first", lambda number: looks.append(seconds[0]) or number)
-    turn = resuming._turn("100s")()
+    monkeypatch.setattr(turns, "_now", lambda: seconds[0])
+    monkeypatch.setattr(turns, "_of_first", lambda number: looks.append(seconds[0]) or number)
+    turn = turns.turn("100s")()
     due = []
     for step in range(1, 301):
         seconds[0] = float(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import unidist
 from unidist.flight.form import ENTRIES
 from unidist.flight.reading import waited
-from unidist.flight.recorder import Recorder
+from unidist.flight.recorder import Recorder, recorder
 from unidist.keras import telemetry
 
 
@@ -99,6 +100,16 @@ def test_logs_of_steps_where_somebody_reads_them(tmp_path: Path) -> None:
     assert [line["logs"]["loss"] for line in lines_of(tmp_path)[:2]] == losses
 
 
+def test_each_steps_own_bytes(tmp_path: Path) -> None:
+    """Of an accumulation every second step alone sends gradients."""
+    model = model_of(unidist.DataParallel())
+    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    told = [unidist.Telemetry(tmp_path)]
+    model.fit(np.ones((16, 4)), np.ones((16, 3)), batch_size=4, callbacks=told, verbose=0)
+    found = [line["bytes_per_step"] for line in lines_of(tmp_path)[:4]]
+    assert found[0] == found[2] < found[1] == found[3]
+
+
 def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_now", Clock())
     with unidist.DataParallel().scope():
@@ -147,6 +158,22 @@ def test_what_tensorboard_reads(tmp_path: Path) -> None:
     assert second["memory/process"] == pytest.approx(line["memory"]["process"], rel=1e-6)
     assert first.keys() == second.keys()
     assert epoch == {"epoch/loss": pytest.approx(lines_of(tmp_path)[2]["epoch_logs"]["loss"], rel=1e-6)}
+
+
+def test_what_a_step_waits_for(tmp_path: Path) -> None:
+    class Waits(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            for _ in range(batch):
+                number = recorder.begin(recorder.kind("all_reduce"))
+                time.sleep(0.01)
+                recorder.end(number)
+
+    model = model_of(unidist.DataParallel())
+    told = [unidist.Telemetry(tmp_path, every=2), Waits()]
+    model.fit(np.ones((16, 4)), np.ones((16, 3)), batch_size=4, callbacks=told, verbose=0)
+    first, second, _ = lines_of(tmp_path)
+    assert 0.005 <= first["exposed_seconds"] < 0.02
+    assert 0.025 <= second["exposed_seconds"] <= second["seconds"] + 0.02
 
 
 def test_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
