@@ -131,6 +131,7 @@ class Recorder:
         """In a child of this process, which would write into its record: keeps one of its own, in memory."""
         self._lock = threading.Lock()
         self._leave()
+        self._times[WORD["began"]] = self._times[WORD["phase_began"]] = _now()
 
     def _live(self, path: Path, line_of: Callable[[int], str]) -> None:
         while self._path == path:
