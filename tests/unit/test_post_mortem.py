@@ -43,7 +43,7 @@ def steps(recorder: Recorder, count: int, last: str = "") -> None:
 def logs(tmp_path: Path) -> Path:
     """Of two attempts; in the last one rank 2 is late."""
     for rank in range(3):
-        save(tmp_path / "attempt-0", rank, lambda recorder: steps(recorder, 1))
+        save(tmp_path / "attempt-2", rank, lambda recorder: steps(recorder, 1))
     for rank in (0, 1):
         save(tmp_path / "attempt-10", rank, lambda recorder: steps(recorder, 2, REDUCE))
     save(tmp_path / "attempt-10", 2, lambda recorder: steps(recorder, 2), silent=7.0, phase=PHASES.index("data"))
@@ -80,8 +80,8 @@ def test_the_last_attempt_is_told_with_who_was_late(logs: Path, capsys: pytest.C
 
 
 def test_an_earlier_attempt_is_told_where_it_is_named(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, str(logs / "attempt-0"))
-    assert text.startswith("attempt 0: records of ranks 0-2\n")
+    text = told(capsys, str(logs / "attempt-2"))
+    assert text.startswith("attempt 2: records of ranks 0-2\n")
     assert text.rstrip().endswith("no process waited for others")
 
 
