@@ -20,6 +20,7 @@ _EARLY = 0.1
 # Seconds until a process that is asked for its stacks has written them, and lines of them that are shown.
 _STACKS_ARRIVE, _SHOWN = 1.0, 60
 _PACKAGE, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
+_STOPPED = ("T", "t")
 _STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a device or a file system"}
 
 
@@ -54,6 +55,8 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
 
     silent = [flight for flight in flights.values() if now - flight.beat > enough(flight)]
     if silent := [flight for flight in silent if state_of(flight.pid) not in ("", "Z")]:
+        # What waits for a stopped one in C, with Python's lock held, is silent too.
+        silent = [flight for flight in silent if state_of(flight.pid) in _STOPPED] or silent
         return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now))
     waiting = {rank: entry for rank, flight in flights.items() if (entry := awaited(flight)) is not None}
     in_vain = {
