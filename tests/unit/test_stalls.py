@@ -135,7 +135,10 @@ def test_a_process_that_is_silent_is_named_with_its_state(child: subprocess.Pope
     )
     child.send_signal(19)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    assert find(waits(11), None, flights=silent) == ("rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)")
+    stopped = "rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)"
+    assert find(waits(11), None, flights=silent) == stopped
+    # Another that is silent waits for it.
+    assert find(None, None, flights=silent | {0: flight(0, beat=NOW - 11, pid=os.getpid())}) == stopped
 
 
 def test_one_that_has_ended_is_neither_silent_nor_late(child: subprocess.Popen[bytes]) -> None:
