@@ -37,13 +37,16 @@ NOTES = ("begin", "start", "go_on", "wait", "end", "enter", "back", "stepped")
 CALLS = 20_000
 
 
-def nanoseconds(call: Callable[[], object]) -> str:
+def told(name: str, call: Callable[[], object]) -> float:
+    """The median of its nanoseconds."""
     found = sorted(taken / CALLS * 1e9 for taken in timeit.repeat(call, number=CALLS, repeat=25))
-    return f"{statistics.median(found):6.0f} ns (least {found[0]:.0f}, most {found[-1]:.0f})"
+    middle = statistics.median(found)
+    print(f"  {name:32s} {middle:6.0f} ns (least {found[0]:.0f}, most {found[-1]:.0f})")
+    return middle
 
 
-def notes(folder: Path) -> None:
-    """What the notes of one collective cost, and of one step, in a file."""
+def notes(folder: Path) -> tuple[float, float]:
+    """Nanoseconds of the notes of a collective that is started and waited for, and of a step, in a file."""
     recorder = Recorder()
     recorder.open(folder, 0, 1)
     calls, purpose, kind = Calls(), "gradient", recorder.kind("a benchmark")
@@ -66,9 +69,9 @@ def notes(folder: Path) -> None:
         recorder.enter("data")
 
     print("a note")
-    for name, call in {"nothing, called": lambda: None, "collective": collective, "under way": under_way}.items():
-        print(f"  {name:32s} {nanoseconds(call)}")
-    print(f"  {'step, with its phases':32s} {nanoseconds(step)}")
+    told("nothing, called", lambda: None)
+    told("collective", collective)
+    found = told("collective, under way", under_way), told("step, with its phases", step)
     threads = threading.active_count()
     tracemalloc.start()
     collective()
@@ -79,6 +82,7 @@ def notes(folder: Path) -> None:
     tracemalloc.stop()
     recorder.close()
     print(f"  memory kept by {CALLS} notes: {kept} bytes; threads started: {threading.active_count() - threads}")
+    return found
 
 
 def without_notes(run: Callable[[], None]) -> Callable[[], None]:
@@ -92,6 +96,13 @@ def without_notes(run: Callable[[], None]) -> Callable[[], None]:
                 delattr(recorder, name)
 
     return quiet
+
+
+def begun_in(run: Callable[[], None]) -> int:
+    """How many entries a fit makes."""
+    before = recorder.begin(recorder.kind("counting"))
+    run()
+    return recorder.begin(recorder.kind("counting")) - before - 1
 
 
 def fitting(steps: int) -> Callable[[], None]:
@@ -113,14 +124,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     is_first = unidist.process_index() == 0
+    cost = 0.0, 0.0
     if is_first:
         with tempfile.TemporaryDirectory() as folder:
-            notes(Path(folder))
+            cost = notes(Path(folder))
     run = fitting(options.steps)
+    run()
+    each = begun_in(run) / options.steps
     candidates = {"with notes": run, "without": without_notes(run)}
     times = seconds(candidates, options.repetitions, meet=unidist.barrier)
     if is_first:
         bounds = {("with notes", "without"): 1.01}
+        print(f"a step makes {each:.1f} entries: its notes take {(each * cost[0] + cost[1]) / 1000:.1f} us at most")
         report(f"fit, {unidist.process_count()} processes, {ROWS} rows", times, options.steps, bounds)
 
 
