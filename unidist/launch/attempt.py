@@ -114,7 +114,8 @@ class Attempt:
             self._console.finish()
             self._job.close()
             for path, data in stood.items():
-                path.write_bytes(data)
+                with contextlib.suppress(OSError):
+                    path.write_bytes(data)
         return self._ended(begun, ended, self._flights())
 
     # watching ---------------------------------------------------------------------------------------------------------
