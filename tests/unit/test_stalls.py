@@ -137,6 +137,10 @@ def test_a_process_that_is_silent_is_named_with_its_state(child: subprocess.Pope
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     stopped = "rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)"
     assert find(waits(11), None, flights=silent) == stopped
+    late = {1: flight(1, beat=NOW, pid=child.pid)}
+    assert find(waits(11), None, flights=late) == (
+        f"rank 1 did not come to {REDUCE}, for which rank 0 waited 11 s; rank 1 is stopped (SIGSTOP)"
+    )
     # Another that is silent waits for it.
     assert find(None, None, flights=silent | {0: flight(0, beat=NOW - 11, pid=os.getpid())}) == stopped
 

@@ -72,7 +72,8 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
             said = f"for which {kept}" if members else f"holds up {kept}, which"
             what = f"did not come to {entry.what}, {said}" if members else said
             where = ("" if members else f" in {entry.what}") + (f" at {entry.site}" if entry.site else "")
-            return Stall(late, f"{what} waited {(entry.ended or now) - entry.begun:.0f} s{where}")
+            waited = f"waited {(entry.ended or now) - entry.begun:.0f} s{where}"
+            return Stall(late, f"{what} {waited}{_states(late, flights)}")
     return None
 
 
@@ -87,6 +88,11 @@ def awaited(flight: Flight) -> Entry | None:
         if entry.number < wait.number and goes_on and members_of(entry.what) is not None:
             return replace(entry, begun=wait.begun, ended=wait.ended, site=wait.site, is_waited_in=True)
     return wait
+
+
+def _states(ranks: Iterable[int], flights: Mapping[int, Flight]) -> str:
+    states = {rank: _STATES.get(state_of(flights[rank].pid)) for rank in ranks if rank in flights}
+    return "".join(f"; rank {rank} {state}" for rank, state in states.items() if state)
 
 
 def _is_missing(rank: int, flight: Flight | None, entry: Entry, members: frozenset[int] | None) -> bool:
