@@ -168,9 +168,14 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     _add_world(parser)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that an exchange may take (default: 60)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--post-mortem", metavar="DIR", help="tell what a run was at, by the records in its --log-dir; starts nothing"
+    )
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
+    if parsed.post_mortem is not None:
+        return int(importlib.import_module("unidist.doctor.post_mortem").main(parsed.post_mortem, as_json=parsed.json))
     doctor = importlib.import_module("unidist.doctor")
     request = None
     if parsed.processes is not None or parsed.nodes > 1:

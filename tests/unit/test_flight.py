@@ -72,6 +72,7 @@ def test_what_was_waited_in_in_vain_is_known_behind_what_failed_after_it(recorde
     recorder.end(long, failed=True)
     recorder.wait(under_way)
     recorder.end(under_way, failed=True)
+    recorder.end(recorder.begin(read_one), failed=True)
     recorder.start(step)
     found = parse(bytes(recorder)).wait
     assert found is not None
@@ -86,8 +87,9 @@ def test_the_ring_keeps_the_last_ones(recorder: Recorder) -> None:
     for _ in range(2 * ENTRIES):
         recorder.end(recorder.begin(kind))
     # Its place is another's by now.
-    for call in (recorder.end, recorder.wait, recorder.go_on):
-        call(first)
+    recorder.end(first, failed=True)
+    recorder.wait(first)
+    recorder.go_on(first)
     recorder.locate(first, "nowhere")
     found = parse(bytes(recorder)).entries
     assert [entry.number for entry in found] == list(range(ENTRIES + 2, 2 * ENTRIES + 2))

@@ -21,15 +21,15 @@ PAIR = "all_gather of float32 (2,) of ranks 2, 3"
 
 
 def waits(since: float, what: str = REDUCE, **more: Any) -> Entry:
-    return Entry(1, what, more.pop("site", ""), NOW - since, None, **more)
+    return Entry(1, what, more.pop("site", ""), NOW - since, None, **{"count": 2, **more})
 
 
 def failed(since: float, until: float, what: str = REDUCE, number: int = 1) -> Entry:
-    return Entry(number, what, "", NOW - since, NOW - until, failed=True)
+    return Entry(number, what, "", NOW - since, NOW - until, failed=True, count=2)
 
 
-def done(number: int = 1) -> Entry:
-    return Entry(number, REDUCE, "", NOW - 20, NOW - 19)
+def done() -> Entry:
+    return Entry(1, REDUCE, "", NOW - 20, NOW - 19, count=1)
 
 
 def find(*entries: Entry | None, **more: Any) -> str | None:
@@ -62,9 +62,28 @@ def test_where_all_wait_nobody_is_named() -> None:
 def test_what_is_under_way_is_not_waited_in() -> None:
     under_way = Entry(1, REDUCE, "", NOW - 20, None, is_waited_in=False)
     assert find(under_way, under_way, done(), done()) is None
-    named = find(waits(11), waits(11), under_way, waits(11))
+    named = find(waits(11, count=2), waits(11, count=2), under_way, waits(11, count=2))
     assert named is not None
     assert named.startswith("rank 2 did not come")
+
+
+def test_one_that_has_come_and_gone_on_is_not_late() -> None:
+    """As the root of a broadcast, which waits for nobody."""
+    assert find(waits(11, count=3), waits(11, count=3), replace(done(), count=3), waits(11, count=3)) is None
+    assert find(waits(11, count=3), waits(11, count=3), replace(done(), count=2), waits(11, count=3)) is not None
+
+
+def test_one_that_reads_a_value_waits_for_its_last_step() -> None:
+    steps = [
+        Entry(k, "train step of processes 0, 1", "", NOW - 20 + k, None, count=k, is_waited_in=False) for k in (1, 2)
+    ]
+    reads = replace(waits(11, "reading a value", site="train.py:30 in fit"), number=3)
+    reading = flight(0, entries=(*steps, reads), beat=NOW)
+    behind = flight(1, entries=(replace(steps[0], ended=NOW - 19),), beat=NOW)
+    text = "did not come to train step of processes 0, 1, for which rank 0 waited 11 s at train.py:30 in fit"
+    assert str(stalls.find({0: reading, 1: behind}, range(2), TIMEOUT, NOW)) == f"rank 1 {text}"
+    # Where no step is known.
+    assert find(reads, None) == "rank 1 holds up rank 0, which waited 11 s in reading a value at train.py:30 in fit"
 
 
 def test_one_that_has_waited_in_vain_is_believed() -> None:
@@ -84,7 +103,7 @@ def test_only_members_are_late() -> None:
     )
     # Where a text does not tell of members, all of this node may be meant.
     assert find(done(), waits(11, "the meeting of all processes")) == (
-        "rank 0 did not come to the meeting of all processes, for which rank 1 waited 11 s"
+        "rank 0 holds up rank 1, which waited 11 s in the meeting of all processes"
     )
 
 
@@ -116,7 +135,14 @@ def test_a_process_that_is_silent_is_named_with_its_state(child: subprocess.Pope
     )
     child.send_signal(19)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    assert find(waits(11), None, flights=silent) == ("rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)")
+    stopped = "rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)"
+    assert find(waits(11), None, flights=silent) == stopped
+    late = {1: flight(1, beat=NOW, pid=child.pid)}
+    assert find(waits(11), None, flights=late) == (
+        f"rank 1 did not come to {REDUCE}, for which rank 0 waited 11 s; rank 1 is stopped (SIGSTOP)"
+    )
+    # Another that is silent waits for it.
+    assert find(None, None, flights=silent | {0: flight(0, beat=NOW - 11, pid=os.getpid())}) == stopped
 
 
 def test_one_that_has_ended_is_neither_silent_nor_late(child: subprocess.Popen[bytes]) -> None:
@@ -138,5 +164,5 @@ def test_threads_of_the_package_are_left_out_of_stacks() -> None:
         f'Current thread 0x03 (most recent call first):\n  File "{package}/keras/phases.py", line 5 in fit\n'
         '  File "/home/train.py", line 6 in <module>\n'
     )
-    lines = stalls._main_thread_first(text)
+    lines = stalls.threads_of(text)
     assert [line.split(" in ")[-1] for line in lines if "File" in line] == ["fit", "<module>", "get", "work"]

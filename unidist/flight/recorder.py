@@ -131,11 +131,14 @@ class Recorder:
         """In a child of this process, which would write into its record: keeps one of its own, in memory."""
         self._lock = threading.Lock()
         self._leave()
+        self._times[WORD["began"]] = self._times[WORD["phase_began"]] = _now()
 
     def _live(self, path: Path, line_of: Callable[[int], str]) -> None:
         while self._path == path:
             self._times[WORD["beat"]] = _now()
-            self._find_lines(line_of)
+            # Signs of life go on, whatever a thread's frames look like meanwhile.
+            with contextlib.suppress(Exception):
+                self._find_lines(line_of)
             if self._whole[WORD["order"]] == END:
                 # Others are gone, and the main thread may wait for them where no signal's handler runs.
                 os._exit(_ENDED)

@@ -121,12 +121,15 @@ class Attempt:
         marked = dict(environ)
         mark(marked, run_id)
         begun = ended = time.monotonic()
+        stood: dict[Path, bytes] = {}
         try:
             self._job.start(marked, self._console)
             self._watch(give_up)
             ended = time.monotonic()
             self._tell_others()
             if self._stall is not None:
+                # One that was stopped goes on where it is woken, and so would its record.
+                stood = stalls.records(self._folder)
                 self._stacks = stalls.stacks(self._folder, self._flights(), self._stall.ranks)
         finally:
             asked = len(self._received)
@@ -139,6 +142,9 @@ class Attempt:
             end(run_id, self._job.groups(), self._job.running, grace, hurry=lambda: len(self._received) > asked)
             self._console.finish()
             self._job.close()
+            for path, data in stood.items():
+                with contextlib.suppress(OSError):
+                    path.write_bytes(data)
         return self._ended(begun, ended, self._flights())
 
     # watching ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unidist.backends.desync import ranks_text
@@ -20,6 +20,7 @@ _EARLY = 0.1
 # Seconds until a process that is asked for its stacks has written them, and lines of them that are shown.
 _STACKS_ARRIVE, _SHOWN = 1.0, 60
 _PACKAGE, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
+_STOPPED = ("T", "t")
 _STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a device or a file system"}
 
 
@@ -54,8 +55,10 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
 
     silent = [flight for flight in flights.values() if now - flight.beat > enough(flight)]
     if silent := [flight for flight in silent if state_of(flight.pid) not in ("", "Z")]:
+        # What waits for a stopped one in C, with Python's lock held, is silent too.
+        silent = [flight for flight in silent if state_of(flight.pid) in _STOPPED] or silent
         return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now))
-    waiting = {rank: entry for rank, flight in flights.items() if (entry := flight.wait) is not None}
+    waiting = {rank: entry for rank, flight in flights.items() if (entry := awaited(flight)) is not None}
     in_vain = {
         rank: entry for rank, entry in waiting.items() if (entry.ended or now) - entry.begun > enough(flights[rank])
     }
@@ -63,11 +66,38 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
     # The one that has waited longest waits for those; others may wait for it.
     for entry in sorted(in_vain.values(), key=lambda one: one.begun):
         members = members_of(entry.what)
-        if absent := tuple(rank for rank in idle if members is None or rank in members):
-            for_whom = [rank for rank in waiting if members is None or rank in members]
-            waits = f"{ranks_text(for_whom)} {_waited(entry, now)}"
-            return Stall(absent, f"did not come to {entry.what}, for which {waits}")
+        absent = tuple(rank for rank in idle if _is_missing(rank, flights.get(rank), entry, members))
+        if absent:
+            kept = ranks_text(rank for rank in waiting if members is None or rank in members)
+            said = f"for which {kept}" if members else f"holds up {kept}, which"
+            what = f"did not come to {entry.what}, {said}" if members else said
+            where = ("" if members else f" in {entry.what}") + (f" at {entry.site}" if entry.site else "")
+            waited = f"waited {(entry.ended or now) - entry.begun:.0f} s{where}"
+            return Stall(absent, f"{what} {waited}{_states(absent, flights)}")
     return None
+
+
+def awaited(flight: Flight) -> Entry | None:
+    """What a process waits in, or has waited in in vain last of all. One that reads a value waits for the step that it
+    has started last before."""
+    wait = flight.wait
+    if wait is None or members_of(wait.what) is not None:
+        return wait
+    for entry in reversed(flight.entries):
+        goes_on = entry.ended is None or entry.failed
+        if entry.number < wait.number and goes_on and members_of(entry.what) is not None:
+            return replace(entry, begun=wait.begun, ended=wait.ended, site=wait.site, is_waited_in=True)
+    return wait
+
+
+def _states(ranks: Iterable[int], flights: Mapping[int, Flight]) -> str:
+    states = {rank: _STATES.get(state_of(flights[rank].pid)) for rank in ranks if rank in flights}
+    return "".join(f"; rank {rank} {state}" for rank, state in states.items() if state)
+
+
+def _is_missing(rank: int, flight: Flight | None, entry: Entry, members: frozenset[int] | None) -> bool:
+    """Whether a process that waits for nobody has not come."""
+    return members is None or (rank in members and (flight is None or not flight.has_come_to(entry)))
 
 
 def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
@@ -89,6 +119,11 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def records(folder: Path) -> dict[Path, bytes]:
+    """The records of a folder as they are now, byte by byte."""
+    return {path: path.read_bytes() for path in folder.glob(f"*{SUFFIX}")}
+
+
 def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) -> list[str]:
     """Where these processes stand, as lines: they are asked, and woken where they are stopped."""
     known = [flights[rank] for rank in ranks if rank in flights]
@@ -105,12 +140,12 @@ def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) ->
             time.sleep(0.02)
         time.sleep(0.02)
         text = path.read_text(errors="replace") if path.exists() else ""
-        lines += [f"[{rank}] {line}" for line in _main_thread_first(text)[:_SHOWN]]
+        lines += [f"[{rank}] {line}" for line in threads_of(text)[:_SHOWN]]
     return lines
 
 
-def _main_thread_first(text: str) -> list[str]:
-    """faulthandler tells the main thread last. Threads of the package's own are left out."""
+def threads_of(text: str) -> list[str]:
+    """The stacks that faulthandler writes, the main thread's first. Threads of the package's own are left out."""
     threads = [part.splitlines() for part in reversed(text.strip().split("\n\n"))]
     return [line for lines in threads if not all(_is_ours(line) for line in lines[1:]) for line in lines]
 
@@ -129,8 +164,3 @@ def _silence(flight: Flight, now: float) -> str:
 def _is_alive(flight: Flight | None) -> bool:
     """Whether a process runs. One without a record has not come so far as to have one."""
     return flight is None or state_of(flight.pid) not in ("", "Z")
-
-
-def _waited(entry: Entry, now: float) -> str:
-    where = f" at {entry.site}" if entry.site else ""
-    return f"waited {(entry.ended or now) - entry.begun:.0f} s{where}"

@@ -14,6 +14,7 @@ from jax.errors import JaxRuntimeError
 
 from unidist.backends.noting import Kinds, Noted, told
 from unidist.errors import ProcessLostError, UnidistError
+from unidist.flight.recorder import recorder
 
 if TYPE_CHECKING:
     from unidist.backends.jax.joining import Membership
@@ -62,13 +63,13 @@ def until_ready(x: Any, world: Membership, what: str, *, is_noted: bool = False)
 
 def poll(x: Any, world: Membership, what: str) -> None:
     """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit. A wait is noted in
-    this process's record (unidist.flight).
+    this process's record (unidist.flight). Others may find the value ready: it does not tell of members.
 
     Raises:
         ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
     """
     if world.count > 1 and not x.is_ready():
-        with Noted(kind(what, world)):
+        with Noted(recorder.kind(what)):
             until_done(x, world, what)
 
 

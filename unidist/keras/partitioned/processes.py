@@ -17,6 +17,7 @@ from unidist.backends.checking import checks_all
 from unidist.backends.jax import agreeing, waiting
 from unidist.backends.jax.joining import Membership
 from unidist.backends.jax.joining import current as world_joined
+from unidist.backends.noting import Noted
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
 from unidist.keras.agreement import Peers
@@ -98,10 +99,12 @@ def _summed(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 def _read(program: Callable[[jax.Array], jax.Array], array: jax.Array, what: str) -> Array:
     """What the program gives, which is the same on every device. Waits for it as long as the world does."""
-    with lost(what):
+    world = world_joined()
+    if world is None:
+        return np.asarray(program(array).addressable_data(0))
+    with Noted(waiting.kind(what, world)), lost(what):
         found = program(array)
-        if (world := world_joined()) is not None:
-            waiting.until_ready(found, world, what)
+        waiting.until_ready(found, world, what, is_noted=True)
         return np.asarray(found.addressable_data(0))
 
 
