@@ -151,6 +151,7 @@ def _run(parsed: argparse.Namespace) -> int:
         max_restarts=parsed.max_restarts,
         log_dir=parsed.log_dir,
     )
+    importlib.import_module("unidist.log").start(lambda: None)
     code = int(launch.run(request))
     if code == 128 + signal.SIGPIPE:
         _forget_output()

@@ -18,7 +18,7 @@ ENTRIES, ENTRY = 256, 5
 SIZE = HEADER + TEXTS + ENTRIES * ENTRY * 8
 SUFFIX = ".flight"
 # What a process may be asked by whoever watches it.
-GO_ON, END = 0, 1
+GO_ON, END, TELL = 0, 1, 2
 
 # Seconds that the process's main thread has spent are kept by phase.
 PHASES = (

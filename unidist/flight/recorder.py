@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
+import json
 import mmap
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from unidist.flight.form import (
     RING,
     SIZE,
     SUFFIX,
+    TELL,
     TEXTS,
     WORD,
 )
@@ -37,6 +40,9 @@ from unidist.flight.form import (
 VARIABLE = "UNIDIST_FLIGHT"
 # Seconds between two signs of life.
 BEAT = 0.25
+# What a process tells when it is asked what it has imported.
+TOLD = ".told"
+_INITIAL = Path("/proc/self/environ")
 # As a shell tells of SIGTERM.
 _ENDED = 128 + signal.SIGTERM
 _now = time.monotonic
@@ -110,12 +116,26 @@ class Recorder:
             self._stacks.close()
             self._stacks = None
 
+    def forked(self) -> None:
+        """In a process that was forked just now: begins a record of its own, in memory."""
+        kept = mmap.mmap(-1, SIZE)
+        kept[:] = self._map[:]
+        self._map, self._path, self._lock = kept, None, threading.Lock()
+        self._look()
+        self.set("pid", os.getpid())
+        self._times[WORD["began"]] = self._times[WORD["phase_began"]] = _now()
+
     def _live(self, path: Path) -> None:
+        has_told = False
         while self._path == path:
             self._times[WORD["beat"]] = _now()
             if self._whole[WORD["order"]] == END:
                 # Others are gone, and the main thread may wait for them where no signal's handler runs.
                 os._exit(_ENDED)
+            if self._whole[WORD["order"]] == TELL and not has_told:
+                has_told = True
+                with contextlib.suppress(OSError):
+                    _tell(path.with_suffix(TOLD))
             time.sleep(BEAT)
 
     # collectives ------------------------------------------------------------------------------------------------------
@@ -220,8 +240,37 @@ class Recorder:
         return self._map[:]
 
 
+def _tell(path: Path) -> None:
+    """Writes what this process has imported, from where, and what it has changed in its environment."""
+    modules = dict(sys.modules)
+    given = dict(
+        variable.partition("=")[::2] for variable in os.fsdecode(_INITIAL.read_bytes()).split("\0") if variable
+    )
+    now = dict(os.environ)
+    said = {
+        "modules": {name: _file(module) for name, module in modules.items() if module is not None},
+        "absent": [name for name, module in modules.items() if module is None],
+        "environ": {name: now.get(name) for name in sorted(now.keys() | given) if now.get(name) != given.get(name)},
+    }
+    made = path.with_suffix(".telling")
+    made.touch(0o600)
+    made.write_text(json.dumps(said))
+    made.replace(path)
+
+
+def _file(module: object) -> str:
+    # Asked for an attribute, some modules would begin to load.
+    try:
+        found = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:
+        return ""
+    return found if isinstance(found, str) else ""
+
+
 # This process's. Adapters keep no other reference to what is inside: `open` and `close` change it.
 recorder = Recorder()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=recorder.forked)
 
 
 def open_in_environment(rank: int, processes: int) -> None:

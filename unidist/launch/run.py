@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,10 @@ from unidist.backends.environment import TIMEOUT, without_launcher
 from unidist.flight.recorder import VARIABLE
 from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended
 from unidist.launch.console import Console
+from unidist.launch.ending import mark
 from unidist.launch.goodput import Spent, spent
+from unidist.launch.jobs import Job
+from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 from unidist.launch.restarts import Again, GivenUp, Restarts
@@ -76,10 +80,21 @@ class _Run:
         self._request, self._console, self._folder, self._received = request, console, folder, received
         self._restarts = Restarts(request.max_restarts)
         self._attempts: list[Ended] = []
-        self._spent = Spent()
+        self._spent, self._accounted = Spent(), time.monotonic()
+        self._environ = _environ(request)
+        mark(self._environ, uuid.uuid4().hex)
+        if request.log_dir is None:
+            self._environ[TEMPORARY] = str(folder)
+        self._preloading = Preloading(request, self._job().common() | self._environ)
 
     def go(self, give_up: Callable[[], str | None]) -> int:
         """The exit code."""
+        try:
+            return self._go(give_up)
+        finally:
+            self._preloading.close()
+
+    def _go(self, give_up: Callable[[], str | None]) -> int:
         while True:
             ended = self._attempt(give_up)
             if not ended.has_failed:
@@ -97,15 +112,21 @@ class _Run:
         folder.mkdir(parents=True, exist_ok=True)
         if self._request.log_dir is not None:
             self._console.keep_in(folder)
-        environ = _environ(self._request) | {VARIABLE: str(folder), RESTARTS: str(number)}
-        if self._request.log_dir is None:
-            environ[TEMPORARY] = str(self._folder)
-        job = registry.job(self._request.backend)(self._request)
-        ended = Attempt(job, self._console, folder, self._received).run(environ, give_up)
+        environ = self._environ | {VARIABLE: str(folder), RESTARTS: str(number)}
+        job = self._job()
+        job.restarts = number
+        job.forks = self._preloading.server()
+        ended = Attempt(job, self._console, folder, self._received, self._preloading).run(environ, give_up)
         now = time.monotonic()
-        self._spent += spent(ended.flights, ended.begun, now, is_restart=number > 0, has_failed=ended.has_failed)
+        # From the end of the attempt before: the pause between them belongs to the restart.
+        self._spent += spent(ended.flights, self._accounted, now, is_restart=number > 0, has_failed=ended.has_failed)
+        self._accounted = now
         self._attempts.append(ended)
         return ended
+
+    def _job(self) -> Job:
+        made: Job = registry.job(self._request.backend)(self._request)
+        return made
 
     def _say_again(self, ended: Ended, follows: Again) -> None:
         what = ended.what.rpartition("; ")[0] if ended.what.endswith((":", "nothing")) else ended.what
