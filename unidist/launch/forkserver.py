@@ -51,7 +51,7 @@ class ForkServer:
         env: its environment, which what it imports sees.
         modules: what it imports.
         path: where it looks for modules besides.
-        program: imports what that has imported, in the background: at the lowest priority, in a session of its own and
+        program: imports what that has imported, in the background: at a low priority, in a session of its own and
             without a word.
     """
 

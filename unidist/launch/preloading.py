@@ -1,7 +1,7 @@
 """Preloading: what a program has imported once is imported in the background, so that a restart need not wait for it.
 
 The server (forkserver.py) is started when the training has made its first step: before, its imports would slow down
-those of the program itself, and what the program imports is not known. It works at the lowest priority.
+those of the program itself, and what the program imports is not known. It works at a low priority.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Preloading:
             self._thread.start()
 
     def server(self) -> ForkServer | None:
-        """The server, once it has imported; None where there is none. At the lowest priority that may take long on a
-        machine that others use too: nobody waits for it."""
+        """The server, once it has imported; None where there is none. At a low priority that may take long on a busy
+        machine: nobody waits for it."""
         return self._server if self._is_ready else None
 
     def close(self) -> None:
