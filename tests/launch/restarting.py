@@ -152,7 +152,10 @@ import traceback
 
 open_in_environment(rank, 1)
 recorder.set("resumed", 2 + ("further" in sys.argv) * restarts)
+recorder.enter("step")
+time.sleep(0.01)
 recorder.stepped()
+recorder.enter("program")
 try:
     raise ValueError(f"in attempt {restarts}")
 except ValueError:

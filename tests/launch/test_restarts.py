@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_nothing_of_a_restart_is_left(killed: list[str], tmp_path: Path) -> None
 def attempts(most: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, list[str]]:
     """(exit code, what was said) of a program that fails in each attempt."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(restarts, "_PAUSE", 0.1)
+    monkeypatch.setattr(restarts, "_PAUSE", 0.3)
     command = (program(folder, restarting.FAILS_AGAIN), *arguments)
     err = io.StringIO()
     code = launch_run(Request(backend="jax", command=command, max_restarts=most), out=io.StringIO(), err=err)
@@ -88,16 +89,22 @@ def attempts(most: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *argument
 
 
 def test_a_run_that_comes_no_further_ends_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = time.monotonic()
     code, said = attempts(9, tmp_path, monkeypatch)
+    seconds = time.monotonic() - begun
     assert code == 40
     assert [line for line in said if "restart " in line] == [
         "unidist: restart 1 of 9, from the beginning (3 steps were made)",
-        "unidist: restart 2 of 9, in 0.1 s, from the beginning (3 steps were made)",
-        "unidist: restart 3 of 9, in 0.2 s, from the beginning (3 steps were made)",
+        "unidist: restart 2 of 9, in 0.3 s, from the beginning (3 steps were made)",
+        "unidist: restart 3 of 9, in 0.6 s, from the beginning (3 steps were made)",
     ]
     last = said.index("unidist: 3 restarts in a row brought the training no further; the first failure was:")
     assert said[last + 1] == "unidist: rank 0 of 1 failed first, with exit code 40; its traceback:"
     assert said[-1] == "[0] ValueError: in attempt 0"
+    # The pauses before restarts are part of the time.
+    goodput = re.search(r"of ([\d.]+) s in 0 steps that count; ", "\n".join(said))
+    assert goodput is not None
+    assert seconds - float(goodput[1]) < 0.6
 
 
 def test_a_run_without_restarts_left_ends_with_the_error_that_stopped_it(

@@ -157,15 +157,19 @@ def _devices() -> Iterator[str]:
 
 def _has_cuda() -> bool:
     """Whether CUDA was initialised here: a forked process could not use it. (Looking at NVML does not.)"""
-    with contextlib.suppress(OSError):
+    try:
         if "libcuda.so" not in _text("/proc/self/maps"):
             return False
-        import ctypes
+    except OSError:
+        return False
+    import ctypes
 
-        context = ctypes.c_void_p()
+    context = ctypes.c_void_p()
+    try:
         # 3 is CUDA_ERROR_NOT_INITIALIZED.
         return bool(ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) != 3)
-    return False
+    except (OSError, AttributeError):
+        return True
 
 
 def _stranger(wanted: Mapping[str, Any]) -> str:
