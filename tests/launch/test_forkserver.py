@@ -96,6 +96,15 @@ def test_what_an_import_sets_is_in_the_environment(started: Started, tmp_path: P
     assert said_by(server, tmp_path, text) == "yes True\n"
 
 
+def test_forked_processes_draw_numbers_of_their_own(started: Started, tmp_path: Path) -> None:
+    """NumPy draws its seed when it is imported."""
+    server = started("import numpy.random")
+    server.wait()
+    text = "import numpy, random; print(numpy.random.random(), random.random())"
+    drawn = " ".join(said_by(server, tmp_path, text) for _ in range(3)).split()
+    assert len(set(drawn)) == 6
+
+
 def test_each_forked_process_has_a_record_of_its_own(started: Started, tmp_path: Path) -> None:
     server = started("import unidist.flight.recorder")
     server.wait()

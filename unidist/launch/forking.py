@@ -282,8 +282,8 @@ def _become(
     # Another name of this program, which libraries for multiprocessing give.
     sys.modules.pop("__mp_main__", None)
     # NumPy draws its first seed when it is imported; Python's own generator does this by itself after a fork.
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    if (drawing := sys.modules.get("numpy.random")) is not None:
+        drawing.seed()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
 
 
