@@ -155,6 +155,7 @@ def _run(parsed: argparse.Namespace) -> int:
         min_processes=parsed.min_processes,
         log_dir=parsed.log_dir,
     )
+    importlib.import_module("unidist.log").start(lambda: None)
     code = int(launch.run(request))
     if code == 128 + signal.SIGPIPE:
         _forget_output()

@@ -158,7 +158,11 @@ def come_to(
         ([], 0, ""),
         ([Failure(1, 41)], 41, "unidist: rank 1 of 2 failed first, with exit code 41; the others were ended; it said"),
         ([Failure(0, -9)], 137, "unidist: rank 0 of 2 failed first, with signal SIGKILL; the others were ended; it"),
-        ([Failure(None, 3)], 3, "unidist: the agent that starts the processes ended with exit code 3; what it said"),
+        (
+            [Failure(None, 3)],
+            3,
+            "unidist: what starts the processes, or where they meet, ended with exit code 3; what it said",
+        ),
         (None, GIVEN_UP, "unidist: it takes too long: all processes were ended\n"),
     ],
     ids=str,

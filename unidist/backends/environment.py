@@ -123,7 +123,11 @@ TORCHRUN = Launcher(
     local_count="LOCAL_WORLD_SIZE",
     local_index="LOCAL_RANK",
     address=("MASTER_ADDR", "MASTER_PORT"),
-    others=("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+    others=(
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ),
 )
 JAX = Launcher(
     name="jax",

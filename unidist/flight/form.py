@@ -20,7 +20,7 @@ ENTRY_FORM = "<3Q2d2Q"
 SIZE = HEADER + TEXTS + ENTRIES * ENTRY * 8
 SUFFIX = ".flight"
 # What a process may be asked by whoever watches it.
-GO_ON, END = 0, 1
+GO_ON, END, TELL = 0, 1, 2
 # EX_TEMPFAIL of sysexits.h, with which a process ends that was asked to and has saved: started again it goes on.
 LEFT = 75
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
+import json
 import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ from unidist.flight.form import (
     RING,
     SIZE,
     SUFFIX,
+    TELL,
     TEXTS,
     WORD,
 )
@@ -45,6 +48,9 @@ VARIABLE = "UNIDIST_FLIGHT"
 BEAT = 0.25
 # Seconds of a wait after which it is found where the program called it.
 LASTS = 0.5
+# What a process tells when it is asked what it has imported.
+TOLD = ".told"
+_INITIAL = Path("/proc/self/environ")
 # As a shell tells of SIGTERM.
 _ENDED = 128 + signal.SIGTERM
 _now = time.monotonic
@@ -134,6 +140,7 @@ class Recorder:
         self._times[WORD["began"]] = self._times[WORD["phase_began"]] = _now()
 
     def _live(self, path: Path, line_of: Callable[[int], str]) -> None:
+        has_told = False
         while self._path == path:
             self._times[WORD["beat"]] = _now()
             # Signs of life go on, whatever a thread's frames look like meanwhile.
@@ -142,6 +149,10 @@ class Recorder:
             if self._whole[WORD["order"]] == END:
                 # Others are gone, and the main thread may wait for them where no signal's handler runs.
                 os._exit(_ENDED)
+            if self._whole[WORD["order"]] == TELL and not has_told:
+                has_told = True
+                with contextlib.suppress(OSError):
+                    _tell(path.with_suffix(TOLD))
             time.sleep(BEAT)
 
     def _find_lines(self, line_of: Callable[[int], str]) -> None:
@@ -273,6 +284,33 @@ class Recorder:
 
     def __bytes__(self) -> bytes:
         return bytes(self._map)
+
+
+def _tell(path: Path) -> None:
+    """Writes what this process has imported, from where, and what it has changed in its environment."""
+    modules = dict(sys.modules)
+    given = dict(
+        variable.partition("=")[::2] for variable in os.fsdecode(_INITIAL.read_bytes()).split("\0") if variable
+    )
+    now = dict(os.environ)
+    said = {
+        "modules": {name: _file(module) for name, module in modules.items() if module is not None},
+        "absent": [name for name, module in modules.items() if module is None],
+        "environ": {name: now.get(name) for name in sorted(now.keys() | given) if now.get(name) != given.get(name)},
+    }
+    made = path.with_suffix(".telling")
+    made.touch(0o600)
+    made.write_text(json.dumps(said))
+    made.replace(path)
+
+
+def _file(module: object) -> str:
+    # Asked for an attribute, some modules would begin to load.
+    try:
+        found = object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 # This process's. Adapters keep no other reference to what is inside: `open` and `close` change it.

@@ -21,6 +21,7 @@ from unidist.launch.causes import Judge
 from unidist.launch.console import Console
 from unidist.launch.ending import end, mark
 from unidist.launch.jobs import Failure, Job
+from unidist.launch.preloading import Preloading
 from unidist.launch.stalls import Stall
 
 # What timeout(1) ends with.
@@ -91,14 +92,22 @@ class Attempt:
         console: takes what they print.
         folder: takes their records.
         received: signals that the launcher has received; may grow.
+        preloading: gets ready for the next attempt.
         others: the nodes beside this one.
     """
 
     def __init__(
-        self, job: Job, console: Console, folder: Path, received: Sequence[int], others: Others | None = None
+        self,
+        job: Job,
+        console: Console,
+        folder: Path,
+        received: Sequence[int],
+        preloading: Preloading,
+        others: Others | None = None,
     ) -> None:
         self._nodes = others or Others()
         self._job, self._console, self._folder, self._received = job, console, folder, received
+        self._preloading = preloading
         self._request = job.request
         self._ranks = tuple(self._request.rank(local) for local in range(self._request.processes))
         self._failures: list[Failure] | None = None
@@ -174,7 +183,9 @@ class Attempt:
                 return
             if now - self._looked > _LOOK:
                 self._looked = now
-                if (found := stalls.find(self._flights(), self._waited_for(failures), self._timeout, now)) is not None:
+                flights = self._flights()
+                self._preloading.look(self._folder, flights)
+                if (found := stalls.find(flights, self._waited_for(failures), self._timeout, now)) is not None:
                     self._stall = found
                     return
             time.sleep(_POLL)
@@ -259,7 +270,8 @@ class Attempt:
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         exit_code = code if code > 0 else 128 - code
         if first.rank is None:
-            return exit_code, f"the agent that starts the processes ended with {how}; what it said is above", "", []
+            what = f"what starts the processes, or where they meet, ended with {how}; what it said is above"
+            return exit_code, what, "", []
         found = self._console.traceback(first.rank)
         lines = found[1] if found else self._console.last_lines(first.rank)
         what = f"rank {first.rank} of {self._request.world_size} failed first, with {how}{self._others()}"

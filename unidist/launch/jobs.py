@@ -1,10 +1,13 @@
-"""How processes start: by ourselves, or by torchrun's elastic agent (torch). An adapter's entry names its job."""
+"""How processes start: by ourselves, new ones or forked from a server, or by torchrun's elastic agent (torch). An
+adapter's entry names its job."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -14,14 +17,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from unidist.backends import registry
-from unidist.backends.environment import TORCHRUN, Launch
+from unidist.backends.environment import TORCHRUN, Launch, without_launcher
 from unidist.launch import program
 from unidist.launch.console import Console
+from unidist.launch.forkserver import Forked, ForkServer
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
 
 # Run by path and with -P: a module in the folder where the user stands must not shadow what the agent imports.
 _AGENT = Path(registry.__file__).parent / "torch" / "agent.py"
+_STORE = Path(registry.__file__).parent / "torch" / "store.py"
 _RENDEZVOUS = Path(registry.__file__).parent / "horovod" / "rendezvous.py"
+# What torchrun's agent calls a run and what it starts.
+_NAME = "unidist"
+_log = logging.getLogger("unidist.launch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,10 @@ class Failure:
 class Job(ABC):
     """The processes of one node, as the launcher sees them.
 
+    Attributes:
+        forks: what processes are forked from where that can be; None: they are new ones.
+        restarts: how often the run was started again.
+
     Raises:
         LaunchError: several devices are asked for in each process of an adapter that has one.
     """
@@ -46,12 +58,18 @@ class Job(ABC):
                 "--devices-per-process"
             )
         self.request = request
-        self._children: list[subprocess.Popen[bytes]] = []
+        self.forks: ForkServer | None = None
+        self.restarts = 0
+        self._children: list[subprocess.Popen[bytes] | Forked] = []
         self._lifeline: tuple[int, int] | None = None
 
     def defaults(self) -> dict[str, str]:
         """For all processes, unless the environment says otherwise: the cores of the machine are shared by them."""
         return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.request.processes))}
+
+    def common(self) -> dict[str, str]:
+        """What the job adds to the environment of each process alike, whatever the attempt."""
+        return self.defaults()
 
     @abstractmethod
     def start(self, environ: Mapping[str, str], console: Console) -> None:
@@ -86,8 +104,15 @@ class LocalProcesses(Job):
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         address = self.request.address or f"{LOOPBACK}:{free_port()}"
-        variables = [self.variables(address, local_index) for local_index in range(self.request.processes)]
-        self._start_each({**self.defaults(), **environ}, variables, console)
+        self._start_each({**self.defaults(), **environ}, self._variables(address), console)
+
+    def common(self) -> dict[str, str]:
+        first, *others = [without_launcher(one) for one in self._variables(f"{LOOPBACK}:1")]
+        same = {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
+        return {**self.defaults(), **same}
+
+    def _variables(self, address: str) -> list[dict[str, str]]:
+        return [self.variables(address, local_index) for local_index in range(self.request.processes)]
 
     def variables(self, address: str, local_index: int) -> dict[str, str]:
         """For one process."""
@@ -105,20 +130,44 @@ class LocalProcesses(Job):
     def _start_each(self, environ: Mapping[str, str], variables: Sequence[Mapping[str, str]], console: Console) -> None:
         for local_index, own in enumerate(variables):
             out, err = console.attach(self.request.rank(local_index))
+            command = self.request.command
             try:
                 self._children.append(
-                    subprocess.Popen(
-                        [sys.executable, program.__file__, *self.request.command],
-                        env={**environ, **own, program.LIFELINE: "stdin"},
-                        stdin=self._standard_input(),
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
-                    )
+                    self._process(program.__file__, command, [list(command)], {**environ, **own}, out, err)
                 )
             finally:
                 os.close(out)
                 os.close(err)
+
+    def _process(
+        self,
+        file: str,
+        command: Sequence[str],
+        arguments: Sequence[object],
+        environ: Mapping[str, str],
+        out: int,
+        err: int | None,
+    ) -> subprocess.Popen[bytes] | Forked:
+        """Runs `python FILE COMMAND`, or its function `main` with `arguments` in a forked process."""
+        given = {**environ, program.LIFELINE: "stdin"}
+        stdin = self._standard_input()
+        if self.forks is not None:
+            try:
+                return self.forks.fork(
+                    f"{file}:main",
+                    given,
+                    stdin,
+                    out,
+                    2 if err is None else err,
+                    arguments=arguments,
+                    command=[file, *command],
+                )
+            except RuntimeError as error:
+                _log.info("starting new processes: %s", error)
+                self.forks = None
+        return subprocess.Popen(
+            [sys.executable, file, *command], env=given, stdin=stdin, stdout=out, stderr=err, start_new_session=True
+        )
 
     def poll(self) -> list[Failure] | None:
         codes = [child.poll() for child in self._children]
@@ -217,6 +266,54 @@ class HorovodProcesses(LocalProcesses):
         super().close()
 
 
+class TorchProcesses(LocalProcesses):
+    """torch, where processes may be started again: as torchrun's agent would start them, but without waiting for it.
+
+    The agent imports torch before it starts anything, and cannot be forked. What is left of it is the store at which
+    the processes meet, in a process beside them: torch's own, in process 0, would listen at every interface.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._store: subprocess.Popen[bytes] | Forked | None = None
+
+    def start(self, environ: Mapping[str, str], console: Console) -> None:
+        # Processes that come before the store listens are kept waiting by the socket.
+        with socket.create_server((LOOPBACK, 0), backlog=128) as listening:
+            host, port = listening.getsockname()
+            address = f"{host}:{port}"
+            given = {**self.defaults(), **environ}
+            self._start_each(given, self._variables(address), console)
+            self._store = self._process(
+                str(_STORE), [program.__file__], [program.__file__], given, listening.fileno(), None
+            )
+
+    def variables(self, address: str, local_index: int) -> dict[str, str]:
+        request, index = self.request, str(local_index)
+        count = str(request.processes)
+        return {
+            **super().variables(address, local_index),
+            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_RANK": index, "ROLE_WORLD_SIZE": count},
+            "ROLE_NAME": _NAME,
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(request.max_restarts),
+            "TORCHELASTIC_RUN_ID": _NAME,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def poll(self) -> list[Failure] | None:
+        found = super().poll()
+        if found is None and self._store is not None and (code := self._store.poll()) is not None:
+            return [Failure(None, code or 1)]
+        return found
+
+    def groups(self) -> list[int]:
+        return [*super().groups(), *([] if self._store is None else [self._store.pid])]
+
+    def running(self) -> bool:
+        return super().running() or (self._store is not None and self._store.poll() is None)
+
+
 class ElasticAgent(Job):
     """torch: torchrun's agent, in a process of its own, starts the others and tells which of them have failed."""
 
@@ -264,3 +361,8 @@ class ElasticAgent(Job):
         if self._told is not None:
             self._told.close()
         super().close()
+
+
+def of_torch(request: Request) -> Job:
+    """torchrun's agent, unless one node's processes may be started again."""
+    return TorchProcesses(request) if request.max_restarts and request.nodes == 1 else ElasticAgent(request)

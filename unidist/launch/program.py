@@ -64,15 +64,20 @@ def _end_with(lifeline: int) -> None:
             pass
     except OSError:  # The program has closed all descriptors: it has made itself independent.
         return
-    if folder := os.environ.get(TEMPORARY):
-        shutil.rmtree(folder, ignore_errors=True)
-    # By path, and only now: a process needs it once. All others of the run go first, those in other sessions too.
     with contextlib.suppress(Exception):
-        runpy.run_path(os.path.join(os.path.dirname(__file__), "ending.py"))["kill_rest"](os.getpid(), LIFELINE)
+        end_others()
     with contextlib.suppress(OSError):
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_others() -> None:
+    """Ends what else is of the innermost run that this process belongs to, in other sessions too, and its folder."""
+    if folder := os.environ.get(TEMPORARY):
+        shutil.rmtree(folder, ignore_errors=True)
+    # By path, and only now: a process needs it once.
+    runpy.run_path(os.path.join(os.path.dirname(__file__), "ending.py"))["kill_rest"](os.getpid(), LIFELINE)
 
 
 def _taken_from_standard_input() -> int:

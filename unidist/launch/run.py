@@ -9,8 +9,9 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -22,7 +23,10 @@ from unidist.flight.recorder import VARIABLE
 from unidist.launch import together
 from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended, Others
 from unidist.launch.console import Console
+from unidist.launch.ending import mark
 from unidist.launch.goodput import Spent, spent
+from unidist.launch.jobs import Job
+from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 from unidist.launch.restarts import Again, GivenUp, Restarts
@@ -66,8 +70,11 @@ def run(
     """
     registry.find(request.backend)
     console = Console(out or sys.stdout, err or sys.stderr)
-    with _signals() as received, _folder(request.log_dir) as folder:
-        run = _Run(request, console, folder, received)
+    with (
+        _signals() as received,
+        _folder(request.log_dir) as folder,
+        closing(_Run(request, console, folder, received)) as run,
+    ):
         if request.nodes > 1:
             return together.go(request, run, console, received, give_up)
         return run.go(give_up)
@@ -80,7 +87,15 @@ class _Run:
         self._request, self._console, self._folder, self._received = request, console, folder, received
         self._restarts = Restarts(request.max_restarts)
         self._attempts: list[Ended] = []
-        self._spent = Spent()
+        self._spent, self._accounted = Spent(), time.monotonic()
+        self._environ = _environ(request)
+        mark(self._environ, uuid.uuid4().hex)
+        if request.log_dir is None:
+            self._environ[TEMPORARY] = str(folder)
+        self._preloading = Preloading(request, self._job(request).common() | self._environ)
+
+    def close(self) -> None:
+        self._preloading.close()
 
     def go(self, give_up: Callable[[], str | None]) -> int:
         """The exit code."""
@@ -112,15 +127,22 @@ class _Run:
         folder.mkdir(parents=True, exist_ok=True)
         if self._request.log_dir is not None:
             self._console.keep_in(folder)
-        environ = _environ(request) | {VARIABLE: str(folder), RESTARTS: str(number)}
-        if self._request.log_dir is None:
-            environ[TEMPORARY] = str(self._folder)
-        job = registry.job(request.backend)(request)
-        ended = Attempt(job, self._console, folder, self._received, others).run(environ, give_up)
+        environ = self._environ | {VARIABLE: str(folder), RESTARTS: str(number)}
+        job = self._job(request)
+        job.restarts = number
+        job.forks = self._preloading.server()
+        attempt = Attempt(job, self._console, folder, self._received, self._preloading, others)
+        ended = attempt.run(environ, give_up)
         now = time.monotonic()
-        self._spent += spent(ended.flights, ended.begun, now, is_restart=number > 0, has_failed=ended.has_failed)
+        # From the end of the attempt before: the pause between them belongs to the restart.
+        self._spent += spent(ended.flights, self._accounted, now, is_restart=number > 0, has_failed=ended.has_failed)
+        self._accounted = now
         self._attempts.append(ended)
         return ended
+
+    def _job(self, request: Request) -> Job:
+        made: Job = registry.job(request.backend)(request)
+        return made
 
     def _say_again(self, ended: Ended, follows: Again) -> None:
         begin = "the beginning" if ended.committed is None else f"checkpoint {ended.committed}"

@@ -27,13 +27,14 @@ from functools import partial
 from typing import IO, Any, TypeAlias
 
 from unidist.backends.environment import Launch, launchers, without_launcher
+from unidist.launch.forkserver import Forked, ForkServer
 from unidist.launch.request import LOOPBACK
 from unidist.launch.request import free_port as free_port
 from unidist.testing import forkserver
 
 Target: TypeAlias = str | Callable[..., Any]
 # Starts a process that writes its errors to a file.
-Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | forkserver.Forked]
+Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | Forked]
 
 # One thread pool for each of many processes on few cores would spoil the world.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -258,11 +259,11 @@ def _new_process(env: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[
     )
 
 
-def _forked(server: forkserver.ForkServer, env: Mapping[str, str], output: IO[bytes]) -> forkserver.Forked:
+def _forked(server: ForkServer, env: Mapping[str, str], output: IO[bytes]) -> Forked:
     read, to_child = os.pipe()
     from_child, write = os.pipe()
     try:
-        process = server.fork(env, read, write, output.fileno())
+        process = forkserver.worker(server, env, read, write, output.fileno())
     finally:
         os.close(read)
         os.close(write)
