@@ -233,7 +233,7 @@ def load(name: str) -> type[DistributionBackend]:
 
 
 def job(name: str) -> Any:
-    """The class of the job that starts an adapter's processes.
+    """What makes the job that starts an adapter's processes of a request: its class, or a function.
 
     Raises:
         CapabilityError: it declares none.

@@ -83,6 +83,9 @@ class Preloading:
             self._server.close()
         if self._thread is not None:
             self._thread.join()
+        # What came too late to be read.
+        for file in self._asked.glob(f"*{TOLD}") if self._asked is not None else ():
+            file.unlink(missing_ok=True)
 
     def _start(self, files: list[Path]) -> None:
         try:
