@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from unidist.backends import environment, registry
 from unidist.backends.door import TOKEN
 from unidist.backends.environment import timeout, without_launcher
 from unidist.errors import CapabilityError
-from unidist.launch import LaunchError, Request, ending, jobs, program, run
+from unidist.launch import LaunchError, Request, ending, jobs, program, run, together
 from unidist.launch.attempt import GIVEN_UP
 from unidist.launch.console import Console
 from unidist.launch.jobs import Failure, Job
@@ -199,8 +199,17 @@ def test_keras_runs_on_what_the_shell_says_where_the_backend_serves_it(
     assert "RANK" not in Planted.environ
 
 
+def at_once(
+    request: Request, attempts: Any, console: Console, received: Sequence[int], give_up: Callable[[], str | None]
+) -> int:
+    """In place of together.go: no other node is waited for."""
+    attempts.attempt(request, give_up)
+    return 0
+
+
 def test_each_run_of_one_node_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "jax")
+    monkeypatch.setattr(together, "go", at_once)
     monkeypatch.setattr(Planted, "found", [])
     monkeypatch.setenv(TOKEN, "of all nodes")
     seen = []
@@ -217,6 +226,7 @@ def test_one_node_s_connections_are_at_the_loopback(monkeypatch: pytest.MonkeyPa
     for name in INTERFACES:
         monkeypatch.delenv(name, raising=False)
     plant(monkeypatch, "jax")
+    monkeypatch.setattr(together, "go", at_once)
     monkeypatch.setattr(Planted, "found", [])
     for nodes, told in ((1, [LOOPBACK_INTERFACE] * 2), (2, [None, None])):
         request = Request(backend="jax", command=COMMAND, nodes=nodes, address="node0:1")
