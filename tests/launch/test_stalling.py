@@ -50,10 +50,10 @@ def test_who_does_not_go_on_is_named_and_where(how: str, tmp_path: Path, capsys:
     if how == "stop":
         # By its silence, or by the wait of rank 0, whichever began first.
         assert said.startswith(("unidist: rank 1 gave no sign of life for 2 s", "unidist: rank 1 did not come to "))
-        assert said.endswith(" is stopped (SIGSTOP); the others were ended")
+        assert said.endswith(" is stopped (SIGSTOP); the others were ended; where rank 1 stood:")
     else:
         assert said.startswith("unidist: rank 1 did not come to barrier of processes 0, 1, for which rank 0 waited 2 s")
-        assert said.endswith("at program.py:22 in <module>; the others were ended")
+        assert said.endswith("at program.py:22 in <module>; the others were ended; where rank 1 stood:")
     assert any(line.startswith("[1] ") and line.endswith(" in stand_here") for line in done.err.splitlines())
     # What it did after it was woken is not in its record.
     assert cli.main(["doctor", "--post-mortem", str(tmp_path / "logs"), "--json"]) == 0

@@ -319,7 +319,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=recorder.forked)
 
 
-def open_in_environment(rank: int, processes: int, line_of: Callable[[int], str]) -> None:
+def open_in_environment(rank: int, processes: int, line_of: Callable[[int], str] = lambda thread: "") -> None:
     """Opens this process's record where the environment names a folder."""
     if folder := os.environ.get(VARIABLE):
         recorder.open(Path(folder), rank, processes, line_of)
