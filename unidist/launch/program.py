@@ -11,6 +11,7 @@ gets an empty standard input.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import runpy
@@ -27,12 +28,16 @@ LIFELINE = "UNIDIST_LIFELINE"
 TEMPORARY = "UNIDIST_FLIGHT_TEMPORARY"
 # What the program's own exit handlers get before a failed process is ended.
 _LAST_SECONDS = 1.0
+# The exit code of a program that has failed.
+_failed_with: list[int] = []
 
 
 def main(command: Sequence[str]) -> None:
     """Runs the program; a failure ends the process soon, whatever its exit handlers wait for."""
     if os.environ.pop(LIFELINE, None) is not None:
         watch(_taken_from_standard_input())
+    # The first that is registered is the last that is called.
+    atexit.register(_end_as_failed)
     try:
         _run(command)
     except SystemExit as stop:
@@ -102,7 +107,17 @@ def _run(command: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
+def _end_as_failed() -> None:
+    """Ends a process that has failed with its own exit code: what frameworks take down later may abort it."""
+    if _failed_with:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(_failed_with[0])
+
+
 def _end_soon(code: int) -> None:
+    _failed_with.append(code & 0xFF)
     sys.stdout.flush()
     timer = threading.Timer(_LAST_SECONDS, os._exit, (code & 0xFF,))
     timer.daemon = True
