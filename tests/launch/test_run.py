@@ -71,6 +71,16 @@ def test_virtual_devices(tmp_path: Path) -> None:
     assert "devices 3 6" in done.of_rank(1)
 
 
+def test_a_program_that_ends_where_it_has_joined_is_not_aborted(tmp_path: Path) -> None:
+    """On torch a thread was inside the world's store then, and took the process down with SIGABRT."""
+    script = program(tmp_path, "import unidist\nunidist.use()\nprint('joined', unidist.process_count())\n")
+    address = f"127.0.0.1:{free_port()}"
+    asked = ["-n", "1", "--nodes", "2", "--backend", "torch", "--address", address]
+    nodes = [finish(one) for one in [start([*asked, "--node-rank", str(k), script], tmp_path) for k in range(2)]]
+    assert [done.code for done in nodes] == [0, 0], [done.err for done in nodes]
+    assert [done.of_rank(rank) for rank, done in enumerate(nodes)] == [["joined 2"], ["joined 2"]]
+
+
 @pytest.mark.parametrize(("backend", "each"), [("torch", 1), ("jax", 2), ("horovod", 2)])
 def test_two_nodes_meet_at_the_address(backend: str, each: int, tmp_path: Path) -> None:
     """torchrun's agent counts the ranks of a node by itself."""

@@ -100,7 +100,7 @@ def test_nobody_begins_before_all_are_there() -> None:
         member.start()
         return time.monotonic()
 
-    with kept() as run:
+    with kept(Terms(2, 2, "torch", 2.0, restarts=0, fewest=1)) as run:
         first, second = run.play(early, late)
     assert abs(first - second) < 0.4
 
@@ -108,21 +108,21 @@ def test_nobody_begins_before_all_are_there() -> None:
 def test_a_failure_stops_all_and_a_cause_goes_before_its_consequence() -> None:
     def fails(member: Member) -> list[Any]:
         member.start()
-        member.failed(KILLED.what)
+        why = stopped(member)
         first = member.ended(KILLED)
-        return [first, member.again(), member.ended(WELL)]
+        return [why, first, member.again(), member.ended(WELL)]
 
     def loses(member: Member) -> list[Any]:
         member.start()
-        why = stopped(member)
+        member.failed(LOST.what)
         first = member.ended(LOST)
-        return [why, first, member.again(), member.stop, member.ended(WELL)]
+        return [first, member.again(), member.stop, member.ended(WELL)]
 
     with kept() as run:
         here, there = run.play(loses, fails)
     again = Next(1, 0.0, "rank 3 was killed")
-    assert there == [again, go(1, 4001, 1), Finish(0, "")]
-    assert here == ["rank 3 was killed", again, go(1, 4001), None, Finish(0, "")]
+    assert there == [LOST.what, again, go(1, 4001, 1), Finish(0, "")]
+    assert here == [again, go(1, 4001), None, Finish(0, "")]
 
 
 def test_where_all_have_lost_another_who_did_not_come_is_named() -> None:
@@ -221,7 +221,7 @@ def test_a_node_without_a_word_is_lost_on_both_sides() -> None:
         silent.close()
         member.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=_says_go_and_no_more, args=(server,)).start()
+        threading.Thread(target=_says_go_and_no_more, args=(server,), daemon=True).start()
         member = Member(server.getsockname(), {}, 1.0)
         assert member.start() == go(0, 4000)
         assert stopped(member).endswith("gave no answer for 1 s")

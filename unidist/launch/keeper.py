@@ -45,6 +45,7 @@ class _Node:
     heard: float
     is_ready: bool = True
     gone: dict[str, Any] | None = None
+    failed: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class Keeper:
                 return
             port = self._find_port()
             for number, node in self._nodes.items():
-                node.is_ready, node.gone = False, None
+                node.is_ready, node.gone, node.failed = False, None, math.inf
                 place = {"nodes": len(self._taking_part), "node": self._taking_part.index(number)}
                 node.line.say(go={"attempt": self._attempt, "port": port, **place})
             self._run()
@@ -230,7 +231,10 @@ class Keeper:
         if "gone" in message:
             known.gone = message["gone"]
         known.is_ready |= "again" in message
-        return str(message.get("failed", ""))
+        if "failed" not in message:
+            return ""
+        known.failed = min(known.failed, known.heard)
+        return str(message["failed"])
 
     def _of(self, number: int, line: Line) -> _Node | None:
         found = (nodes.get(number) for nodes in (self._nodes, self._newcomers))
@@ -264,7 +268,8 @@ class Keeper:
 
     def _decide(self) -> bool:
         """Tells all nodes what follows. Whether another attempt does."""
-        reports = [node.gone for node in self._nodes.values() if node.gone is not None]
+        ended = sorted(self._nodes.values(), key=lambda node: node.failed)
+        reports = [node.gone for node in ended if node.gone is not None]
         failed = [report for report in reports if report.get("has_failed")]
         leaving = [report for report in reports if report.get("leaves")]
         if leaving or not (failed or self._lost):
