@@ -146,8 +146,8 @@ class Attempt:
                 self._leave()
             elif self._failures or self._stall or self._stopped:
                 self._let_go()
-            # One that is stuck, or stopped, would not hear of being asked.
-            grace = 0.0 if self._stall is not None else self._request.grace
+            self._kill_stalled()
+            grace = self._request.grace
             end(run_id, self._job.groups(), self._job.running, grace, hurry=lambda: len(self._received) > asked)
             self._console.finish()
             self._job.close()
@@ -215,6 +215,14 @@ class Attempt:
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 order(self._folder / f"rank-{rank}{SUFFIX}", END)
+
+    def _kill_stalled(self) -> None:
+        """Ends those that would not hear of being asked. What writes a checkpoint for them has its time."""
+        flights = self._flights() if self._stall is not None else {}
+        for rank in self._stall.ranks if self._stall is not None else ():
+            if rank in flights and flights[rank].pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(flights[rank].pid, signal.SIGKILL)
 
     def _leave(self) -> None:
         """Asks trainings that can to save and to leave, and waits for them."""
