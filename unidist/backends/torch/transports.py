@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unidist.algebra import Group
+from unidist.backends import noting
+from unidist.backends.noting import noted
 from unidist.backends.torch.calls import Calls
 from unidist.backends.torch.lost import told
 
@@ -108,7 +110,8 @@ class Transports:
         default = c10d._get_default_group()
         backend, store = dist.get_backend_config(default), c10d._world.pg_map[default][1]
         pg: dist.ProcessGroup
-        with told("making the process group", group.ranks):
+        making = "making the process group"
+        with noted(noting.told(making, group.ranks)), told(making, group.ranks):
             pg, _ = c10d._new_process_group_helper(
                 group.size,
                 group.index,
