@@ -69,8 +69,6 @@ class Outcome:
 
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    found: float = 0.0
-    again: float = 0.0
     lines: list[str] = field(default_factory=list)
 
 

@@ -15,6 +15,11 @@ def is_loopback(host: str) -> bool:
     return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
+def family_of(place: tuple[str, int]) -> socket.AddressFamily:
+    """The kind of address that a (host, port) has. Raises OSError: the host leads nowhere."""
+    return socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
+
+
 def own_address(host: str) -> str:
     """This machine's address, from which a host is reached. Raises OSError: there is no way."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

@@ -19,6 +19,7 @@ from unidist.algebra.checks import whole_number
 from unidist.backends import environment
 from unidist.backends.desync import line_of
 from unidist.backends.environment import Launcher
+from unidist.backends.noting import noted
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
 from unidist.flight.recorder import open_in_environment, recorder
@@ -446,13 +447,8 @@ def _join(adapter: DistributionBackend, cluster: Cluster) -> None:
     open_in_environment(index or 0, count or 1, line_of)
     recorder.set_timeout(cluster.timeout)
     before = recorder.enter("joining")
-    entry = recorder.begin(recorder.kind("the meeting of all processes"))
-    try:
+    with noted("the meeting of all processes"):
         adapter.initialize(cluster)
-    except BaseException:
-        recorder.end(entry, failed=True)
-        raise
-    recorder.end(entry)
     recorder.back(before)
     if before == 0:
         recorder.enter("program")

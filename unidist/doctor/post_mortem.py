@@ -18,6 +18,7 @@ from unidist.backends.desync import ranks_text
 from unidist.backends.noting import members_of
 from unidist.flight.form import SUFFIX
 from unidist.flight.reading import Entry, Flight, FlightError, read
+from unidist.flight.recorder import STACKS
 from unidist.launch.stalls import awaited, threads_of
 from unidist.tables import table
 
@@ -94,7 +95,7 @@ def gather(where: Path) -> Remains:
             damaged.append(str(error))
             continue
         flights[flight.rank] = flight
-        beside = path.with_suffix(".stacks")
+        beside = path.with_suffix(STACKS)
         if beside.exists() and (text := beside.read_text(errors="replace").strip()):
             stacks[flight.rank] = text
     return Remains(

@@ -13,6 +13,8 @@ and that no thread waits in yet, has the time of its begin below 0; one that end
 
 from __future__ import annotations
 
+from pathlib import Path
+
 MAGIC = int.from_bytes(b"unidist1", "little")
 HEADER, TEXTS = 4096, 128 << 10
 ENTRIES, ENTRY = 256, 7
@@ -65,3 +67,8 @@ TIMES = (
 FIELDS = (*WHOLE, *TIMES, *PHASES)
 WORD = {name: number for number, name in enumerate(FIELDS)}
 RING = (HEADER + TEXTS) // 8
+
+
+def file_of(folder: Path, rank: int, suffix: str = SUFFIX) -> Path:
+    """Where a rank's record is in the folder of an attempt, or what it keeps beside it."""
+    return folder / f"rank-{rank}{suffix}"

@@ -36,10 +36,10 @@ from unidist.flight.form import (
     PHASES,
     RING,
     SIZE,
-    SUFFIX,
     TELL,
     TEXTS,
     WORD,
+    file_of,
 )
 
 # The folder of the records of a run.
@@ -50,6 +50,8 @@ BEAT = 0.25
 LASTS = 0.5
 # What a process tells when it is asked what it has imported.
 TOLD = ".told"
+# Beside a record: the stacks of all threads, when they were asked for.
+STACKS = ".stacks"
 _INITIAL = Path("/proc/self/environ")
 # As a shell tells of SIGTERM.
 _ENDED = 128 + signal.SIGTERM
@@ -99,7 +101,7 @@ class Recorder:
         Raises:
             OSError: it cannot be made.
         """
-        path = folder / f"rank-{rank}{SUFFIX}"
+        path = file_of(folder, rank)
         made = path.with_suffix(f".{os.getpid()}")
         made.write_bytes(self._map)
         with made.open("r+b") as file:
@@ -112,7 +114,7 @@ class Recorder:
         made.replace(path)
         self._path = path
         if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-            self._stacks = path.with_suffix(".stacks").open("wb")
+            self._stacks = path.with_suffix(STACKS).open("wb")
             faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True, chain=False)
         threading.Thread(target=self._live, args=(path, line_of), name="unidist-life", daemon=True).start()
 

@@ -7,14 +7,14 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from unidist.backends.desync import ranks_text
 from unidist.backends.environment import timeout
-from unidist.flight.form import END, LEFT, SUFFIX
+from unidist.flight.form import END, LEFT, file_of
 from unidist.flight.reading import Flight, order, read_all
 from unidist.launch import stalls
 from unidist.launch.causes import Judge
@@ -44,7 +44,6 @@ class Ended:
         is_consequence: whether it failed, as it says, because another did.
         late: processes of this node that waited for nobody when the attempt ended.
         flights: the records of this node's processes.
-        begun, ended: seconds of the monotonic clock; ended is before the rest was ended.
     """
 
     code: int
@@ -55,8 +54,6 @@ class Ended:
     is_consequence: bool = False
     late: tuple[int, ...] = ()
     flights: Mapping[int, Flight] = field(default_factory=dict)
-    begun: float = 0.0
-    ended: float = 0.0
 
     @property
     def progress(self) -> int:
@@ -129,12 +126,10 @@ class Attempt:
         run_id = uuid.uuid4().hex
         marked = dict(environ)
         mark(marked, run_id)
-        begun = ended = time.monotonic()
         stood: dict[Path, bytes] = {}
         try:
             self._job.start(marked, self._console)
             self._watch(give_up)
-            ended = time.monotonic()
             self._tell_others()
             if self._stall is not None:
                 # One that was stopped goes on where it is woken, and so would its record.
@@ -154,7 +149,7 @@ class Attempt:
             for path, data in stood.items():
                 with contextlib.suppress(OSError):
                     path.write_bytes(data)
-        return self._ended(begun, ended, self._flights())
+        return self._ended(self._flights())
 
     # watching ---------------------------------------------------------------------------------------------------------
 
@@ -193,7 +188,7 @@ class Attempt:
     def _tell_others(self) -> None:
         flights = self._flights()
         self._late = stalls.late(flights, self._waited_for(self._failures))
-        told = self._ended(0.0, 0.0, flights)
+        told = self._ended(flights)
         if told.code and self._stopped is None:
             self._nodes.failed(told.what)
 
@@ -214,15 +209,13 @@ class Attempt:
         """Ends those that wait, where no signal's handler runs, for a process that is gone."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
-                order(self._folder / f"rank-{rank}{SUFFIX}", END)
+                order(file_of(self._folder, rank), END)
 
     def _kill_stalled(self) -> None:
         """Ends those that would not hear of being asked. What writes a checkpoint for them has its time."""
-        flights = self._flights() if self._stall is not None else {}
-        for rank in self._stall.ranks if self._stall is not None else ():
-            if rank in flights and flights[rank].pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(flights[rank].pid, signal.SIGKILL)
+        if self._stall is not None:
+            flights = self._flights()
+            _send(signal.SIGKILL, [flights[rank] for rank in self._stall.ranks if rank in flights])
 
     def _leave(self) -> None:
         """Asks trainings that can to save and to leave, and waits for them."""
@@ -238,15 +231,13 @@ class Attempt:
         can = [flight.saves or flight.left for flight in flights.values()]
         if len(can) < len(self._ranks) or not all(can):
             return False
-        for flight in flights.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(flight.pid, signal.SIGTERM)
+        _send(signal.SIGTERM, flights.values())
         return True
 
     # what it was ------------------------------------------------------------------------------------------------------
 
-    def _ended(self, begun: float, ended: float, flights: dict[int, Flight]) -> Ended:
-        how = partial(Ended, late=self._late, flights=flights, begun=begun, ended=ended)
+    def _ended(self, flights: dict[int, Flight]) -> Ended:
+        how = partial(Ended, late=self._late, flights=flights)
         if self._received:
             name = signal.Signals(self._received[0]).name
             if flights and all(flight.left for flight in flights.values()):
@@ -285,3 +276,11 @@ class Attempt:
         what = f"rank {first.rank} of {self._request.world_size} failed first, with {how}{self._others()}"
         said = "its traceback:" if found else "the last it said on standard error:" if lines else "it said nothing"
         return exit_code, what, said, [f"[{first.rank}] {line}" for line in lines]
+
+
+def _send(number: signal.Signals, flights: Iterable[Flight]) -> None:
+    """To the processes of these records, so far as they have not left."""
+    for flight in flights:
+        if flight.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(flight.pid, number)

@@ -149,10 +149,8 @@ class Member(Others):
         """Tells how the attempt ended here, and waits until it is known what follows. None: the keeper is lost."""
         self._say(gone={**asdict(report), "what": report.what[:2000]})
         message = self._next(("again", "finish"), patience)
-        if message is None:
-            return None
-        if "finish" in message:
-            return Finish(int(message["finish"]["code"]), str(message["finish"]["what"]))
+        if message is None or "finish" in message:
+            return None if message is None else _finish(message)
         follows = message["again"]
         return Next(int(follows["number"]), float(follows["pause"]), str(follows["what"]))
 
@@ -171,8 +169,8 @@ class Member(Others):
         """What follows; or why this node shall try again."""
         self._line, self._told, self._heard = line, queue.SimpleQueue(), time.monotonic()
         door.knock(line, **self._words)
-        for work in (self._listen, self._live):
-            threading.Thread(target=work, args=(line, self._told), name="unidist-node", daemon=True).start()
+        threading.Thread(target=self._listen, args=(line, self._told), name="unidist-node", daemon=True).start()
+        threading.Thread(target=self._live, args=(line,), name="unidist-node", daemon=True).start()
         message = self._next(("go", "finish", "refused", "busy"), None)
         if message is None:
             return None
@@ -206,7 +204,7 @@ class Member(Others):
             self._stop = self._stop or f"node 0 at {self.address} has gone"
         told.put(None)
 
-    def _live(self, line: Line, told: object) -> None:
+    def _live(self, line: Line) -> None:
         while self._line is line:
             self._say(beat=True)
             time.sleep(min(1.0, self._timeout / 5))
@@ -230,4 +228,8 @@ def _follows(message: dict[str, Any]) -> Go | Finish:
     if "go" in message:
         go = message["go"]
         return Go(int(go["attempt"]), int(go["port"]), int(go["nodes"]), int(go["node"]))
+    return _finish(message)
+
+
+def _finish(message: dict[str, Any]) -> Finish:
     return Finish(int(message["finish"]["code"]), str(message["finish"]["what"]))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unidist.backends.environment import without_launcher
-from unidist.flight.form import SUFFIX, TELL
+from unidist.flight.form import TELL, file_of
 from unidist.flight.reading import Flight, order
 from unidist.flight.recorder import TOLD
 from unidist.launch.forkserver import ForkServer, Program
@@ -63,9 +63,9 @@ class Preloading:
                 self._asked = folder
                 for rank in flights:
                     with contextlib.suppress(OSError):
-                        order(folder / f"rank-{rank}{SUFFIX}", TELL)
+                        order(file_of(folder, rank), TELL)
             return
-        files = [folder / f"rank-{rank}{TOLD}" for rank in sorted(flights)]
+        files = [file_of(folder, rank, TOLD) for rank in sorted(flights)]
         if all(file.exists() for file in files):
             self._is_wanted = False
             self._thread = threading.Thread(target=self._start, args=(files,), daemon=True, name="unidist-preloading")

@@ -23,6 +23,16 @@ class Again:
     pause: float
 
 
+def told(number: int, most: int, pause: float) -> str:
+    """A restart, as the launcher tells of it.
+
+    Example:
+        >>> told(2, 10, 1.0)
+        'restart 2 of 10, in 1 s'
+    """
+    return f"restart {number} of {most}{f', in {pause:g} s' if pause else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class GivenUp:
     """The run ends.

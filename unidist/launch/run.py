@@ -29,7 +29,7 @@ from unidist.launch.jobs import Job
 from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
-from unidist.launch.restarts import Again, GivenUp, Restarts
+from unidist.launch.restarts import Again, GivenUp, Restarts, told
 
 # How often a run was started again, for its processes.
 RESTARTS = "UNIDIST_RESTARTS"
@@ -146,12 +146,9 @@ class _Run:
 
     def _say_again(self, ended: Ended, follows: Again) -> None:
         begin = "the beginning" if ended.committed is None else f"checkpoint {ended.committed}"
-        pause = f", in {follows.pause:g} s" if follows.pause else ""
         self._console.say(f"unidist: {ended.what}")
-        self._console.say(
-            f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}, from {begin} "
-            f"({ended.progress} steps were made)"
-        )
+        restart = told(follows.number, self._request.max_restarts, follows.pause)
+        self._console.say(f"unidist: {restart}, from {begin} ({ended.progress} steps were made)")
 
     def pause(self, seconds: float) -> bool:
         """Whether nobody ended the run meanwhile."""

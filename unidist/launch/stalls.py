@@ -6,14 +6,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unidist.backends.desync import ranks_text
 from unidist.backends.noting import members_of
-from unidist.flight.form import SUFFIX
+from unidist.flight.form import SUFFIX, file_of
 from unidist.flight.reading import Entry, Flight
+from unidist.flight.recorder import STACKS
 
 # Ranks give up by themselves after their timeout, and that shall be seen as what it is.
 _EARLY = 0.1
@@ -54,7 +55,7 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
         return (flight.timeout or timeout) - _EARLY
 
     silent = [flight for flight in flights.values() if now - flight.beat > enough(flight)]
-    if silent := [flight for flight in silent if state_of(flight.pid) not in ("", "Z")]:
+    if silent := [flight for flight in silent if _is_alive(flight)]:
         # What waits for a stopped one in C, with Python's lock held, is silent too.
         silent = [flight for flight in silent if state_of(flight.pid) in _STOPPED] or silent
         return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now))
@@ -62,7 +63,7 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
     in_vain = {
         rank: entry for rank, entry in waiting.items() if (entry.ended or now) - entry.begun > enough(flights[rank])
     }
-    idle = _late(flights, ranks, waiting)
+    idle = late(flights, ranks)
     # The one that has waited longest waits for those; others may wait for it.
     for entry in sorted(in_vain.values(), key=lambda one: one.begun):
         members = members_of(entry.what)
@@ -101,12 +102,8 @@ def _is_missing(rank: int, flight: Flight | None, entry: Entry, members: frozens
 
 
 def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
-    """Those that run and wait for nobody."""
-    return _late(flights, ranks, {rank for rank, flight in flights.items() if flight.wait is not None})
-
-
-def _late(flights: Mapping[int, Flight], ranks: Iterable[int], waiting: Container[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in ranks if rank not in waiting and _is_alive(flights.get(rank)))
+    """Those that run and wait for nobody. One without a record has not come so far as to have one."""
+    return tuple(rank for rank in ranks if (one := flights.get(rank)) is None or (one.wait is None and _is_alive(one)))
 
 
 def state_of(pid: int) -> str:
@@ -127,7 +124,7 @@ def records(folder: Path) -> dict[Path, bytes]:
 def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) -> list[str]:
     """Where these processes stand, as lines: they are asked, and woken where they are stopped."""
     known = [flights[rank] for rank in ranks if rank in flights]
-    files = {flight.rank: (folder / f"rank-{flight.rank}{SUFFIX}").with_suffix(".stacks") for flight in known}
+    files = {flight.rank: file_of(folder, flight.rank, STACKS) for flight in known}
     for flight in known:
         if flight.pid and files[flight.rank].exists():
             for number in (signal.SIGUSR2, signal.SIGCONT):
@@ -161,6 +158,5 @@ def _silence(flight: Flight, now: float) -> str:
     return f"gave no sign of life for {now - flight.beat:.0f} s: it {how}"
 
 
-def _is_alive(flight: Flight | None) -> bool:
-    """Whether a process runs. One without a record has not come so far as to have one."""
-    return flight is None or state_of(flight.pid) not in ("", "Z")
+def _is_alive(flight: Flight) -> bool:
+    return state_of(flight.pid) not in ("", "Z")

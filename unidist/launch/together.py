@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from unidist.backends.environment import join_address, timeout
+from unidist.backends.lines import family_of
 from unidist.launch.attempt import Ended, Others
 from unidist.launch.console import Console
 from unidist.launch.keeper import FAILED, Keeper, Terms
 from unidist.launch.nodes import Finish, Go, Member, Next, Report
 from unidist.launch.request import LaunchError, Request, split_address
+from unidist.launch.restarts import told
 
 # Seconds that a launcher that was asked to end waits for the others' verdict.
 _FAREWELL = 3.0
@@ -118,10 +120,9 @@ class _Node:
         return self._member.again() if self._attempts.pause(found.pause) else None
 
     def _say(self, follows: Next) -> None:
-        pause = f", in {follows.pause:g} s" if follows.pause else ""
         self._console.say(f"unidist: {follows.what}")
         if follows.number:
-            self._console.say(f"unidist: restart {follows.number} of {self._request.max_restarts}{pause}")
+            self._console.say(f"unidist: {told(follows.number, self._request.max_restarts, follows.pause)}")
 
     def _finish(self, finish: Finish) -> int:
         """Reports what the nodes have agreed on, with the details where they are this node's."""
@@ -136,7 +137,7 @@ def _listening(host: str, port: int) -> socket.socket:
         LaunchError: it cannot be listened at.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        family = family_of((host, port))
     except OSError as error:
         raise LaunchError(f"the address of node 0, {host!r}, leads nowhere from node 0 itself: {error}") from error
     try:

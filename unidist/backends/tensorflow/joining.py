@@ -16,7 +16,7 @@ from tensorflow.python.eager import context
 
 from unidist.backends import door
 from unidist.backends.environment import detect
-from unidist.backends.lines import Line, is_loopback
+from unidist.backends.lines import Line, family_of, is_loopback
 from unidist.backends.protocol import Cluster
 from unidist.backends.tensorflow.gate import Gate
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
@@ -107,7 +107,7 @@ def _collect(place: tuple[str, int], count: int, own: str, deadline: float) -> t
     jobs: dict[int, str] = {0: own}
     lines: dict[int, Line] = {}
     with (
-        socket.create_server(place, family=_family(place)) as server,
+        socket.create_server(place, family=family_of(place)) as server,
         contextlib.closing(door.guests(server, deadline)) as guests,
     ):
         for line, told, address in guests:
@@ -150,10 +150,6 @@ def _heard(line: Line, deadline: float) -> dict[str, Any]:
         line.close()
         raise ConnectionError("a process ended or did not answer")
     return found
-
-
-def _family(place: tuple[str, int]) -> socket.AddressFamily:
-    return socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
 
 
 def _bracketed(host: str) -> str:
