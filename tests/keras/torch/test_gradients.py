@@ -158,6 +158,43 @@ def test_backward_passes_of_a_step_add_up(strategy):
     assert_equal(train(passes, x, y, strategy), train(passes, x, y))
 
 
+class Clipping(OwnStep):
+    """Clips by torch's own functions, which see what each process holds."""
+
+    limit, order, by = 0.05, 2.0, "variables"
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        trainable = list(self.trainable_weights)
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        loss.backward()
+        given = self.parameters() if self.by == "parameters" else [v.value for v in trainable]
+        norm = torch.nn.utils.clip_grad_norm_(given, self.limit, self.order)
+        again = torch.nn.utils.get_total_norm([v.value.grad for v in trainable], self.order)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return {"loss": loss, "norm": norm, "clipped": again}
+
+
+def clipping(order, by):
+    def make():
+        model = Clipping([layers.Input((12,)), layers.Dense(16, "tanh", name="a"), layers.Dense(3, name="b")])
+        model.order, model.by = order, by
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("by", ["variables", "parameters"])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_torchs_own_clipping_is_by_norms_of_whole_variables(strategy, order, by):
+    x, y = features()
+    found, wanted = (train(clipping(order, by), x, y, given) for given in (strategy, None))
+    assert_equal(found, wanted)
+    assert max(wanted.history["norm"]) > Clipping.limit
+
+
 # of a step's own making -----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
-from unidist.keras.explicit import context, walks
+from unidist.keras.explicit import context, norms, walks
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.flat import is_nested
 from unidist.keras.explicit.world import RankWorld
@@ -71,6 +71,7 @@ class Storage:
         self.states: dict[int, torch.nn.Parameter] = {}
         self.units: dict[int, Unit] = {}
         self._trainable = False
+        norms.watch(self)
 
     @property
     def sharding(self) -> Sharding:
