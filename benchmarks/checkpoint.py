@@ -36,7 +36,9 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 from unidist.checkpoint.reading import Reader  # noqa: E402
 from unidist.keras import checkpoints  # noqa: E402
+from unidist.keras.copies import Copies  # noqa: E402
 from unidist.keras.states import State  # noqa: E402
+from unidist.launch.memory import VARIABLE, Memory  # noqa: E402
 
 MIB = 1 << 20
 LAYERS = 8
@@ -101,6 +103,21 @@ class Works:
         self.tensors = as_dtensors(held)
         self.buffer = np.zeros(self.bytes, np.uint8)
         self.future: Any = None
+        count = unidist.process_count()
+        self.of_one_node, self.of_several = self.copies([1] * count), self.copies([*range(count)])
+        self.step = 0
+
+    def copies(self, nodes: list[int]) -> Copies:
+        """Steps in memory, as a launcher on each of these nodes would keep them."""
+        place = unidist.process_index()
+        memory = Memory(len(nodes))
+        _, *words = memory.variables[VARIABLE].split()
+        with mock.patch.dict(os.environ, {VARIABLE: " ".join([str(nodes[place]), *words])}):
+            return Copies("checkpoints")
+
+    def keep(self, copies: Copies) -> None:
+        self.step += 1
+        copies.save(self.model, self.step, {})
 
     def clear(self) -> None:
         """Each writes into an empty folder."""
@@ -139,6 +156,8 @@ class Works:
             "plain writes and fsync": self.raw,
             "unidist.save": lambda: unidist.save(self.model, self.folder, step=1),
             "unidist.save(asynchronous=True)": lambda: unidist.save(self.model, self.folder, step=2, asynchronous=True),
+            "in memory, of one node": lambda: self.keep(self.of_one_node),
+            "in memory, and at the next node": lambda: self.keep(self.of_several),
             "DCP save": lambda: dcp.save(self.tensors, storage_writer=dcp.FileSystemWriter(self.folder / "dcp")),
             "DCP async_save": self.dcp_async,
         }
@@ -212,6 +231,8 @@ def measure(folder: Path, megabytes: int, times: int) -> None:
     tell("writing", wrote, total)
     ratio(wrote, "unidist.save(asynchronous=True)", "memcpy of the shards", 1.2)
     ratio(wrote, "unidist.save(asynchronous=True)", "DCP async_save", 1.0)
+    ratio(wrote, "in memory, of one node", "memcpy of the shards", 1.2)
+    ratio(wrote, "in memory, and at the next node", "plain writes and fsync", 1.0)
     ratio(wrote, "unidist.save", "plain writes and fsync", 1 / 0.9)
     ratio(wrote, "unidist.save", "DCP save", 1.0)
     ratio(wrote, "unidist.save", "DCP save, safetensors", 1.0)

@@ -30,14 +30,15 @@ def chosen(asked: argparse.Namespace) -> list[Cell]:
     if asked.sample:
         return sample(asked.sample, asked.seed)
     names = ("backend", "world", "fault", "place")
-    return [cell for cell in cells() if all(getattr(asked, n) in (None, getattr(cell, n)) for n in names)]
+    those = [cell for cell in cells() if cell.in_memory or not asked.in_memory]
+    return [cell for cell in those if all(getattr(asked, n) in (None, getattr(cell, n)) for n in names)]
 
 
 def show(outcomes: dict[Cell, Outcome]) -> None:
     """One table a backend: a fault a row, a place a column; in each field the worlds in which it held, or did not."""
     for backend in BACKENDS:
         known = {cell: outcome for cell, outcome in outcomes.items() if cell.backend == backend}
-        places = [place for place in (*PLACES, "data") if any(cell.place == place for cell in known)]
+        places = [place for place in (*PLACES, "data", "copying") if any(cell.place == place for cell in known)]
         rows = [("", *places)]
         for fault in dict.fromkeys(cell.fault for cell in known):
             rows.append((fault, *(_field(known, fault, place) for place in places)))
@@ -46,14 +47,20 @@ def show(outcomes: dict[Cell, Outcome]) -> None:
 
 
 def _field(known: dict[Cell, Outcome], fault: str, place: str) -> str:
-    found = {cell.world: outcome for cell, outcome in known.items() if (cell.fault, cell.place) == (fault, place)}
-    return " ".join(world if not found[world].wrong else f"{world}:FAILED" for world in WORLDS if world in found)
+    found = {
+        f"{cell.world}{' in memory' if cell.in_memory else ''}": outcome
+        for cell, outcome in known.items()
+        if (cell.fault, cell.place) == (fault, place)
+    }
+    worlds = (f"{world}{where}" for world in WORLDS for where in ("", " in memory"))
+    return ", ".join(world if not found[world].wrong else f"{world}:FAILED" for world in worlds if world in found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("backend", "world", "fault", "place"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--in-memory", action="store_true", help="only trainings that go on from their nodes' memory")
     parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     asked = parser.parse_args(arguments)

@@ -80,14 +80,23 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--repeat"]:
         return repeat(python, int(arguments[1]), arguments[2:])
     if arguments == ["--measure"]:
+        install_ip()
         return measure(python)
     if arguments[:1] == ["--keras"]:
         other = with_keras(python, arguments[1])
         return run(other, *PYTEST, *(arguments[2:] or [OF_KERAS]))
+    install_ip()
     whole = {"TESTS_ALL": "1"} if "--all" in arguments else {}
     tests = [argument for argument in arguments if argument != "--all"]
     with programs(python) as compiled:
         return run(python, *PYTEST, *(tests or ["tests"]), env={**whole, **compiled})
+
+
+def install_ip() -> None:
+    """iproute2's `ip`, with which tests make two hosts of one. Without it they say so, and are skipped."""
+    if shutil.which("ip") is None and shutil.which("apt-get") is not None and os.geteuid() == 0:
+        run("apt-get", "update", "-qq")
+        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2")
 
 
 def repeat(python: Path, times: int, tests: list[str]) -> int:

@@ -14,7 +14,7 @@ rank = int(next(os.environ[n] for n in ("RANK", "JAX_PROCESS_ID") if n in os.env
 restarts = int(os.environ["UNIDIST_RESTARTS"])
 
 def preloaded(limit=150):
-    told = pathlib.Path(os.environ["UNIDIST_FLIGHT"], "rank-0.told")
+    told = pathlib.Path(os.environ["UNIDIST_FLIGHT"], f"rank-{rank}.told")
     deadline = time.monotonic() + limit
     for is_there in (True, False):
         while told.exists() is not is_there:
@@ -103,8 +103,9 @@ class Fault(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
-        if rank == 1 and self.steps == 7 and not restarts:
+        if self.steps == 6 and not restarts:
             preloaded()
+        if rank == 1 and self.steps == 7 and not restarts:
             os.kill(os.getpid(), signal.SIGKILL)
 
 def trained(*callbacks):

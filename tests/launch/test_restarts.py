@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch import restarting
-from tests.launch.runs import alive, pids, run, start, wait_until
+from tests.launch.runs import alive, finish, pids, run, start, wait_until
 from unidist.launch import Request, restarts
 from unidist.launch import run as launch_run
+from unidist.launch.request import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -53,6 +54,19 @@ def test_a_training_goes_on_in_forked_processes(backend: str, tmp_path: Path) ->
         assert float(words[5]) < 1e-6
     # Those of the training that was not interrupted count too.
     assert re.match(r"unidist: goodput \d+%: .* in 24 steps that count;", done.err.splitlines()[-1])
+
+
+def test_processes_of_two_nodes_are_forked_too(tmp_path: Path) -> None:
+    """Each node has a server of its own; on torch they meet at node 0's store."""
+    script, address = program(tmp_path, restarting.TRAINING), f"127.0.0.1:{free_port()}"
+    both = ["-n", "1", "--nodes", "2", "--backend", "torch", "--max-restarts", "1", "--address", address]
+    nodes = [start([*both, "--node-rank", str(node), script], tmp_path) for node in (0, 1)]
+    for rank, done in enumerate([finish(node) for node in nodes]):
+        assert done.code == 0, done.err
+        assert "Traceback" not in done.err
+        words = done.of_rank(rank)[-1].split()
+        assert words[:4] == ["forked", "True", "steps", "6"]
+        assert float(words[5]) < 1e-6
 
 
 @pytest.mark.parametrize("killed", [["launcher"], ["launcher", "server"], ["server"]], ids=" and ".join)

@@ -4,10 +4,11 @@
         process = subprocess.Popen([*hosts.prefix(1), "python", ...])     # on host 1
         hosts.cut(1)
         hosts.mend(1)
+        hosts.slow(1, 0.2)
 
 Each host has a loopback, and an interface "net0" with the address 10.77.N.(host + 1), and one of IPv6. The machine's
 name leads there. They meet on a bridge in a namespace of its own. A cable that is cut loses what is sent, and says
-nothing.
+nothing. One that is slow brings it later.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import TracebackType
 
 _numbers = itertools.count()
 # What is below it is laid over /etc in a namespace: man 8 ip-netns.
 _OVER_ETC = Path("/etc/netns")
+_SLOW = Path(__file__).with_name("slow.py")
 
 
 def why_not() -> str:
@@ -44,6 +47,7 @@ class Hosts:
         self.count = count
         self._name = f"unidist-{os.getpid()}-{next(_numbers)}"
         self._net = 1 + os.getpid() % 250
+        self._relays: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Hosts:
         try:
@@ -69,7 +73,26 @@ class Hosts:
         """What is sent to and from this host is lost."""
         _ip("-n", self._space(None), "link", "set", f"port{host}", "nomaster")
 
+    def slow(self, host: int, seconds: float) -> None:
+        """What is sent to and from this host takes so long, until the cable is mended."""
+        net = self._space(None)
+        _ip("-n", net, "link", "set", f"port{host}", "nomaster")
+        _ip("-n", net, "link", "add", f"slow{host}", "type", "veth", "peer", "name", f"far{host}")
+        for name in (f"slow{host}", f"far{host}"):
+            _ip("-n", net, "link", "set", name, "up")
+        _ip("-n", net, "link", "set", f"far{host}", "master", "bridge0")
+        inside = ["ip", "netns", "exec", net, sys.executable, str(_SLOW)]
+        for space, name in ((self._space(host), "net0"), (net, f"slow{host}"), (net, f"far{host}")):
+            subprocess.run(["ip", "netns", "exec", space, *inside[4:], "exact", name], check=True)
+        for other in range(self.count):
+            subprocess.run([*self.prefix(other), *inside[4:], "exact", "net0"], check=True)
+        self._relays[host] = subprocess.Popen([*inside, f"port{host}", f"slow{host}", str(seconds)])
+
     def mend(self, host: int) -> None:
+        if (relay := self._relays.pop(host, None)) is not None:
+            relay.kill()
+            relay.wait()
+            _ip("-n", self._space(None), "link", "delete", f"slow{host}")
         _ip("-n", self._space(None), "link", "set", f"port{host}", "master", "bridge0")
 
     def _space(self, host: int | None) -> str:
@@ -95,6 +118,9 @@ class Hosts:
                 _ip("-n", space, "link", "set", interface, "up")
 
     def _remove(self) -> None:
+        for relay in self._relays.values():
+            relay.kill()
+            relay.wait()
         for host in (*range(self.count), None):
             subprocess.run(["ip", "netns", "delete", self._space(host)], capture_output=True, check=False)
             shutil.rmtree(_OVER_ETC / self._space(host), ignore_errors=True)

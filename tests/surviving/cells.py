@@ -33,6 +33,8 @@ PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "sa
 # Seconds: what processes wait for each other, and what a cell may take.
 TIMEOUT, LIMIT = 8.0, 120.0
 STEPS, EPOCHS = 32, 4
+# Seconds that a slow link adds, one way.
+SLOW = 0.2
 MESSAGES = {
     "SIGKILL": "signal SIGKILL",
     "SIGSTOP": "is stopped|did not come",
@@ -54,9 +56,11 @@ class Cell:
     world: str
     rank: int = 1
     asynchronous: bool = False
+    in_memory: bool = False
 
     def __str__(self) -> str:
-        return f"{self.backend}, {self.world}: {self.fault} of rank {self.rank} in {self.place}"
+        where = f"{self.world}{' in memory' if self.in_memory else ''}"
+        return f"{self.backend}, {where}: {self.fault} of rank {self.rank} in {self.place}"
 
     @property
     def processes(self) -> int:
@@ -81,6 +85,17 @@ def cells() -> Iterator[Cell]:
             yield Cell(fault, place, backend, world)
         if world == "two hosts":
             yield Cell("link cut", "between steps", backend, world)
+            yield Cell("link slow", "between steps", backend, world)
+        if world != "2x2":
+            yield from in_memory(backend, world)
+
+
+def in_memory(backend: str, world: str) -> Iterator[Cell]:
+    """Trainings that go on from their nodes' memory: on two hosts from that of the other one, where one is lost."""
+    faults = ("SIGKILL", "exception", *(("launcher SIGKILL",) if world == "two hosts" else ()))
+    for fault, place in product(faults, ("forward", "between steps", "evaluating", "copying", "loading")):
+        if (fault, place) != ("exception", "forward"):
+            yield Cell(fault, place, backend, world, in_memory=True)
 
 
 def pairs() -> Iterator[tuple[str, str]]:
@@ -156,8 +171,8 @@ def _start(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None, star
     port = 29500 if hosts else free_port()
     processes = [_launch(cell, folder, started, node, nodes, hosts, port) for node in range(nodes)]
     (folder / "launcher").write_text(str(processes[0].pid if nodes == 1 else processes[-1].pid))
-    if cell.fault == "link cut" and hosts is not None:
-        _cut(folder, hosts)
+    if cell.fault in ("link cut", "link slow") and hosts is not None:
+        _disturb(cell.fault, folder, hosts)
     if cell.fault == "launcher SIGKILL" and nodes > 1 and processes[-1].wait(LIMIT) == -9:
         # As a scheduler that starts what it has lost; the other node waits for it.
         processes[-1] = _launch(cell, folder, started, nodes - 1, nodes, hosts, port)
@@ -199,13 +214,16 @@ def _launch(
         )
 
 
-def _cut(folder: Path, hosts: Hosts) -> None:
-    """Cuts the cable in the middle of the training, and mends it when both sides must know."""
+def _disturb(fault: str, folder: Path, hosts: Hosts) -> None:
+    """Cuts the cable in the middle of the training, or makes it slow, and mends it when both sides must know."""
     given, deadline = folder / "given-1-0", time.monotonic() + LIMIT
     while not (given.exists() and len(given.read_text().split()) > 12) and time.monotonic() < deadline:
         time.sleep(0.02)
     (folder / "struck").write_text(repr(time.time()))
-    hosts.cut(1)
+    if fault == "link cut":
+        hosts.cut(1)
+    else:
+        hosts.slow(1, SLOW)
     time.sleep(TIMEOUT + 5.0)
     hosts.mend(1)
 
@@ -218,6 +236,8 @@ def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarr
         outcome.wrong.append(f"rank {cell.rank} is not named with {named!r}:\n{text}")
     if cell.fault == "link cut" and "gave no answer" not in text:
         outcome.wrong.append(f"the link is not named:\n{text}")
+    if cell.fault == "link slow" and len(_attempts(folder)) > 1:
+        outcome.wrong.append(f"a slow link is no failure:\n{text}")
     if not (folder / "struck").exists():
         outcome.wrong.append("the fault never happened")
     if not (folder / "weights.npy").exists():
@@ -229,6 +249,9 @@ def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarr
         outcome.wrong.append(f"weights differ by {difference:.2g}")
     if (found := _batches(folder, len(given) - STEPS, cell.backend == "tensorflow")) != given:
         outcome.wrong.append(f"batches: {found} instead of {given}")
+    resumed = max(flight.resumed for attempt in _attempts(folder) for flight in read_all(attempt).values())
+    if cell.in_memory and not (resumed and resumed % 5 == 0):
+        outcome.wrong.append(f"the training went on from step {resumed}, not from one that was in memory")
     if left := [pid for pid in _pids(folder) if alive(pid)]:
         outcome.wrong.append(f"processes {left} are left")
 

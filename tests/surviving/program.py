@@ -121,7 +121,8 @@ def main() -> None:
         layers = [keras.layers.Dense(16, activation="tanh"), Late(), keras.layers.Dropout(0.25), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((8,)), *layers])
         model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), "mse", metrics=["mae"])
-    checkpoint = unidist.Checkpoint(FOLDER / "checkpoints", every=5, asynchronous=CELL["asynchronous"])
+    how = {"every": 10**6, "memory_every": 5} if CELL["in_memory"] else {"every": 5}
+    checkpoint = unidist.Checkpoint(FOLDER / "checkpoints", asynchronous=CELL["asynchronous"], **how)
     held = np.ones((BATCH, 8), "float32"), np.ones((BATCH, 1), "float32")
     given: dict[str, Any] = {"validation_data": held, "validation_batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
     model.fit(Batches(workers=1, use_multiprocessing=False), callbacks=[Strikes(), checkpoint], shuffle=True, **given)
@@ -137,27 +138,26 @@ def _all_of(model: Any) -> list[Any]:
 
 
 def _strike_in_files(rank: int) -> None:
-    """In the middle of writing, or reading, a checkpoint."""
-    from unidist.checkpoint import reading, writing
+    """In the middle of writing, or reading, a checkpoint, or a step in memory."""
+    from unidist.checkpoint import memory, reading, writing
+    from unidist.keras import fetching
 
-    write, read = writing.PartWriter.write, reading.Reader.read_into
+    def replace(kind: Any, name: str, place: str, at: int = 0) -> None:
+        original, count = getattr(kind, name), 0
 
-    def writes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        Counted.written += 1
-        if happens("saving", rank) and Counted.written == 40:
-            strike()
-        return write(self, *args, **kwargs)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if at in (0, count) and happens(place, rank):
+                strike()
+            return original(self, *args, **kwargs)
 
-    def reads(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if happens("loading", rank):
-            strike()
-        return read(self, *args, **kwargs)
+        setattr(kind, name, method)
 
-    writing.PartWriter.write, reading.Reader.read_into = writes, reads  # type: ignore[method-assign]
-
-
-class Counted:
-    written = 0
+    replace(writing.PartWriter, "write", "saving", 40)
+    replace(memory.Slot, "write", "copying", 40)
+    replace(reading.Reader, "read_into", "loading")
+    replace(fetching.Source, "read_into", "loading")
 
 
 if __name__ == "__main__":

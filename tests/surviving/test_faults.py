@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import sampling
 from tests.support.hosts import why_not
-from tests.surviving.cells import Cell, run, sample
+from tests.surviving.cells import Cell, in_memory, run, sample
 
 pytestmark = pytest.mark.processes
 COUNT = 8
@@ -17,6 +17,13 @@ NO_HOSTS = why_not()
 
 @pytest.mark.parametrize("cell", sample(COUNT, sampling.SEED, ("2",)), ids=str)
 def test_a_run_to_which_something_happens(cell: Cell, tmp_path: Path) -> None:
+    outcome = run(cell, tmp_path)
+    assert not outcome.wrong, "\n".join([f"{cell}", *outcome.wrong, *outcome.lines])
+
+
+@pytest.mark.parametrize("cell", [Cell("SIGKILL", "copying", "torch", "2", in_memory=True)], ids=str)
+def test_a_run_that_goes_on_from_memory(cell: Cell, tmp_path: Path) -> None:
+    assert cell in in_memory("torch", "2")
     outcome = run(cell, tmp_path)
     assert not outcome.wrong, "\n".join([f"{cell}", *outcome.wrong, *outcome.lines])
 

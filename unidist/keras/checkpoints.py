@@ -7,10 +7,11 @@ bytes of what it stores.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from unidist.checkpoint.writing import PartWriter, commit, prepare
 from unidist.errors import CheckpointError
 from unidist.flight.recorder import recorder
 from unidist.keras import configs, later, seeds
+from unidist.keras.fetching import Source
 from unidist.keras.held import WORDS, Held, Read, entries, words
 from unidist.keras.states import State, tried
 
@@ -254,44 +256,59 @@ def restore(
 def _restore(model: Any, where: Path, step: Step, strict: bool, verify: Verify) -> Restored:
     later.wait()
     state = State.of(model)
-    holders = state.holders
 
     def find() -> dict[str, Any]:
         with Reader(where, step, "off") as found:
             return {"step": found.step}
 
-    number = holders.by_first(find)["step"]
+    number = state.holders.by_first(find)["step"]
+    return _put(state, lambda: Reader(where, number, verify), f"step {number} of {where}", strict)
+
+
+def restore_from(model: Any, source: Source) -> None:
+    """`restore` of a step that is in memory. A collective."""
+    with recorder.phase("loading"):
+        later.wait()
+        state = State.of(model)
+        _put(state, lambda: source, f"step {source.step} in memory", True, source)
+
+
+def _put(
+    state: State, opened: Callable[[], Reader | Source], what: str, strict: bool, brings: Source | None = None
+) -> Restored:
+    holders = state.holders
     failure: OSError | None = None
-    reader: Reader | None = None
+    reader: Reader | Source | None = None
     skipped: list[str] = []
     try:
-        reader = Reader(where, number, verify)
+        reader = opened()
         fits, skipped = _fitting(state, reader, strict)
         # All see that it fits before the first value is changed.
     except OSError as error:
         failure = error
-    holders.agree(failure, f"read step {number} of {where}")
+    holders.agree(failure, f"read {what}")
     assert reader is not None
-    with reader:
-        try:
-            for name, held in fits:
-                held.put(reading(reader, name, held.dtype))
-        except OSError as error:
-            failure = error
-        holders.agree(failure, f"read step {number} of {where}; some variables have its values already")
+    with contextlib.closing(reader):
+        if brings is not None:
+            brings.plan(fits)
+        for name, held in fits:
+            if brings is not None:
+                brings.bring(name)
+            failure = failure or tried(lambda: held.put(reading(reader, name, held.dtype)))  # noqa: B023 (called here)
+        holders.agree(failure, f"read {what}; some variables have its values already")
         facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}
-    for layer in model._flatten_layers():
+    for layer in state.model._flatten_layers():
         # As Keras does after loading: Normalization computes with what it has made of its variables.
         if hasattr(layer, "finalize_state"):
             layer.finalize_state()
     own, users = facts.get(OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
-        _go_on_with(own["random"], where)
+        _go_on_with(own["random"], what)
     converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fits if (theirs := told[name]) != held.dtype]
-    return Restored(number, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
+    return Restored(reader.step, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
 
 
-def _go_on_with(random: str, where: Path) -> None:
+def _go_on_with(random: str, where: str) -> None:
     """Raises CheckpointError: it is no random state."""
     try:
         seeds.restore(random.encode())
@@ -309,7 +326,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
     return folders.latest(_folder(directory))
 
 
-def reading(reader: Reader, name: str, dtype: str) -> Read:
+def reading(reader: Reader | Source, name: str, dtype: str) -> Read:
     """What gives the words of a region, in the model's dtype."""
     written = reader.tensors[name].dtype
 
@@ -333,7 +350,7 @@ def _converted(value: Array, dtype: str, name: str) -> Array:
     return found
 
 
-def _fitting(state: State, reader: Reader, strict: bool) -> tuple[list[tuple[str, Held]], list[str]]:
+def _fitting(state: State, reader: Reader | Source, strict: bool) -> tuple[list[tuple[str, Held]], list[str]]:
     """(what model and checkpoint both have, what only one has).
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -14,6 +14,8 @@ from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
 from unidist.keras import checkpoints, hooks, position, walking
 from unidist.keras.compat import Callback, CallbackList, tree
+from unidist.keras.copies import Copies
+from unidist.keras.fetching import Source
 from unidist.keras.following import Follower
 from unidist.keras.leaving import Leaving
 from unidist.keras.position import Attributes, Position
@@ -46,11 +48,15 @@ class Checkpoint(Follower):
             in any case. What falls due in an epoch's last batch is saved when the epoch has ended.
         keep: how many checkpoints stay; None: all of them.
         asynchronous: whether training goes on while files are written.
+        memory_every: a number of batches, as an int; or seconds, as a float or as "30s": how often each node keeps the
+            training in its memory besides, its own part and that of the node before it. `unidist run --max-restarts`
+            goes on from there where that is newer than what is on the disk; without it nothing is kept. Takes twice
+            the bytes of both parts. None: never.
         resume: whether to go on with what is in the directory. If not, the training starts from the beginning, and
             what it saves comes after what is there.
 
     Raises:
-        ValueError: `every` is none of these.
+        ValueError: `every` or `memory_every` is none of these.
 
     Example:
         >>> import keras, numpy as np, tempfile, unidist
@@ -72,6 +78,7 @@ class Checkpoint(Follower):
         keep: int | None = 3,
         asynchronous: bool = False,
         resume: bool = True,
+        memory_every: int | float | str | None = None,
     ) -> None:
         super().__init__()
         self.directory = os.fspath(directory)
@@ -79,7 +86,11 @@ class Checkpoint(Follower):
         self.keep = keep
         self.asynchronous = asynchronous
         self.resume = resume
+        self.memory_every = memory_every
         self._turn = turn(every)
+        if memory_every == "epoch":
+            raise ValueError('memory_every="epoch": give a number of batches (100), or seconds (30.0 or "30s")')
+        self._turn_of_memory = None if memory_every is None else turn(memory_every)
         self._fit: _Fit | None = None
         hooks.table().turn_on()
 
@@ -117,6 +128,8 @@ class Checkpoint(Follower):
             # A later fit has an initial epoch of its own.
             self._fit.model._initial_epoch = None
             self._fit.leaving.end()
+            if self._fit.copies is not None:
+                self._fit.copies.close()
         self._fit = None
 
     @property
@@ -134,7 +147,17 @@ class _Fit:
         self.epoch = 0
         self._own = checkpoint
         self._turn = checkpoint._turn()
+        self.copies: Copies | None = None
+        self._turn_of_memory = turn("epoch")()
+        self._copy_is_due = False
+        self._in_memory: Source | None = None
         number, facts = _found(checkpoint.directory, checkpoint.resume)
+        if checkpoint._turn_of_memory is not None:
+            self.copies, self._turn_of_memory = Copies(checkpoint.directory), checkpoint._turn_of_memory()
+            if checkpoint.resume:
+                self._in_memory = self.copies.find(Holders(taking_part.get()), number)
+            if self._in_memory is not None:
+                number, facts = self._in_memory.step, _position_in(self._in_memory.facts)
         self._resumed = None if facts is None else Position.of_json(facts, checkpoint.directory)
         if self._resumed is None:
             # Numbers of checkpoints grow, so that the latest is the one that was written last.
@@ -165,7 +188,10 @@ class _Fit:
         found = self._resumed
         if found is not None:
             _build(self.model, self._iterator)
-            checkpoints.restore(self.model, self._own.directory, step=self._number)
+            if self._in_memory is not None:
+                checkpoints.restore_from(self.model, self._in_memory)
+            else:
+                checkpoints.restore(self.model, self._own.directory, step=self._number)
             small = _of_an_epoch(self.model)
             self._small = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in small]
         others()
@@ -195,26 +221,40 @@ class _Fit:
     # going on ---------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        self._is_due |= self._turn.has_come(self._iterator.steps_per_execution)
+        steps = self._iterator.steps_per_execution
+        self._is_due |= self._turn.has_come(steps)
+        self._copy_is_due |= self._turn_of_memory.has_come(steps)
         self._is_leaving = self._is_leaving or self.leaving.after_step()
-        if not (self._is_due or self._is_leaving) or self.walk.is_last:
+        if not (self._is_due or self._copy_is_due or self._is_leaving) or self.walk.is_last:
             return
         here = self._position(self.epoch, self.walk.step)
         if not self.walk.ends_here():
-            self._save_or_leave(here)
+            self._copy_if_due(here)
+            if self._is_due or self._is_leaving:
+                self._save_or_leave(here)
 
     def end_epoch(self, epoch: int) -> None:
         self._is_leaving = self._is_leaving or self.leaving.after_epoch()
         is_last = epoch + 1 >= self._epochs or self.model.stop_training
-        if self._own.every == "epoch" or self._is_due or self._is_leaving or is_last:
+        saves = self._own.every == "epoch" or self._is_due or self._is_leaving or is_last
+        if saves or self._copy_is_due:
             self.walk.step = 0
-            self._save_or_leave(self._position(epoch + 1, 0), is_last)
+            here = self._position(epoch + 1, 0)
+            self._copy_if_due(here)
+            if saves:
+                self._save_or_leave(here, is_last)
 
     def end(self) -> None:
         """The training has ended, and is saved."""
         if self.leaving.at_end():
             self.leaving.leave()
         self.leaving.end(deliver=True)
+
+    def _copy_if_due(self, here: Position) -> None:
+        if self._copy_is_due and self.copies is not None:
+            self.copies.save(self.model, self._before + here.total, {"position": here.as_json()})
+            self._copy_is_due = False
+            self._turn_of_memory.saved()
 
     def _save_or_leave(self, here: Position, is_last: bool = False) -> None:
         self._save(here, wait=is_last or self._is_leaving)
@@ -284,13 +324,19 @@ def _look(directory: str, resume: bool) -> dict[str, Any]:
     if number is None or not resume:
         return {"number": number or 0, "position": None}
     with Reader(directory, number, "off") as reader:
-        facts: Any = reader.facts.get("facts")
-    if not isinstance(facts, dict) or "position" not in facts:
+        found = _position_in(reader.facts)
+    if found is None:
         raise CheckpointError(
             f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a "
             "training to go on from. Take its values with unidist.restore, and give this training another directory"
         )
-    return {"number": number, "position": facts["position"]}
+    return {"number": number, "position": found}
+
+
+def _position_in(facts: Mapping[str, Any]) -> Any:
+    """What stands in a checkpoint's facts; None where it is no training's."""
+    found = facts.get("facts")
+    return found.get("position") if isinstance(found, dict) else None
 
 
 # the model, and other callbacks ---------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import select
-import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from unidist.backends.environment import TORCHRUN, Launch, without_launcher
 from unidist.launch import program
 from unidist.launch.console import Console
 from unidist.launch.forkserver import Forked, ForkServer
-from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
+from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, listening, split_address
 
 # Run by path and with -P: a module in the folder where the user stands must not shadow what the agent imports.
 _AGENT = Path(registry.__file__).parent / "torch" / "agent.py"
@@ -270,7 +269,7 @@ class TorchProcesses(LocalProcesses):
     """torch, where processes may be started again: as torchrun's agent would start them, but without waiting for it.
 
     The agent imports torch before it starts anything, and cannot be forked. What is left of it is the store at which
-    the processes meet, in a process beside them: torch's own, in process 0, would listen at every interface.
+    the processes meet, in a process beside those of node 0: torch's own, in process 0, would listen at every interface.
     """
 
     def __init__(self, request: Request) -> None:
@@ -278,22 +277,25 @@ class TorchProcesses(LocalProcesses):
         self._store: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
-        # Processes that come before the store listens are kept waiting by the socket.
-        with socket.create_server((LOOPBACK, 0), backlog=128) as listening:
-            host, port = listening.getsockname()
-            address = f"{host}:{port}"
-            given = {**self.defaults(), **environ}
+        given = {**self.defaults(), **environ}
+        address = self.request.address
+        if self.request.node_rank:
+            assert address is not None
             self._start_each(given, self._variables(address), console)
+            return
+        # Processes that come before the store listens are kept waiting by the socket.
+        with listening(*(split_address(address) if address else (LOOPBACK, 0))) as server:
+            self._start_each(given, self._variables(address or f"{LOOPBACK}:{server.getsockname()[1]}"), console)
             self._store = self._process(
-                str(_STORE), [program.__file__], [program.__file__], given, listening.fileno(), None
+                str(_STORE), [program.__file__], [program.__file__], given, server.fileno(), None
             )
 
     def variables(self, address: str, local_index: int) -> dict[str, str]:
-        request, index = self.request, str(local_index)
-        count = str(request.processes)
+        request = self.request
         return {
             **super().variables(address, local_index),
-            **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_RANK": index, "ROLE_WORLD_SIZE": count},
+            **{"GROUP_RANK": str(request.node_rank), "GROUP_WORLD_SIZE": str(request.nodes)},
+            **{"ROLE_RANK": str(request.rank(local_index)), "ROLE_WORLD_SIZE": str(request.world_size)},
             "ROLE_NAME": _NAME,
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(request.max_restarts),
@@ -364,5 +366,5 @@ class ElasticAgent(Job):
 
 
 def of_torch(request: Request) -> Job:
-    """torchrun's agent, unless one node's processes may be started again."""
-    return TorchProcesses(request) if request.max_restarts and request.nodes == 1 else ElasticAgent(request)
+    """torchrun's agent, unless processes may be started again."""
+    return TorchProcesses(request) if request.max_restarts else ElasticAgent(request)

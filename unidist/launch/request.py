@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import random
 import socket
@@ -9,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from unidist.backends.environment import join_address
+from unidist.backends.lines import family_of
 from unidist.errors import UnidistError
 
 LOOPBACK = "127.0.0.1"
@@ -107,6 +110,24 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(f"address {address!r} must be host:port with a port of 1..65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at the address of node 0; at all of this machine's where the address leads to it from outside alone.
+
+    Raises:
+        LaunchError: it cannot be listened at.
+    """
+    try:
+        family = family_of((host, port))
+    except OSError as error:
+        raise LaunchError(f"the address of node 0, {host!r}, leads nowhere from node 0 itself: {error}") from error
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return socket.create_server(("", port), family=family)
+        raise LaunchError(f"node 0 cannot listen at {join_address(host, str(port))}: {error.strerror}") from error
 
 
 def free_port() -> int:

@@ -26,6 +26,8 @@ from unidist.launch.console import Console
 from unidist.launch.ending import mark
 from unidist.launch.goodput import Spent, spent
 from unidist.launch.jobs import Job
+from unidist.launch.memory import VARIABLE as MEMORY
+from unidist.launch.memory import Memory
 from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
@@ -90,12 +92,15 @@ class _Run:
         self._spent, self._accounted = Spent(), time.monotonic()
         self._environ = _environ(request)
         mark(self._environ, uuid.uuid4().hex)
+        # Where nothing is started again nobody would read it.
+        self._memory = Memory(request.processes if request.max_restarts else 0)
         if request.log_dir is None:
             self._environ[TEMPORARY] = str(folder)
         self._preloading = Preloading(request, self._job(request).common() | self._environ)
 
     def close(self) -> None:
         self._preloading.close()
+        self._memory.close()
 
     def go(self, give_up: Callable[[], str | None]) -> int:
         """The exit code."""
@@ -127,7 +132,7 @@ class _Run:
         folder.mkdir(parents=True, exist_ok=True)
         if self._request.log_dir is not None:
             self._console.keep_in(folder)
-        environ = self._environ | {VARIABLE: str(folder), RESTARTS: str(number)}
+        environ = self._environ | self._memory.variables | {VARIABLE: str(folder), RESTARTS: str(number)}
         job = self._job(request)
         job.restarts = number
         job.forks = self._preloading.server()
@@ -183,6 +188,7 @@ def _folder(log_dir: str | None) -> Iterator[Path]:
 def _environ(request: Request) -> dict[str, str]:
     """Ours without another launcher's words, with the backend chosen and output unbuffered."""
     environ = without_launcher(os.environ)
+    environ.pop(MEMORY, None)
     # What is asked for here goes before what an earlier program left in the shell.
     served = registry.entry(request.backend).keras_backends
     if served and environ.get("KERAS_BACKEND") not in served:

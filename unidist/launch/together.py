@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import socket
 from collections.abc import Callable, Sequence
@@ -11,12 +10,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from unidist.backends.environment import join_address, timeout
-from unidist.backends.lines import family_of
 from unidist.launch.attempt import Ended, Others
 from unidist.launch.console import Console
 from unidist.launch.keeper import FAILED, Keeper, Terms
 from unidist.launch.nodes import Finish, Go, Member, Next, Report
-from unidist.launch.request import LaunchError, Request, split_address
+from unidist.launch.request import Request, listening, split_address
 from unidist.launch.restarts import told
 
 # Seconds that a launcher that was asked to end waits for the others' verdict.
@@ -62,7 +60,7 @@ def go(
     }
     with ExitStack() as stack:
         if request.node_rank == 0:
-            server = _listening(host, port)
+            server = listening(host, port)
             keeper = Keeper(server, terms, lambda: _free_port(server), lambda text: console.say(f"unidist: {text}"))
             stack.callback(keeper.close)
         member = Member((host, port), words, seconds)
@@ -128,24 +126,6 @@ class _Node:
         """Reports what the nodes have agreed on, with the details where they are this node's."""
         own = next((ended for ended in self._ended if ended.what and finish.what.endswith(ended.what)), Ended(0))
         return self._attempts.report(replace(own, code=finish.code, what=finish.what))
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket at the address; at all of this machine's where the address is one that leads to it from outside.
-
-    Raises:
-        LaunchError: it cannot be listened at.
-    """
-    try:
-        family = family_of((host, port))
-    except OSError as error:
-        raise LaunchError(f"the address of node 0, {host!r}, leads nowhere from node 0 itself: {error}") from error
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return socket.create_server(("", port), family=family)
-        raise LaunchError(f"node 0 cannot listen at {join_address(host, str(port))}: {error.strerror}") from error
 
 
 def _free_port(server: socket.socket) -> int:
