@@ -42,10 +42,9 @@ def test_a_forked_process_is_as_a_new_one(tmp_path: Path) -> None:
     assert done.err.count("[0] to standard error") == 2
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_a_training_goes_on_in_forked_processes(backend: str, tmp_path: Path) -> None:
+def test_a_training_goes_on_in_forked_processes(tmp_path: Path) -> None:
     script = program(tmp_path, restarting.TRAINING)
-    done = run(["-n", "2", "--backend", backend, "--max-restarts", "1", script], tmp_path)
+    done = run(["-n", "2", "--backend", "jax", "--max-restarts", "1", script], tmp_path)
     assert done.code == 0, done.err
     assert re.search(r"^unidist: restart 1 of 1, from checkpoint 6 \([6-9] steps were made\)$", done.err, re.MULTILINE)
     for rank in (0, 1):
@@ -63,7 +62,7 @@ def test_processes_of_two_nodes_are_forked_too(tmp_path: Path) -> None:
     nodes = [start([*both, "--node-rank", str(node), script], tmp_path) for node in (0, 1)]
     for rank, done in enumerate([finish(node) for node in nodes]):
         assert done.code == 0, done.err
-        assert "Traceback" not in done.err
+        assert "elastic" not in done.err  # torchrun's agent, which has no part in it
         words = done.of_rank(rank)[-1].split()
         assert words[:4] == ["forked", "True", "steps", "6"]
         assert float(words[5]) < 1e-6
