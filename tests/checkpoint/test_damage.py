@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_found(directory: Path, file: str) -> None:
 def test_damage_names_file_tensor_and_bytes_and_what_is_elsewhere_is_still_read(directory: Path) -> None:
     path = directory / "step-00000005" / MODEL
     with Reader(directory) as reader:
-        begin = reader._files["dense/kernel"].begins["dense/kernel"]
+        ((_, begin, _, _),) = reader._places.of("dense/kernel", 0, 1)
     content = bytearray(path.read_bytes())
     content[begin + 5 + 2048 + 100] ^= 64
     path.write_bytes(content)

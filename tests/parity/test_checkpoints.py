@@ -118,6 +118,30 @@ def test_what_one_writes_another_reads(
         assert 0.99 <= share < 40.0
 
 
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(("torch-4", _GRID_3), ("jax-2x2", MODEL_4)), (("jax-2x2", GRID), ("torch-4", DATA_4))]
+)
+def test_what_one_writes_to_a_store_another_reads(
+    writer: tuple[str, Spec], reader: tuple[str, Spec], worlds: Worlds, alone: Alone, tmp_path: Path
+) -> None:
+    """Each process writes one object."""
+    address = f"file://{tmp_path}/run"
+    _call(writer[0], worlds, alone, "write", address, writer[1])
+    (folder,) = (tmp_path / "run").glob("step-00000005-*")
+    assert len([*folder.glob("part-*.safetensors")]) == SETTINGS[writer[0]].processes
+    for values, found, _ in _call(reader[0], worlds, alone, "read", address, reader[1]):
+        assert found == (5, {"note": 1.5}, ())
+        _are_known(values)
+
+
+def _are_known(values: dict[str, Any]) -> None:
+    for path, bits in values.items():
+        if not path.endswith(("seed_generator_state", "iteration", "learning_rate")):
+            dtype = checkpoints.OTHERS.get(path.rsplit("/", 1)[-1], ((), "float32", True))[1]
+            wanted = checkpoints.value_of(path, bits.shape, dtype)
+            np.testing.assert_array_equal(bits, wanted.view(bits.dtype), err_msg=path)
+
+
 @pytest.mark.parametrize(("setting", "spec"), [("torch-4", MODEL_4), ("jax-2x2", MODEL_4), ("tensorflow-2x2", MODEL_4)])
 def test_columns_are_exchanged_between_processes(setting: str, spec: Spec, worlds: Worlds, tmp_path: Path) -> None:
     """No process holds rows of what is cut by columns over all: they move, and nobody gathers the whole."""

@@ -118,7 +118,8 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.Path) -> None:
     assert metadata["Name"] == "keras-unidist"
     assert metadata["Version"] == unidist.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "jax", "tensorflow", "horovod", "demo", "dev"}
+    extras = {"torch", "jax", "tensorflow", "horovod", "remote", "demo", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert "unidist = unidist.cli:main" in (info / "entry_points.txt").read_text()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]

@@ -89,16 +89,16 @@ class Blocks:
 
     Args:
         opened: the step's files.
-        order: every tensor and the name of its file, in the order of the manifest's files and of their headers.
+        order: every tensor, in the order of the manifest's files and of their headers, or of the manifest.
 
     Raises:
         CheckpointError: the file is missing or damaged, or is of other tensors.
     """
 
-    def __init__(self, opened: Opened, order: Sequence[tuple[Tensor, str]]) -> None:
+    def __init__(self, opened: Opened, order: Sequence[Tensor]) -> None:
         self._opened = opened
         self._file = opened.header(opened.manifest.checksums)
-        self._numbers = {tensor.name: number for number, (tensor, _) in enumerate(order)}
+        self._numbers = {tensor.name: number for number, tensor in enumerate(order)}
         held = self._file.tensors
         if set(held) != {manifest.FIRSTS, manifest.BEGINS, manifest.PLACES, manifest.SUMS}:
             raise self._damaged("it does not have the tensors of checksums")
@@ -108,7 +108,7 @@ class Blocks:
             raise self._damaged("it is not of these tensors")
         self._firsts = self._read(manifest.FIRSTS, 0, 2 * (len(order) + 1)).reshape(-1, 2)
         counts = np.diff(self._firsts, axis=0)
-        most = np.array([min(tensor.nbytes, manifest.MOST_RANGES) for tensor, _ in order], np.int64)
+        most = np.array([min(tensor.nbytes, manifest.MOST_RANGES) for tensor in order], np.int64)
         least = np.minimum(most, 1)
         if (self._firsts[0] != 0).any() or (self._firsts[-1] != (ranges, blocks)).any() or (counts < 0).any():
             raise self._damaged("ranges and blocks are not counted in order")

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unidist.checkpoint import folders, manifest
+from unidist.checkpoint import folders, manifest, remote
 from unidist.checkpoint.exporting import export
 from unidist.checkpoint.folders import Step
 from unidist.checkpoint.reading import Reader
+from unidist.checkpoint.stores import is_address
 from unidist.checkpoint.tensors import LARGEST, Tensor
 from unidist.checkpoint.values import difference
 from unidist.errors import CheckpointError
@@ -72,7 +73,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         ("export", "Write a step's tensors as plain safetensors files, or as a file of Keras's own"),
     ):
         sub = subparsers.add_parser(name, help=summary, description=summary)
-        sub.add_argument("directory", metavar="DIR", type=Path)
+        sub.add_argument("directory", metavar="DIR", type=_directory)
         if name != "list":
             sub.add_argument("--step", type=_step, default="latest", help="its number (default: the latest)")
         if name == "export":
@@ -82,22 +83,28 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     summary = "Compare names, shapes, dtypes and values of two steps"
     diff = subparsers.add_parser("diff", help=summary, description=summary)
     for side in ("left", "right"):
-        diff.add_argument(side, metavar=side[0].upper(), type=Path)
+        diff.add_argument(side, metavar=side[0].upper(), type=_directory)
         diff.add_argument(f"--{side}-step", type=_step, default="latest", help="its number (default: the latest)")
     return parser.parse_args(list(arguments))
+
+
+def _directory(text: str) -> Path | str:
+    return text if is_address(text) else Path(text)
 
 
 def _step(text: str) -> Step:
     return "latest" if text == "latest" else int(text)
 
 
-def _list(directory: Path) -> int:
-    if not directory.is_dir():
+def _list(directory: Path | str) -> int:
+    if isinstance(directory, Path) and not directory.is_dir():
         raise CheckpointError(f"{directory}: there is no such directory", file=str(directory))
     rows = [("step", "written", "size", "tensors", "")]
-    for step in folders.steps(directory):
-        told = folders.step_folder(directory, step) / manifest.MANIFEST
-        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(told.stat().st_mtime))
+    for step in folders.steps(directory) if isinstance(directory, Path) else remote.steps(directory):
+        written = "-"
+        if isinstance(directory, Path):
+            told = folders.step_folder(directory, step) / manifest.MANIFEST
+            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(told.stat().st_mtime))
         try:
             with Reader(directory, step, "off") as reader:
                 total = sum(tensor.nbytes for tensor in reader.tensors.values())
@@ -111,7 +118,7 @@ def _list(directory: Path) -> int:
     return 0
 
 
-def _show(directory: Path, step: Step) -> int:
+def _show(directory: Path | str, step: Step) -> int:
     with Reader(directory, step) as reader:
         print(f"step {reader.step} in {reader.folder}")
         rows = [("tensor", "kind", "dtype", "shape", "size", "written by")]
@@ -132,19 +139,19 @@ def _shortened(facts: Any) -> Any:
     return f"{facts[:_MOST_SHOWN]}... ({len(facts)} letters)" if is_long else facts
 
 
-def _verify(directory: Path, step: Step) -> int:
-    folder = folders.find(directory, step)
+def _verify(directory: Path | str, step: Step) -> int:
+    where = folders.find(directory, step) if isinstance(directory, Path) else remote.address_of(directory, step)
     try:
         with Reader(directory, step, "all") as reader:
             total = sum(tensor.nbytes for tensor in reader.tensors.values())
             print(f"step {reader.step}: {len(reader.tensors)} tensors, {_size(total)}: all as it was written")
     except CheckpointError as error:
-        print(f"{folder}: {error}")
+        print(f"{where}: {error}")
         return 1
     return 0
 
 
-def _diff(left: tuple[Path, Step], right: tuple[Path, Step]) -> int:
+def _diff(left: tuple[Path | str, Step], right: tuple[Path | str, Step]) -> int:
     with Reader(*left) as a, Reader(*right) as b:
         names = sorted({*a.tensors, *b.tensors})
         said = [text for name in names if (text := _difference(name, a, b))]

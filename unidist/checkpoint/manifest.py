@@ -47,7 +47,17 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`writing`: drawn by chance for each time that a step is written. `files`: those of tensors, in order."""
+    """What makes a step count.
+
+    Attributes:
+        step: its number.
+        writing: drawn by chance for each time that a step is written.
+        files: those of tensors, in order.
+        checksums, index: the two beside them.
+        facts: of whoever wrote it.
+        tensors: where files hold parts of tensors, one file a process: all tensors, in order.
+        folder: of the files, where the manifest is beside it.
+    """
 
     step: int
     writing: str
@@ -55,6 +65,8 @@ class Manifest:
     checksums: Told
     index: Told
     facts: Mapping[str, Any]
+    tensors: tuple[Tensor, ...] = ()
+    folder: str = ""
 
 
 def text_of(manifest: Manifest) -> bytes:
@@ -63,7 +75,7 @@ def text_of(manifest: Manifest) -> bytes:
     Raises:
         CheckpointError: facts that are no JSON, or too many.
     """
-    content = {
+    content: dict[str, object] = {
         "crc32c": "0" * 8,
         "format": _FORMAT,
         "version": VERSION,
@@ -74,6 +86,9 @@ def text_of(manifest: Manifest) -> bytes:
         "index": _row(manifest.index),
         "facts": manifest.facts,
     }
+    if manifest.folder:
+        content["folder"] = manifest.folder
+        content["tensors"] = [[one.name, one.dtype, list(one.shape), one.kind] for one in manifest.tensors]
     try:
         text = json.dumps(content, allow_nan=False, indent=1).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -101,7 +116,8 @@ def parsed(text: bytes) -> Manifest:
         # Without JSON there is more to say than that it is not what was written.
         parse_json(text, MANIFEST)
         raise CheckpointError(f"{MANIFEST}: is damaged: its checksum differs", file=MANIFEST)
-    match parse_json(text, MANIFEST):
+    found = parse_json(text, MANIFEST)
+    match found:
         case {
             "format": str() as form,
             "version": int() as version,
@@ -116,9 +132,26 @@ def parsed(text: bytes) -> Manifest:
                 text_ = f"is of version {version} of the format; this unidist reads version {VERSION}"
                 raise CheckpointError(f"{MANIFEST}: {text_}", file=MANIFEST)
             told = tuple(_told(row) for row in files)
-            return Manifest(step, writing, told, _told(checksums), _told(index), facts)
+            return Manifest(step, writing, told, _told(checksums), _told(index), facts, *_in_parts(found))
         case _:
             raise CheckpointError(f"{MANIFEST}: is not that of a checkpoint", file=MANIFEST)
+
+
+def _in_parts(found: object) -> tuple[tuple[Tensor, ...], str]:
+    """(tensors, folder) of a step whose files hold parts of tensors."""
+    match found:
+        case {"folder": str() as folder, "tensors": list() as rows}:
+            return tuple(_tensor(row) for row in rows), folder
+        case {"folder": _} | {"tensors": _}:
+            raise CheckpointError(f"{MANIFEST}: does not tell which tensors its parts are of", file=MANIFEST)
+    return (), ""
+
+
+def _tensor(row: object) -> Tensor:
+    match row:
+        case [str() as name, str() as dtype, list() as shape, str() as kind]:
+            return Tensor(name, dtype, tuple(shape), kind)
+    raise CheckpointError(f"{MANIFEST}: tells of no tensor: {row!r:.200}", file=MANIFEST)
 
 
 def _told(row: object) -> Told:

@@ -7,6 +7,9 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 
 from unidist.checkpoint import disk, manifest
 from unidist.checkpoint.checksums import Bytes, crc
@@ -17,25 +20,31 @@ from unidist.errors import CheckpointError
 # Files that are open at once; a process may have some hundreds.
 _MOST_OPEN = 64
 _NAME = re.compile(r"(model|optimizer|state)-\d{5,9}-of-\d{5,9}\.safetensors")
+_PART = re.compile(r"part-\d{5,9}\.safetensors")
 _PIECE = 1 << 20
 
 
-class Opened:
-    """A step's folder and its files. Reads through descriptors: what is renamed meanwhile is still the same.
+class Files(Protocol):
+    """The files of one step, wherever they are."""
 
-    Attributes:
-        manifest: what it tells.
-        bytes_read: of tensors' data.
-        bytes_beside: of manifest, headers and checksums.
-    """
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises CheckpointError: there is none."""
+
+    def read(self, name: str, offset: int, out: Bytes, tensor: str = "") -> None:
+        """Fills `out` with what a file has from a byte on. Raises CheckpointError: it ends before."""
+
+    def close(self) -> None: ...
+
+
+class FolderFiles:
+    """Those of a folder. Reads through descriptors: what is renamed meanwhile is still the same."""
 
     def __init__(self, folder: Path) -> None:
         self._held: OrderedDict[str, int] = OrderedDict()
         self._folder = disk.open_folder(folder)
-        self.bytes_read = self.bytes_beside = 0
-        text = disk.read_small(manifest.MANIFEST, self._folder, LARGEST_TEXT)
-        self.bytes_beside += len(text)
-        self.manifest: Manifest = manifest.parsed(text)
+
+    def manifest(self) -> bytes:
+        return disk.read_small(manifest.MANIFEST, self._folder, LARGEST_TEXT)
 
     def close(self) -> None:
         while self._held:
@@ -48,11 +57,66 @@ class Opened:
         if hasattr(self, "_folder"):
             self.close()
 
+    def size(self, name: str) -> int:
+        return os.fstat(self._open(name)).st_size
+
+    def read(self, name: str, offset: int, out: Bytes, tensor: str = "") -> None:
+        opened = self._open(name)
+        left = out.data
+        while len(left):
+            try:
+                got = os.preadv(opened, [left], offset)
+            except OSError as error:
+                raise disk.error_of(name, error, tensor) from error
+            if not got:
+                raise cut_short(name, offset, tensor)
+            left, offset = left[got:], offset + got
+
+    def _open(self, name: str) -> int:
+        held = self._held.get(name)
+        if held is None:
+            if len(self._held) >= _MOST_OPEN:
+                os.close(self._held.popitem(last=False)[1])
+            held = self._held[name] = disk.open_regular(name, self._folder)
+        return held
+
+
+def cut_short(name: str, offset: int, tensor: str) -> CheckpointError:
+    of = f", in tensor {tensor!r}" if tensor else ""
+    return CheckpointError(f"{name}: is cut short: it ends at byte {offset}{of}", file=name, tensor=tensor)
+
+
+class Opened:
+    """A step's files, which are checked against its manifest.
+
+    Args:
+        held: the files.
+        text: the manifest's.
+
+    Attributes:
+        manifest: what it tells.
+        bytes_read: of tensors' data.
+        bytes_beside: of manifest, headers and checksums.
+    """
+
+    def __init__(self, held: Files, text: bytes) -> None:
+        self._held = held
+        self.bytes_read, self.bytes_beside = 0, len(text)
+        try:
+            self.manifest: Manifest = manifest.parsed(text)
+        except BaseException:
+            held.close()
+            raise
+
+    def close(self) -> None:
+        self._held.close()
+
     def files(self) -> Iterator[FileSpec]:
         """The files of tensors, as their headers tell."""
         seen: set[str] = set()
+        known = _PART if self.manifest.folder else _NAME
         for told in self.manifest.files:
-            if not _NAME.fullmatch(told.name) or told.name in seen:
+            if not known.fullmatch(told.name) or told.name in seen:
                 text = f"names a file that is none of a checkpoint, or twice: {told.name!r:.200}"
                 raise CheckpointError(f"{manifest.MANIFEST}: {text}", file=manifest.MANIFEST)
             seen.add(told.name)
@@ -60,13 +124,11 @@ class Opened:
 
     def header(self, told: Told) -> FileSpec:
         """A file's header, which is what was written."""
-        opened, name = self._open(told.name), told.name
-        size = os.fstat(opened).st_size
+        name = told.name
+        size = self._held.size(name)
         if not 16 <= told.length <= LARGEST_TEXT + 16:
             raise CheckpointError(f"{name}: its header would have {told.length} bytes", file=name)
-        with disk.told(name):
-            found = os.pread(opened, told.length, 0)
-        self.bytes_beside += len(found)
+        found = self._beginning(name, min(told.length, size))
         stamp, due = stamp_of(found), (self.manifest.step, self.manifest.writing)
         if stamp is not None and stamp[0] != due[0]:
             raise CheckpointError(f"{name}: is a file of step {stamp[0]}, not of {due[0]}", file=name)
@@ -82,15 +144,21 @@ class Opened:
             raise CheckpointError(f"{name}: its header does not have the length that it tells", file=name)
         return parsed(name, found, size)
 
+    def _beginning(self, name: str, count: int) -> bytes:
+        out = np.empty(count, np.uint8)
+        self._held.read(name, 0, out)
+        self.bytes_beside += count
+        return out.tobytes()
+
     def check_whole(self, told: Told) -> None:
         """A file beside the tensors' is what was written, from its first byte to its last."""
-        opened = self._open(told.name)
-        size = os.fstat(opened).st_size
+        size = self._held.size(told.name)
         if size != told.size:
             raise CheckpointError(f"{told.name}: has {size} bytes, {told.size} were written", file=told.name)
         number = 0
         for begin in range(0, size, _PIECE):
-            piece = disk.read_exactly(opened, min(_PIECE, size - begin), begin, told.name)
+            piece = np.empty(min(_PIECE, size - begin), np.uint8)
+            self._held.read(told.name, begin, piece)
             self.bytes_beside += len(piece)
             number = crc(piece, number)
         if number != told.crc32c:
@@ -98,22 +166,4 @@ class Opened:
 
     def read(self, name: str, offset: int, out: Bytes, tensor: str) -> None:
         """Fills `out` with what a file has from a byte on."""
-        opened = self._open(name)
-        left = out.data
-        while len(left):
-            try:
-                got = os.preadv(opened, [left], offset)
-            except OSError as error:
-                raise disk.error_of(name, error, tensor) from error
-            if not got:
-                text = f"is cut short: it ends at byte {offset}, in tensor {tensor!r}"
-                raise CheckpointError(f"{name}: {text}", file=name, tensor=tensor)
-            left, offset = left[got:], offset + got
-
-    def _open(self, name: str) -> int:
-        held = self._held.get(name)
-        if held is None:
-            if len(self._held) >= _MOST_OPEN:
-                os.close(self._held.popitem(last=False)[1])
-            held = self._held[name] = disk.open_regular(name, self._folder)
-        return held
+        self._held.read(name, offset, out, tensor)

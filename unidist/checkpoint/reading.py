@@ -14,11 +14,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unidist.checkpoint import folders, manifest
+from unidist.checkpoint import folders, manifest, remote
 from unidist.checkpoint.blocks import Blocks, Ranges
 from unidist.checkpoint.checksums import Bytes
-from unidist.checkpoint.opened import Opened
+from unidist.checkpoint.opened import FolderFiles, Opened
+from unidist.checkpoint.places import InParts, Places, Whole
 from unidist.checkpoint.regions import Region, batches, check, whole
+from unidist.checkpoint.stores import is_address
 from unidist.checkpoint.tensors import FileSpec, Tensor
 from unidist.errors import CheckpointError
 
@@ -37,13 +39,13 @@ class Reader:
     """A step of a directory of checkpoints.
 
     Args:
-        directory: of the checkpoints; or, for the latest, the folder of a step.
+        directory: of the checkpoints, or their address; or, for the latest, the folder of a step.
         step: its number, or "latest".
         verify: "read": the checksums of what is read; "all": those of the whole step, now; "off": none but those of
             manifest and headers.
 
     Attributes:
-        folder: of the step.
+        folder: of the step; its address in an object store.
         step: its number.
         facts: what the caller of `commit` told.
         tensors: name -> the tensor.
@@ -60,8 +62,13 @@ class Reader:
     def __init__(self, directory: str | Path, step: folders.Step = "latest", verify: Verify = "read") -> None:
         if verify not in ("read", "all", "off"):
             raise CheckpointError(f'verify is "read", "all" or "off", got {verify!r}')
-        self.folder = folders.find(directory, step)
-        self._opened = Opened(self.folder)
+        self.folder: Path | str
+        if is_address(directory):
+            self.folder, self._opened = remote.opened(str(directory), step)
+        else:
+            self.folder = folders.find(directory, step)
+            held = FolderFiles(self.folder)
+            self._opened = Opened(held, held.manifest())
         self._blocks: Blocks | None = None
         try:
             self._look()
@@ -77,28 +84,38 @@ class Reader:
         """What manifest and headers tell, and that they fit each other."""
         told = self._opened.manifest
         self.step, self.facts = told.step, dict(told.facts)
-        named = folders.named(self.folder)
+        path = Path(self.folder)
+        named = folders.named(path)
         if named is not None and named[0] != self.step:
-            text = f"the folder {self.folder.name} has the manifest of step {self.step}"
+            text = f"the folder {path.name} has the manifest of step {self.step}"
             raise CheckpointError(f"{manifest.MANIFEST}: {text}", file=manifest.MANIFEST)
-        tensors: dict[str, Tensor] = {}
-        self._files: dict[str, FileSpec] = {}
-        for file in self._opened.files():
-            for name in file.tensors:
-                if name in tensors:
-                    raise CheckpointError(f"{file.name}: has {name!r:.200} a second time", file=file.name, tensor=name)
-                self._files[name] = file
-            tensors |= file.tensors
-        self.tensors: Mapping[str, Tensor] = tensors
+        self.tensors: Mapping[str, Tensor]
+        self._places: Places
+        if told.folder:
+            self.tensors = {tensor.name: tensor for tensor in told.tensors}
+            self._places = InParts(told.tensors, self._opened.files())
+        else:
+            self.tensors, self._places = self._whole_ones()
         for file_told, name in ((told.checksums, manifest.CHECKSUMS), (told.index, manifest.INDEX)):
             if file_told.name != name:
                 raise CheckpointError(f"{manifest.MANIFEST}: {name} is not told of", file=manifest.MANIFEST)
 
+    def _whole_ones(self) -> tuple[dict[str, Tensor], Places]:
+        """The tensors of files that hold them whole."""
+        tensors: dict[str, Tensor] = {}
+        files: dict[str, FileSpec] = {}
+        for file in self._opened.files():
+            for name in file.tensors:
+                if name in tensors:
+                    raise CheckpointError(f"{file.name}: has {name!r:.200} a second time", file=file.name, tensor=name)
+                files[name] = file
+            tensors |= file.tensors
+        return tensors, Whole(files)
+
     def _checked(self) -> Blocks:
         """From now on, what is read is verified."""
         if self._blocks is None:
-            order = [(tensor, self._files[name].name) for name, tensor in self.tensors.items()]
-            self._blocks = Blocks(self._opened, order)
+            self._blocks = Blocks(self._opened, list(self.tensors.values()))
         return self._blocks
 
     def verify(self) -> None:
@@ -206,11 +223,17 @@ class Reader:
         _take(piece, begin, end, offsets, length, out)
 
     def _fill(self, name: str, begin: int, end: int, out: Bytes, ranges: Ranges) -> None:
-        file = self._files[name]
-        self._opened.read(file.name, file.begins[name] + begin, out, name)
+        file = ""
+        for file, offset, first, stop in self._places.of(name, begin, end):
+            self._opened.read(file, offset, out[first - begin : stop - begin], name)
         self._opened.bytes_read += end - begin
         if self._blocks is not None:
-            self._blocks.check(file.name, self.tensors[name], ranges, begin, out)
+            self._blocks.check(file, self.tensors[name], ranges, begin, out)
+
+    @property
+    def where(self) -> str:
+        """The directory of checkpoints that the step is in."""
+        return str(self.folder.parent) if isinstance(self.folder, Path) else self.folder.rpartition("/")[0]
 
     @property
     def bytes_read(self) -> int:

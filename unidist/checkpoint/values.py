@@ -42,7 +42,9 @@ def difference(left: Bytes, right: Bytes, dtype: str) -> float:
         # Of two's complements: the difference of the farthest does not fit into an int64.
         return float((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).max())
     wide_float = np.complex128 if a.dtype.kind == "c" else np.float64
-    a, b = a.astype(wide_float), b.astype(wide_float)
+    # What is no number stays none, of whatever kind.
+    with np.errstate(invalid="ignore"):
+        a, b = a.astype(wide_float), b.astype(wide_float)
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.abs(a - b)
     # Infinities of one sign are none apart.

@@ -23,10 +23,10 @@ from unidist import __version__
 from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array, itemsize
 from unidist.checkpoint import folders
+from unidist.checkpoint.directory import Directory, FolderDirectory, directory_of
 from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
-from unidist.checkpoint.writing import PartWriter, commit, prepare
-from unidist.errors import CheckpointError
+from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
 from unidist.keras import configs, later, seeds
 from unidist.keras.fetching import Source
@@ -71,7 +71,7 @@ def save(
     asynchronous: bool = False,
     keep: int | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> Path:
+) -> Path | str:
     """Writes a model's weights, its optimizer's and metrics' variables and the random state, as one step of a folder.
 
     A collective of the processes that hold the model: each writes a part. A process holds its shards and a buffer of
@@ -79,7 +79,8 @@ def save(
 
     Args:
         model: a built Keras model, distributed or not. Its optimizer is built if need be.
-        directory: the folder of the checkpoints, which all processes see.
+        directory: the folder of the checkpoints, which all processes see; or an address in an object store, as
+            "s3://bucket/run" (needs fsspec), where each process writes one object.
         step: the step's number; by default the optimizer's count of steps. A step of this number is replaced.
         asynchronous: copies what this process writes into memory, and returns while a process of its own writes it.
             `save`, `restore` and `wait` raise what went wrong there; they wait for it first.
@@ -87,10 +88,11 @@ def save(
         facts: JSON of your own, which `restore` gives back.
 
     Returns:
-        The step's folder.
+        The step's folder; the address of its manifest as a text.
 
     Raises:
         CheckpointError: the files could not be written, by this process or by another. The step does not count.
+        CapabilityError: `asynchronous` with an address.
         LayoutError: the model is not built.
 
     Example:
@@ -102,13 +104,16 @@ def save(
         'step-00000007'
     """
     with recorder.phase("saving"):
-        return _save(model, _folder(directory), step, asynchronous, keep, facts)
+        return _save(model, os.fspath(directory), step, asynchronous, keep, facts)
 
 
 def _save(
-    model: Any, where: Path, step: int | None, asynchronous: bool, keep: int | None, facts: Mapping[str, Any] | None
-) -> Path:
+    model: Any, where: str, step: int | None, asynchronous: bool, keep: int | None, facts: Mapping[str, Any] | None
+) -> Path | str:
     later.wait()
+    directory = directory_of(where)
+    if asynchronous and not isinstance(directory, FolderDirectory):
+        raise CapabilityError(f"asynchronous=True writes into folders, and {where!r} is an address: leave it out")
     state = State.of(model)
     holders = state.holders
 
@@ -118,24 +123,24 @@ def _save(
 
     def begin() -> dict[str, Any]:
         _check_json(told)
-        return {"folder": prepare(where, number, state.files).name, "step": number}
+        return {"name": directory.prepare(number, state.files), "step": number}
 
     begun = holders.by_first(begin)
-    folder, number = where / begun["folder"], int(begun["step"])
-    if asynchronous:
-        later.start(state, folder, told, keep, number)
-        return folders.folder_of(where, number)
-    holders.agree(_write(state, folder), f"write {folder}")
+    name, number = begun["name"], int(begun["step"])
+    if asynchronous and isinstance(directory, FolderDirectory):
+        later.start(state, directory.path / name, told, keep, number)
+        return folders.folder_of(directory.path, number)
+    holders.agree(_write(state, directory, name), f"write {name} in {where}")
 
     def end() -> dict[str, Any]:
-        stands = commit(folder, state.files, told, holders.count)
+        stands = directory.commit(name, state.files, told, holders.count)
         if keep is not None:
-            folders.prune(where, keep, number)
-        return {"folder": stands.name}
+            directory.prune(keep, number)
+        return {"stands": stands}
 
-    stands = where / str(holders.by_first(end)["folder"])
+    stands = str(holders.by_first(end)["stands"])
     recorder.committed(number)
-    return stands
+    return Path(stands) if isinstance(directory, FolderDirectory) else stands
 
 
 def wait() -> None:
@@ -151,10 +156,10 @@ def wait() -> None:
         later.wait()
 
 
-def _write(state: State, folder: Path) -> OSError | None:
+def _write(state: State, directory: Directory, name: str) -> OSError | None:
     """Writes what this process brings of each variable. Gives the failure, if it cannot."""
     try:
-        writer = PartWriter(folder, state.files, state.holders.place)
+        writer = directory.writer(name, state.files, state.holders.place)
     except OSError as error:
         return state.bring(lambda *piece: None, error)
     with writer:
@@ -166,18 +171,6 @@ def _check_json(told: dict[str, Any]) -> None:
         json.dumps(told, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"facts are JSON, and these are not: {error}") from error
-
-
-def _folder(directory: str | os.PathLike[str]) -> Path:
-    """Raises CheckpointError: it is an address, and no folder."""
-    text = os.fspath(directory)
-    if "://" in text:
-        raise CheckpointError(
-            f"{text!r} is no folder: object stores are not served in this version. Give a folder on a file system that "
-            "all processes see; one that is mounted will do",
-            file=text,
-        )
-    return Path(text)
 
 
 def _count_of(model: Any) -> int:
@@ -225,7 +218,7 @@ def restore(
 
     Args:
         model: a built Keras model, distributed or not. Its optimizer is built if need be.
-        directory: the folder of the checkpoints.
+        directory: the folder of the checkpoints, or their address.
         step: the step's number, or the latest that counts.
         strict: variables that only one of model and checkpoint has, or of another shape, are an error. A model that has
             no optimizer takes the weights alone, and the states of metrics need not fit.
@@ -250,10 +243,10 @@ def restore(
         Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
     with recorder.phase("loading"):
-        return _restore(model, _folder(directory), step, strict, verify)
+        return _restore(model, os.fspath(directory), step, strict, verify)
 
 
-def _restore(model: Any, where: Path, step: Step, strict: bool, verify: Verify) -> Restored:
+def _restore(model: Any, where: str, step: Step, strict: bool, verify: Verify) -> Restored:
     later.wait()
     state = State.of(model)
 
@@ -323,7 +316,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
         >>> latest("/no/such/folder") is None
         True
     """
-    return folders.latest(_folder(directory))
+    return directory_of(directory).latest()
 
 
 def reading(reader: Reader | Source, name: str, dtype: str) -> Read:
@@ -376,7 +369,7 @@ def _fitting(state: State, reader: Reader | Source, strict: bool) -> tuple[list[
         shown = "\n".join(f"- {line}" for line in sorted(wrong))
         hint = "" if "optimizer" in kinds or not state.has_optimizer else " It was saved without an optimizer."
         raise CheckpointError(
-            f"step {reader.step} of {reader.folder.parent} does not fit model {state.model.name!r}:\n{shown}\n"
+            f"step {reader.step} of {reader.where} does not fit model {state.model.name!r}:\n{shown}\n"
             f"{hint}Build the model as it was built then (keras.utils.clear_session() resets the names that Keras "
             "gives), or restore what fits with strict=False"
         )

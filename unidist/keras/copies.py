@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, parts_in
+from unidist.checkpoint.stores import is_address
 from unidist.errors import CapabilityError
 from unidist.flight.recorder import recorder
 from unidist.keras import seeds
@@ -86,7 +87,7 @@ class Copies:
     """
 
     def __init__(self, directory: str) -> None:
-        self._directory = str(Path(directory).absolute())
+        self._directory = directory if is_address(directory) else str(Path(directory).absolute())
         self._memory = NodeMemory.read()
         self._found: Key | None = None
         self._slot: Slot | None = None

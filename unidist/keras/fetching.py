@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,18 +46,18 @@ class Source:
 
     Attributes:
         step: its number.
-        folder: where it would be, for errors.
+        where: for errors.
         tensors: name -> the tensor.
         facts: that were given with it.
     """
 
     step: int
-    folder: Path
+    where: str
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     _holders: Holders
     _nodes: tuple[int, ...]
-    _where: Mapping[int, Sequence[int]]
+    _having: Mapping[int, Sequence[int]]
     _own: Mapping[int, Part]
     _pieces: Mapping[str, list[Piece]]
     _windows: Iterator[list[str]] = field(default_factory=lambda: iter(()))
@@ -95,7 +94,7 @@ class Source:
                 pieces.setdefault(name, []).append(Piece(begin, begin + nbytes, place, at))
                 at += nbytes
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        return cls(step, Path("memory") / str(step), tensors, facts, holders, nodes, where, own, pieces)
+        return cls(step, "the nodes' memory", tensors, facts, holders, nodes, where, own, pieces)
 
     # what others bring ------------------------------------------------------------------------------------------------
 
@@ -122,7 +121,7 @@ class Source:
         for name in window:
             needed = self._needed(name)
             for piece in self._pieces.get(name, ()):
-                having = self._where[piece.place]
+                having = self._having[piece.place]
                 others = (place for place, node in enumerate(self._nodes) if node not in having)
                 if any(_overlap(run, piece) for place in others for run in needed[place]):
                     found.setdefault(self._nodes.index(having[0]), []).append((name, piece))
@@ -148,7 +147,7 @@ class Source:
         came, at = line.of_place(holder, given.view(np.int32)).view(np.uint8), 0
         for name, piece in batch:
             count = piece.end - piece.begin
-            if self._nodes[line.processes.place] not in self._where[piece.place]:
+            if self._nodes[line.processes.place] not in self._having[piece.place]:
                 self._brought[name].append((piece.begin, came[at : at + count]))
             at += count
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import unidist
-from unidist.checkpoint import folders
+from unidist.checkpoint import folders, remote
 from unidist.errors import CheckpointError
 from unidist.keras import checkpoints, later, position, turns
 from unidist.keras.position import Position
@@ -89,6 +89,18 @@ def test_what_is_neither_epochs_nor_batches_nor_seconds_is_refused(every: Any, t
 def test_when_a_training_is_saved(every: Any, saved: list[int], tmp_path: Any) -> None:
     train(unidist.Checkpoint(tmp_path, every, keep=None))
     assert folders.steps(tmp_path) == saved
+
+
+def test_a_training_goes_on_from_an_object_store(tmp_path: Any) -> None:
+    address = f"memory://{tmp_path.name}/run"
+    with pytest.raises(StopTestError):
+        train(Steps(stop=(1, 1)), unidist.Checkpoint(address, every=1, keep=2))
+    steps = Steps()
+    same(train(steps, unidist.Checkpoint(address, every=1, keep=2), seed=8), train())
+    assert steps.steps == [(1, 1), (1, 2)]
+    assert remote.steps(address) == [5, 6]
+    with pytest.raises(unidist.CapabilityError, match="asynchronous=True writes into folders"):
+        unidist.save(model(), address, asynchronous=True)
 
 
 def test_so_many_checkpoints_stay(tmp_path: Any) -> None:
