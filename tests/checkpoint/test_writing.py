@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import itertools
+import json
 import os
 import random
 import resource
