@@ -93,7 +93,7 @@ def with_devices_of_the_program() -> list[str]:
 
 def nowhere_near() -> None:
     """From here on no tensor is on the host for the collectives: they go the way of CUDA tensors without NCCL."""
-    comm.is_on_host = lambda x: False
+    mock.patch.object(comm, "is_on_host", return_value=False).start()
 
 
 def disagree() -> str:

@@ -1,4 +1,4 @@
-"""A training step without its backward, on tensors that say they are on a GPU: torch's fake tensors, which hold nothing.
+"""A training step without its backward on tensors that say they are on a GPU: torch's fake ones, which hold nothing.
 
 Torch's own check lets a number on the host into operations of the GPU, and copies wait in silence: both are noted here.
 """
@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unidist
+from unidist.backends.torch.backend import TorchBackend
 from unidist.keras.compat import torch_core
-from unidist.keras.explicit import data, engine, fused, optimizers, traffic
+from unidist.keras.explicit import context, data, engine, fused, optimizers, statistics, traffic
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.reducer import Reducer
 
@@ -65,7 +66,7 @@ def gpu() -> Iterator[None]:
     # There is no guard of CUDA's devices here, which copies, slices and gradients ask for. Values are nobody's concern.
     with ExitStack() as stack:
         for owner, name, value in (
-            (torch_core, "DEFAULT_DEVICE", GPU),
+            (TorchBackend, "torch_device", lambda self: GPU),
             (torch.Tensor, "copy_", lambda self, other, non_blocking=False: self),
             (torch.Tensor, "__getitem__", _part),
             (traffic, "Reducer", lambda world, rank, watched: Reducer(world, rank, [])),
@@ -101,7 +102,7 @@ def step(zero: int, rows_are_even: bool) -> list[str]:
         assert found is not None
 
         def without_backward(batches: Any) -> Any:
-            (x, y, weights), frame = batches[0], engine.context.frame()
+            (x, y, weights), frame = batches[0], context.frame()
             assert frame is not None
             with torch.no_grad():
                 out = model(x, training=True)
@@ -120,3 +121,21 @@ def step(zero: int, rows_are_even: bool) -> list[str]:
                     found.step(without_backward, data.LocalBatches([given], Rows(8, 8, rows_are_even)), kind="train")
     unidist.shutdown()
     return waits.found
+
+
+def seeds() -> list[Any]:
+    """Of a generator of random numbers whose state is on the host: where the state and the next seed are, and the seeds
+    that Keras draws with a GPU and without one."""
+    unidist.use("torch")
+    with unidist.DataParallel().scope():
+        layer = keras.layers.Dropout(0.5, seed=3)
+        model = keras.Sequential([keras.Input((4,)), layer])
+        model.compile("sgd", "mse")
+    generator = layer.seed_generator
+    statistics.keep_seeds_on_host(model)
+    plain = [generator.next().tolist() for _ in range(2)]
+    generator.state.assign([3, 0])
+    with mock.patch.object(torch_core, "DEFAULT_DEVICE", GPU):
+        found = [generator.next() for _ in range(2)]
+    unidist.shutdown()
+    return [plain, [seed.tolist() for seed in found], {seed.device.type for seed in found}]

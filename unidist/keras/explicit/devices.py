@@ -8,6 +8,10 @@ it has found is replaced here, whichever came first.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from unidist.backends import registry
@@ -15,24 +19,50 @@ from unidist.keras.compat import torch_core
 from unidist.keras.interception import Hook, Table, by
 
 _table: Table | None = None
+_wanted: str | None = None
 
 
 def settle() -> None:
     """Keras computes where the adapter in use does, from here on."""
-    global _table
-    put_back()
+    global _table, _wanted
     wanted = registry.current().torch_device() if registry.has_current() else None
-    if wanted is not None and wanted != torch_core.DEFAULT_DEVICE:
-        _table = Table([Hook(torch_core, "DEFAULT_DEVICE", by(wanted), "Keras computes on the device of its rank")])
+    if wanted == _wanted:
+        return
+    put_back()
+    if wanted is not None:
+        _table, _wanted = Table(_hooks(wanted)), wanted
         _table.turn_on()
 
 
 def put_back() -> None:
     """Keras computes where it did."""
-    global _table
+    global _table, _wanted
     if _table is not None:
         _table.turn_off()
-        _table = None
+        _table = _wanted = None
+
+
+def _hooks(device: str) -> list[Hook]:
+    place = Hook(torch_core, "DEFAULT_DEVICE", by(device), "Keras computes on the device of its rank")
+    if torch.device(device).type == "cpu":
+        return [place]
+    why = "Keras's numbers come to a GPU without a wait"
+    return [place, Hook(torch_core, "convert_to_tensor", _writing_numbers, why, imported=True)]
+
+
+def _writing_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Python's numbers are written on a GPU, in the dtype that Keras gives them. Keras copies each from the host, which
+    waits for all that the GPU has yet to compute."""
+
+    @functools.wraps(original)
+    def convert_to_tensor(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(x) not in (bool, int, float) or torch.device(torch_core.get_device()).type != "cuda":
+            return original(x, *args, **kwargs)
+        with torch_core.device_scope("cpu"):
+            dtype = original(x, *args, **kwargs).dtype
+        return torch.full((), x, dtype=dtype, device=torch_core.get_device())
+
+    return convert_to_tensor
 
 
 def filled(number: float, like: torch.Tensor) -> torch.Tensor:
