@@ -129,3 +129,24 @@ def move_buffers() -> list[Any]:
     c.all_gather_into(whole, whole[2 * rank : 2 * rank + 2], group).wait()
     unidist.shutdown()
     return [np.asarray(x).tolist() for x in (flat, part, given, whole)]
+
+
+def make_ready_and_end() -> tuple[int, int, bool, bool]:
+    """(groups made before and after one is made ready, whether the end of the program and `shutdown` leave NCCL)."""
+    from unidist.backends.torch import backend
+
+    zeros = torch.zeros
+    with (
+        cuda(2),
+        mock.patch.object(accelerators, "transports", return_value="gloo"),
+        mock.patch.object(backend.atexit, "register") as registered,
+        mock.patch.object(backend.atexit, "unregister") as unregistered,
+        mock.patch.object(torch, "zeros", lambda *shape, device=None, **how: zeros(*shape, **how)),
+    ):
+        adapter: Any = unidist.use("torch")
+        before = len(list(adapter.comm.transport))
+        adapter.ready(Mesh({"x": 2}, [1, 0]).group("x", adapter.rank))
+        after = len(list(adapter.comm.transport))
+        part = adapter._part
+        unidist.shutdown()
+    return before, after, mock.call(part) in registered.mock_calls, mock.call(part) in unregistered.mock_calls

@@ -117,6 +117,10 @@ def test_a_group_of_the_program_says_its_device() -> None:
     assert run("with_devices_of_the_program") == [["cuda:3", "cuda:2"]] * 2
 
 
+def test_nccl_is_made_ready_beforehand_and_left_at_the_end() -> None:
+    assert run("make_ready_and_end") == [(0, 1, True, True)] * 2
+
+
 # two ranks on one device ----------------------------------------------------------------------------------------------
 
 

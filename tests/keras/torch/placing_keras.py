@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import numpy as np
 
 import unidist
 from tests.torch.accelerators import cuda
+from unidist.algebra import Group
 from unidist.backends import environment
 
 
@@ -82,3 +84,32 @@ def place_without_gpus() -> tuple[str, str]:
         asked = _device()
         unidist.shutdown()
         return own, asked
+
+
+def groups_of_a_step(zero: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What is done with which ranks in a first step, in order: groups are made ready, and buffers are moved."""
+    import keras
+
+    from unidist.backends.torch.backend import TorchBackend
+    from unidist.backends.torch.comm import TorchComm
+
+    found: list[tuple[str, tuple[int, ...]]] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce_inplace", "reduce_scatter_into", "all_gather_into"):
+            original = getattr(TorchComm, name)
+
+            def moving(self: Any, *args: Any, original: Any = original) -> Any:
+                group = next(one for one in args if isinstance(one, Group))
+                found.append(("moved", group.ranks))
+                return original(self, *args)
+
+            stack.enter_context(mock.patch.object(TorchComm, name, moving))
+        noting = mock.patch.object(TorchBackend, "ready", lambda self, group: found.append(("ready", group.ranks)))
+        stack.enter_context(noting)
+        unidist.use("torch")
+        with unidist.DataParallel(zero=zero).scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile("adam", "mse")
+        model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
+    unidist.shutdown()
+    return found

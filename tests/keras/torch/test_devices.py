@@ -51,6 +51,18 @@ def test_a_process_that_joins_by_an_address_moves_to_its_gpu() -> None:
     assert found == [["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]]
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_groups_are_ready_before_anything_moves_in_them(zero: int) -> None:
+    for found in run("groups_of_a_step", zero, processes=2, launcher="torchrun"):
+        ready: set[tuple[int, ...]] = set()
+        for what, ranks in found:
+            if what == "ready":
+                ready.add(ranks)
+            else:
+                assert ranks in ready
+        assert found[-1][0] == "moved"
+
+
 def test_without_gpus_keras_stays_where_it_is_unless_cpus_are_named() -> None:
     assert run("place_without_gpus") == [("mps", "cpu")]
 
