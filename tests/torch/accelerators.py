@@ -96,21 +96,37 @@ def nowhere_near() -> None:
     mock.patch.object(comm, "is_on_host", return_value=False).start()
 
 
-def disagree() -> str:
-    """Ranks that come to different collectives on the way of CUDA tensors over NCCL."""
+class Queued:
+    """Collectives as NCCL's are to the host: each is queued, and the program goes on at once."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def all_reduce(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.found.append("all_reduce")
+        return x
+
+    def broadcast(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.found.append("broadcast")
+        return x
+
+
+def disagree() -> tuple[str, list[str]]:
+    """(the error, what was queued) of ranks that come to different collectives on the way of CUDA tensors over NCCL."""
     adapter: Any = unidist.use("torch")
     nowhere_near()
     group = Mesh({"x": 2}).group("x", adapter.rank)
     transport = adapter.comm.transport(group)
     object.__setattr__(transport, "goes_by_host", False)
+    queued = adapter.comm._other = Queued()
     try:
         if adapter.rank:
             adapter.comm.all_reduce(torch.ones(3), group, "sum")
         else:
             adapter.comm.broadcast(torch.ones(3), group, 0)
     except unidist.DesyncError as error:
-        return str(error)
-    return ""
+        return str(error), queued.found
+    return "", queued.found
 
 
 def move_buffers() -> list[Any]:
