@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -149,14 +150,12 @@ def move_buffers() -> list[Any]:
 
 def make_ready_and_end() -> tuple[int, int, bool, bool]:
     """(groups made before and after one is made ready, whether the end of the program and `shutdown` leave NCCL)."""
-    from unidist.backends.torch import backend
-
     zeros = torch.zeros
     with (
         cuda(2),
         mock.patch.object(accelerators, "transports", return_value="gloo"),
-        mock.patch.object(backend.atexit, "register") as registered,
-        mock.patch.object(backend.atexit, "unregister") as unregistered,
+        mock.patch.object(atexit, "register") as registered,
+        mock.patch.object(atexit, "unregister") as unregistered,
         mock.patch.object(torch, "zeros", lambda *shape, device=None, **how: zeros(*shape, **how)),
     ):
         adapter: Any = unidist.use("torch")
