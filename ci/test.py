@@ -13,6 +13,7 @@ import-linter and mypy, then every test in one pytest run of two workers: tests/
     python3 ci/test.py --repeat N TEST ...  these tests N times over, one after the other; how often they failed
     python3 ci/test.py --measure            all of it, and what its time went to; writes ci/durations.json anew
     python3 ci/test.py --keras nightly ...  with another Keras, "nightly" or a version; without tests, ci/of_keras.txt
+    python3 ci/test.py --gpu                only tests/gpu, on a machine with a GPU
     python3 ci/test.py --checks             only ruff, import-linter and mypy
     python3 ci/test.py --python             only the environment; prints its Python
 """
@@ -82,6 +83,9 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--measure"]:
         install_ip()
         return measure(python)
+    if arguments[:1] == ["--gpu"]:
+        # One after the other: they share the GPU.
+        return run(python, *PYTEST, "-n", "0", "tests/gpu", *arguments[1:])
     if arguments[:1] == ["--keras"]:
         other = with_keras(python, arguments[1])
         return run(other, *PYTEST, *(arguments[2:] or [OF_KERAS]))

@@ -116,6 +116,8 @@ def initialize(
         _use(None, None, Cluster(**how), {})
     cluster = Cluster(address=address, process_count=process_count, process_index=process_index, **how)
     registry.initialize(cluster, retimes=timeout is not None and not comes_first)
+    # A process's device is known now.
+    arrival.when_keras_arrives()
 
 
 def shutdown() -> None:

@@ -109,3 +109,22 @@ def test_without_launcher_leaves_the_rest() -> None:
         "RANKING": "1",
     }
     assert detect(without_launcher({**TORCHRUN, **JAX, **HOROVOD})) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        (TORCHRUN, None),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({**HOROVOD, "HOROVOD_LOCAL_SIZE": "1"}, 1),
+        (SLURM, None),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, 1),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, 2),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 1),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "3"}, None),
+    ],
+)
+def test_how_many_share_a_host(environ: dict[str, str], count: int | None) -> None:
+    found = detect(environ)
+    assert found is not None
+    assert found.local_count == count

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unidist.errors import BackendNotAvailableError
 
@@ -25,6 +25,7 @@ class Launch:
         launcher: the name of a `Launcher`, as "torchrun", or "slurm".
         address: "host:port" of process 0, or None where the runtime finds it by itself.
         local_index: this process's number on its host: its accelerator.
+        local_count: how many there are on its host; None where the launcher does not say.
     """
 
     launcher: str
@@ -32,6 +33,7 @@ class Launch:
     process_count: int
     process_index: int
     local_index: int
+    local_count: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class Launcher:
             process_count=_integer(env, self.count),
             process_index=_integer(env, self.index),
             local_index=_integer(env, self.local_index, 0),
+            local_count=_integer(env, self.local_count) if self.local_count in env else None,
         )
 
     def _address(self, said: Sequence[str]) -> str | None:
@@ -211,7 +214,18 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
         process_count=_integer(env, "SLURM_NTASKS"),
         process_index=_integer(env, "SLURM_PROCID"),
         local_index=_integer(env, "SLURM_LOCALID", 0),
+        local_count=_slurm_local_count(env),
     )
+
+
+def _slurm_local_count(env: Mapping[str, str]) -> int | None:
+    """The step's tasks on this node, of Slurm's compressed list: "2(x3),1" are two on each of three nodes, then one."""
+    said = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    counts = [
+        int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", said) for _ in range(int(times or 1))
+    ]
+    node = _integer(env, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else None
 
 
 def _is_batch_script(env: Mapping[str, str]) -> bool:

@@ -138,6 +138,9 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
     def local_ranks(self) -> tuple[int, ...]:
         return (self.rank,)
 
+    def ready(self, group: Group) -> None:
+        """Makes what carries the tensors of a group, if that takes long. All members come."""
+
     def run(self, fn: Callable[[int], T]) -> list[T]:
         """fn(rank) on every rank of this process."""
         return [fn(self.rank)]

@@ -148,6 +148,11 @@ class DistributionBackend(Protocol):
         """The devices that this process sees before it joins a world, which may give it one of them."""
         return self.list_devices()
 
+    def torch_device(self) -> str | None:
+        """Where Keras on torch computes under this adapter, as "cpu" or "cuda:1". None, the default: where Keras does
+        by itself."""
+        return None
+
 
 def plain_array(value: Any) -> Array:
     """A NumPy array of a value that is no framework's array, as every framework takes it: in the machine's byte order

@@ -174,6 +174,10 @@ class HorovodBackend(LocalViewBackend[Any]):
             raise MeshError(f"use('horovod', devices={asked!r}): {_too_few(count, len(names))}")
         return names if kind is None or kind.lower().partition(":")[0] == "cpu" else []
 
+    def torch_device(self) -> str:
+        """Horovod moves CPU tensors here, also where there are GPUs."""
+        return "cpu"
+
     # native objects -------------------------------------------------------------------------------------------
 
     def check_mesh(self, mesh: Mesh) -> None:

@@ -70,7 +70,16 @@ class Primitives:
     def start(
         self, what: str, transport: Transport, operation: Callable[..., int], *args: Any, **options: Any
     ) -> Pending:
-        """Starts operation(*args, **options) over a process set."""
+        """Starts operation(*args, **options) over a process set.
+
+        Raises:
+            CapabilityError: a tensor that is not on a CPU.
+        """
+        if args and args[0].device.type != "cpu":
+            raise CapabilityError(
+                f"use('horovod') moves CPU tensors, and this one is on {args[0].device}: whatever Horovod was built "
+                "for, bring tensors to CPUs, or use('torch') for NCCL"
+            )
         at, name = lost.Call(what, transport.ranks, events.purpose()), transport.name()
         try:
             handle = operation(*args, **options, name=name, process_set=transport.native)

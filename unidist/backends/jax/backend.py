@@ -12,10 +12,11 @@ import numpy as np
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
+from unidist.backends import environment
 from unidist.backends.checking import checks_all
 from unidist.backends.jax import agreeing, arrays, collectives, joining, waiting
 from unidist.backends.jax.collectives import Move
-from unidist.backends.jax.devices import config, find, make_virtual, name_of
+from unidist.backends.jax.devices import config, find, make_named, make_virtual, name_of
 from unidist.backends.jax.joining import Membership, join
 from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.noting import Kinds, Noted, told
@@ -61,8 +62,9 @@ class JaxBackend(DistributionBackend):
     gradient's form: backends/jax/collectives.py). DistributedArray is a pytree once this adapter is in use.
 
     Args:
-        devices: how many virtual CPU devices each process has, or the names of the world's devices in rank order.
-            By default all devices of JAX's default platform.
+        devices: how many devices each process has: virtual ones on CPUs; where there are accelerators, as many must be
+            there. Or the names of the world's devices in rank order: "cpu:0", "cpu:1" and so on are virtual CPUs. By
+            default all devices of JAX's default platform.
 
     Raises:
         BackendMismatchError: XLA has started with another number of virtual devices.
@@ -72,8 +74,11 @@ class JaxBackend(DistributionBackend):
     capabilities = _Declared()
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
+        launch = environment.detect()
         if isinstance(devices, int):
             make_virtual(devices)
+        elif devices is not None and (launch is None or launch.process_count == 1):
+            make_named(devices)
         self._wanted = devices
         self._world: Membership | None = None
         self._forget()

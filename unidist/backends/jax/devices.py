@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,20 +44,31 @@ def make_virtual(count: int) -> None:
             ) from error
 
 
+def make_named(names: Sequence[str]) -> None:
+    """Gives this process virtual CPU devices where CPUs are named from the first on and nobody has said how many there
+    are."""
+    asked = [f"cpu:{k}" for k in range(len(names))]
+    said = config.jax_num_cpu_devices >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if len(names) > 1 and list(names) == asked and not said:
+        with contextlib.suppress(BackendMismatchError):  # what is missing then is told by its name
+            make_virtual(len(names))
+
+
 def find(devices: int | Sequence[str] | None) -> tuple[jax.Device, ...]:
     """The devices of the world in rank order. Starts XLA.
 
     Args:
-        devices: None: all of JAX's default platform; a number: the CPU's; names: these, in this order.
+        devices: None: all of JAX's default platform; a number: these too, if each process has so many (on CPUs it has);
+            names: these, in this order.
 
     Raises:
         BackendNotAvailableError: JAX has no such platform or device.
-        MeshError: a device is named twice, or none is named.
+        MeshError: a device is named twice, or none is named; or there are accelerators, and not as many.
     """
     if devices is None:
         return tuple(jax.devices())
     if isinstance(devices, int):
-        return tuple(jax.devices("cpu"))
+        return _counted(devices)
     names = list(devices)
     if not names or len(set(names)) != len(names):
         raise MeshError(f"jax: devices={names} must name at least one device, and each once")
@@ -64,6 +77,18 @@ def find(devices: int | Sequence[str] | None) -> tuple[jax.Device, ...]:
     if unknown:
         raise BackendNotAvailableError(f"jax has no device {unknown[0]!r}: it has {list(known)}")
     return tuple(known[name] for name in names)
+
+
+def _counted(count: int) -> tuple[jax.Device, ...]:
+    kind, found = jax.default_backend(), len(jax.local_devices())
+    if kind == "cpu":
+        return tuple(jax.devices("cpu"))
+    if found != count:
+        raise MeshError(
+            f"use('jax', devices={count}): this process has {found} devices of kind {kind!r}, which a number means. "
+            f"Give devices={found}, or name CPUs, which are virtual: devices=['cpu:0', ..., 'cpu:{count - 1}']"
+        )
+    return tuple(jax.devices())
 
 
 def _kind(name: str) -> str:

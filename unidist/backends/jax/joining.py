@@ -185,7 +185,7 @@ def address_of(launch: Launch | None) -> str | None:
 
 def _local_devices(launch: Launch | None) -> list[int] | None:
     """The accelerators of this process: under a launcher that starts several on a host, the one of its number."""
-    alone = launch is None or os.environ.get("LOCAL_WORLD_SIZE") == "1" or "JAX_LOCAL_DEVICE_IDS" in os.environ
+    alone = launch is None or launch.local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in os.environ
     return None if launch is None or alone else [launch.local_index]
 
 

@@ -9,10 +9,12 @@ from unidist.backends.jax.pool import widen_pool
 from unidist.errors import BackendMismatchError
 
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
+_PLATFORMS = "JAX_PLATFORMS"
 
 
 def prepare_devices(count: int) -> None:
-    """Gives JAX `count` virtual CPU devices. JAX may be imported already, but XLA must not have started.
+    """Gives JAX `count` virtual CPU devices, and no accelerators unless JAX_PLATFORMS names them. JAX may be imported
+    already, but XLA must not have started.
 
     Raises:
         BackendMismatchError: XLA has started with fewer devices.
@@ -21,7 +23,10 @@ def prepare_devices(count: int) -> None:
     jax = sys.modules.get("jax")
     if jax is None:
         os.environ[_VARIABLE] = str(count)
+        os.environ.setdefault(_PLATFORMS, "cpu")
         return
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
     if jax.config.jax_num_cpu_devices == count:
         return
     try:

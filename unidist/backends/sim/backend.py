@@ -60,6 +60,10 @@ class SimBackend(DistributionBackend):
     def list_devices(self, kind: str | None = None) -> list[str]:
         return [name for name in self._devices if kind is None or name.split(":")[0] == kind]
 
+    def torch_device(self) -> str:
+        """Virtual ranks are threads on CPUs, also where there are GPUs."""
+        return "cpu"
+
     def local_ranks(self) -> tuple[int, ...]:
         return tuple(range(len(self._devices)))
 

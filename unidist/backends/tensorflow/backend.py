@@ -26,7 +26,16 @@ from unidist.backends.protocol import (
     plain_array,
 )
 from unidist.backends.tensorflow import arrays, guards, steps
-from unidist.backends.tensorflow.devices import DEVICES, find, kind_of, make_virtual, task_of
+from unidist.backends.tensorflow.devices import (
+    DEVICES,
+    are_cpus,
+    find,
+    hide_gpus,
+    kind_of,
+    make_named,
+    make_virtual,
+    task_of,
+)
 from unidist.backends.tensorflow.exchange import OP, Kind, Parts, exchange
 from unidist.backends.tensorflow.joining import Membership, join
 from unidist.backends.tensorflow.lost import told
@@ -40,8 +49,9 @@ class TensorflowBackend(DistributionBackend):
     layout L is data at L.dual(). Inside tf.function there are no shards to move yet, and they raise.
 
     Args:
-        devices: how many virtual CPU devices each process has, or the names of the world's devices in rank order. By
-            default all GPUs, else all CPUs.
+        devices: how many devices each process has: virtual ones on CPUs; where there are GPUs, as many must be there.
+            Or the names of the world's devices in rank order: "cpu:0", "cpu:1" and so on are virtual CPUs. By default
+            all GPUs, else all CPUs.
 
     Raises:
         BackendMismatchError: TensorFlow has started with another number of virtual devices.
@@ -52,10 +62,15 @@ class TensorflowBackend(DistributionBackend):
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
         guards.prepare()
-        if devices is None and (told := os.environ.get(DEVICES)):
+        told = os.environ.get(DEVICES) if devices is None else None
+        if told or are_cpus(devices):
+            hide_gpus()
+        if told:
             devices = int(told)
         if isinstance(devices, int):
             make_virtual(devices)
+        elif devices is not None:
+            make_named(devices)
         self._wanted = devices
         self._world: Membership | None = None
         self._forget()
@@ -73,7 +88,7 @@ class TensorflowBackend(DistributionBackend):
                 f"initialize was called a second time: this is process {self._world.index} of {self._world.count} "
                 "already; call unidist.shutdown() before joining another world"
             )
-        self._world = join(cluster)
+        self._world = join(cluster, self._wanted if isinstance(self._wanted, int) else 1)
         self._forget()
 
     def set_timeout(self, seconds: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from unidist.backends import environment
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
 
 # Set by `unidist run --devices-per-process`: as many virtual CPU devices, where the program names no number.
@@ -36,19 +38,83 @@ def make_virtual(count: int) -> None:
             ) from error
 
 
+def make_named(names: Sequence[str]) -> None:
+    """Gives this process virtual CPU devices where CPUs are named from the first on and nobody has said how many there
+    are."""
+    unsaid = tf.config.get_logical_device_configuration(tf.config.list_physical_devices("CPU")[0]) is None
+    launch = environment.detect()
+    is_alone = launch is None or launch.process_count == 1
+    if is_alone and unsaid and len(names) > 1 and list(names) == [f"cpu:{k}" for k in range(len(names))]:
+        with contextlib.suppress(BackendMismatchError):  # what is missing then is told by its name
+            make_virtual(len(names))
+
+
+def are_cpus(devices: int | Sequence[str] | None) -> bool:
+    """Whether CPUs are named."""
+    return isinstance(devices, list | tuple) and all(name.lower().startswith("cpu:") for name in devices)
+
+
+def hide_gpus() -> None:
+    """Keeps TensorFlow from GPUs, which it would take whole, in every process, where only CPUs are asked for.
+
+    Raises:
+        BackendMismatchError: TensorFlow has started with them.
+    """
+    if not tf.config.get_visible_devices("GPU"):
+        return
+    try:
+        tf.config.set_visible_devices([], "GPU")
+    except RuntimeError as error:
+        raise BackendMismatchError(
+            "CPUs were asked for, but TensorFlow has started with its GPUs and cannot let them go: call unidist.use "
+            'before any TensorFlow operation, or set CUDA_VISIBLE_DEVICES=""'
+        ) from error
+
+
+def take_gpus(local_index: int, local_count: int | None, count: int = 1) -> None:
+    """Leaves this process those GPUs of its host that are its own, and takes of their memory what is used.
+
+    Args:
+        local_index: the process's number on its host.
+        local_count: how many there are; None: unknown, as if there were several.
+        count: how many GPUs each takes.
+
+    Raises:
+        BackendNotAvailableError: there are not enough.
+    """
+    seen = tf.config.get_visible_devices("GPU")
+    if not seen:
+        return
+    own = seen if local_count == 1 or len(seen) == 1 else seen[local_index * count : (local_index + 1) * count]
+    if len(own) < count:
+        raise BackendNotAvailableError(
+            f"process {local_index} of this host needs {count} of its GPUs, but {len(seen)} are visible: start fewer "
+            "processes a host, or name CPUs, as use('tensorflow', devices=['cpu:0'])"
+        )
+    tf.config.set_visible_devices(own, "GPU")
+    for gpu in own:
+        tf.config.experimental.set_memory_growth(gpu, True)
+
+
 def find(devices: int | Sequence[str] | None) -> tuple[str, ...]:
     """TensorFlow's full names of the world's devices in rank order. Starts TensorFlow.
 
     Args:
-        devices: None: the GPUs, else the CPUs; a number: the CPUs; names as "cpu:0": these, in this order.
+        devices: None: the GPUs, else the CPUs; a number: these too, if each process has so many (on CPUs it has); names
+            as "cpu:0": these, in this order.
 
     Raises:
         BackendNotAvailableError: TensorFlow has no such device.
-        MeshError: a device is named twice, or none is named.
+        MeshError: a device is named twice, or none is named; or there are GPUs, and not as many.
     """
     if devices is None or isinstance(devices, int):
-        wanted = "CPU" if isinstance(devices, int) or not tf.config.list_physical_devices("GPU") else "GPU"
-        return tuple(_full_names(wanted))
+        found = len(tf.config.get_visible_devices("GPU"))
+        if found and isinstance(devices, int) and found != devices:
+            raise MeshError(
+                f"use('tensorflow', devices={devices}): this process has {found} GPUs, which a number means. Give "
+                f"devices={found}, or name CPUs, which are virtual: devices=['cpu:0', ..., 'cpu:{devices - 1}']"
+            )
+        return tuple(_full_names("GPU" if found else "CPU"))
     names = list(devices)
     if not names or len(set(names)) != len(names):
         raise MeshError(f"tensorflow: devices={names} must name at least one device, and each once")

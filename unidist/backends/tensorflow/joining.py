@@ -18,6 +18,7 @@ from unidist.backends import door
 from unidist.backends.environment import detect
 from unidist.backends.lines import Line, family_of, is_loopback
 from unidist.backends.protocol import Cluster
+from unidist.backends.tensorflow.devices import take_gpus
 from unidist.backends.tensorflow.gate import Gate
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
@@ -37,8 +38,12 @@ class Membership:
     gate: Gate | None = None
 
 
-def join(cluster: Cluster) -> Membership:
+def join(cluster: Cluster, devices: int = 1) -> Membership:
     """The world that the cluster or the launcher describes; else a world of one.
+
+    Args:
+        cluster: the world.
+        devices: how many GPUs each process takes, where several are on a host.
 
     Raises:
         BackendMismatchError: TensorFlow has started in this process already.
@@ -63,7 +68,8 @@ def join(cluster: Cluster) -> Membership:
         )
     jobs, lines = _meet(address, count, index, cluster.timeout)
     os.environ.update({_JOBS: ",".join(jobs), _CLIENT: str(index), _COUNT: str(count), _NAME: "worker"})
-    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    take_gpus(launch.local_index if launch else index, launch.local_count if launch else None, devices)
+    kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     dtensor.initialize_accelerator_system(kind)
     if all(is_loopback(job.rpartition(":")[0]) for job in jobs):
         _keep_to_the_loopback()

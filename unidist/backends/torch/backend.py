@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -10,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 from unidist import events
-from unidist.algebra import Axes, Mesh, Sharding, redistribution
+from unidist.algebra import Axes, Group, Mesh, Sharding, redistribution
 from unidist.backends import environment
+from unidist.backends.ending import has_failed
 from unidist.backends.local import Both, LocalViewBackend, Move
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
-from unidist.backends.torch import native, tracing
+from unidist.backends.torch import accelerators, native, tracing
+from unidist.backends.torch.accelerators import DeviceType
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import TorchComm
-from unidist.backends.torch.joining import DeviceType, Membership, alone, join, retimed
+from unidist.backends.torch.joining import Membership, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.primitives import Traced
 from unidist.backends.torch.transports import Transports
@@ -35,7 +38,8 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     Reductions are exact where their values are; else gloo's are summed in rank order by reduce_scatter and small
     all_reduces, and in a fixed order that depends on the size by others. Every rank gets the same bits. On CUDA the
-    order is NCCL's, and a lost peer is told by NCCL's watchdog, which ends the process.
+    order is NCCL's, and a lost peer is told by NCCL's watchdog, which ends the process. UNIDIST_TORCH_TRANSPORT=gloo
+    sends CUDA tensors over the host, so that several ranks can be tried on one GPU. (It has never run on GPUs.)
 
     Args:
         devices: how many devices the program is written for, or their names. The world must have as many processes.
@@ -50,7 +54,6 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     name: ClassVar[str] = "torch"
     capabilities: ClassVar[Capabilities] = Capabilities(view="local", uneven="native", dtypes=ALL_DTYPES)
 
-    compiles: ClassVar[bool] = True
     has_dtensors: ClassVar[bool] = True
 
     comm: TorchComm
@@ -73,6 +76,11 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self.comm = TorchComm(self._transports)  # of the world of one, until another is joined
         self._traced = self.comm
 
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]  # of a class elsewhere
+        """Functional collectives are NCCL's on CUDA tensors: what goes over the host is no part of a program."""
+        return self.world.device.type == "cpu" or not accelerators.goes_by_host()
+
     # the world ------------------------------------------------------------------------------------------------
 
     def initialize(self, cluster: Cluster) -> None:
@@ -94,6 +102,22 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         self._watch = Watch(world.rank, self._transports) if world.size > 1 and can_watch() else None
         self.comm = TorchComm(self._transports, watch=self._watch)
         self._traced = TorchComm(self._transports, BufferedCollectives(Traced()))
+        if self._uses_nccl and world.is_ours:
+            atexit.register(self._part)
+
+    @property
+    def _uses_nccl(self) -> bool:
+        world = self._world
+        return world is not None and world.size > 1 and world.device.type == "cuda" and not accelerators.goes_by_host()
+
+    def _part(self) -> None:
+        """At the end of the program NCCL's communicators are given back; amid a failure the others do not come."""
+        if not has_failed():
+            self.shutdown()
+
+    def ready(self, group: Group) -> None:
+        if self._uses_nccl:
+            self.comm.all_reduce(torch.zeros(1, device=self.world.device), group, "sum")
 
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait, in the groups that are made already too."""
@@ -109,6 +133,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
             self._watch = None
 
     def shutdown(self) -> None:
+        atexit.unregister(self._part)
         self._forget()
         if self._world is not None and self._world.is_ours and dist.is_initialized():
             dist.destroy_process_group()
@@ -170,6 +195,13 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         """All devices of the kind in use that this process sees, of which a world gives it one."""
         count = torch.cuda.device_count() if self._device_type == "cuda" else 1
         return [f"{'gpu' if self._device_type == 'cuda' else 'cpu'}:{k}" for k in range(count)]
+
+    def torch_device(self) -> str | None:
+        """This rank's device. Where there are no GPUs and none was asked for, Keras's own choice stays."""
+        device = self.world.device
+        if device.type == "cpu" and not torch.cuda.is_available() and not isinstance(self._asked, (list, tuple)):
+            return None
+        return accelerators.name_for_keras(device)
 
     def _check_asked(self, names: list[str]) -> None:
         asked = self._asked
@@ -255,7 +287,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
 def _device_type(devices: int | Sequence[str] | None) -> DeviceType:
     if devices is None or isinstance(devices, int):
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return accelerators.preferred()
     kinds = {_kind(name) for name in devices}
     if kinds == {"cpu"}:
         return "cpu"

@@ -16,6 +16,7 @@ from unidist.backends.local import Done, Handle
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.calls import Key, described
 from unidist.backends.torch.exchange import DirectCollectives, compare, exchange, scatter
+from unidist.backends.torch.hosted import HostedCollectives, copied, is_on_host
 from unidist.backends.torch.lost import is_loss, reraise
 from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
 from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, loses_nans, op_for
@@ -24,7 +25,7 @@ from unidist.backends.torch.watch import Waiting, Watch
 from unidist.errors import LayoutError, ProcessLostError, UnidistError
 from unidist.flight.recorder import recorder
 
-Ways = DirectCollectives | BufferedCollectives[Transport]
+Ways = DirectCollectives | HostedCollectives | BufferedCollectives[Transport]
 Detail = tuple[str, Hashable]
 Dims = tuple[int, ...]
 
@@ -32,7 +33,8 @@ Dims = tuple[int, ...]
 class TorchComm:
     """Collectives over one group of ranks (`Collectives` in backends/local.py).
 
-    CPU tensors over gloo go by direct messages, all others by NCCL's collectives on the current CUDA stream.
+    CPU tensors over gloo go by direct messages, others by NCCL's collectives on the current CUDA stream; where there
+    is no NCCL, over the host and gloo.
 
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.
@@ -49,11 +51,14 @@ class TorchComm:
         self.transport = transport
         self.watch = watch
         self._direct: Ways = way or DirectCollectives()
+        self._hosted: Ways = way or HostedCollectives()
         self._other: Ways = way or BufferedCollectives(Eager())
 
     def _way(self, x: torch.Tensor, transport: Transport) -> Ways:
-        if transport.is_gloo and x.device.type == "cpu":
+        if transport.is_gloo and is_on_host(x):
             return self._direct
+        if transport.goes_by_host:
+            return self._hosted
         if self.watch is not None:
             compare(transport)
         return self._other
@@ -120,8 +125,10 @@ class TorchComm:
         if group.size > 1:
             with self._call(group, "barrier", None) as transport:
                 compare(transport)
-                device = [torch.cuda.current_device()] if "nccl" in dist.get_backend_config(transport.pg) else None
-                dist.barrier(transport.pg, device_ids=device)
+                # Processes meet, and not their streams: no communicator of NCCL's is made for it.
+                options = dist.BarrierOptions()
+                options.device = torch.device("cpu")
+                transport.pg.barrier(options).wait()
 
     # under way ------------------------------------------------------------------------------------------------
 
@@ -136,10 +143,13 @@ class TorchComm:
         call = self._start(group, "all_reduce", x, ("op", op), ("inplace", True))
         with call as transport:
             compare(transport)
-            work = transport.pg.allreduce([values], NATIVE[op_for(op, x.dtype)])
+            sent = copied(values) if transport.goes_by_host and not is_on_host(values) else values
+            work = transport.pg.allreduce([sent], NATIVE[op_for(op, x.dtype)])
 
         def finish() -> None:
             work.wait()
+            if sent is not values:
+                values.copy_(sent)
             if x.dtype != torch.bool and values is not x:
                 x.copy_(values)
             if op == "mean":
@@ -162,6 +172,8 @@ class TorchComm:
             way = self._way(x, transport)
             if isinstance(way, DirectCollectives):
                 return InFlight(scatter(transport, x.chunk(group.size), op, out), call)
+            if isinstance(way, HostedCollectives):
+                return InFlight(way.scatter(out, x, transport, op), call)
             if loses_nans(op, x.dtype):
                 out.copy_(way.reduce_scatter(x, transport, 0, [out.shape[0]] * group.size, op))
                 call.goes_on = False
@@ -190,7 +202,10 @@ class TorchComm:
             return Done()
         call = self._start(group, "all_gather", x, ("inplace", True))
         with call as transport:
-            if isinstance(self._way(x, transport), DirectCollectives):
+            way = self._way(x, transport)
+            if isinstance(way, HostedCollectives):
+                return InFlight(way.collect(out, x, transport), call)
+            if isinstance(way, DirectCollectives):
                 parts = out.chunk(group.size)
                 finish = exchange(transport, [x] * group.size, parts)
                 if parts[transport.index].data_ptr() != x.data_ptr():

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,9 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 
 from unidist.backends.environment import detect
 from unidist.backends.protocol import Cluster
-from unidist.errors import BackendMismatchError, BackendNotAvailableError
-
-DeviceType = Literal["cpu", "cuda"]
+from unidist.backends.torch import accelerators
+from unidist.backends.torch.accelerators import DeviceType
+from unidist.errors import BackendMismatchError, BackendNotAvailableError, UnidistError
 
 # The stores of this process, by where they are, and how often a world was joined there. They stay when a world is left:
 # others may still be joining through process 0's, and the next world at the same address must not meet their leftovers.
@@ -49,6 +49,7 @@ def join(cluster: Cluster, device_type: DeviceType) -> Membership:
     Raises:
         BackendMismatchError: the cluster and the existing process group contradict each other.
         BackendNotAvailableError: the world could not be joined, or this process has no accelerator of its own.
+        MeshError: two processes have one accelerator.
     """
     if dist.is_initialized():
         return _existing(cluster, device_type)
@@ -64,10 +65,16 @@ def join(cluster: Cluster, device_type: DeviceType) -> Membership:
             f"{index}. Give unidist.initialize(address, process_count, process_index), or start with "
             f"`unidist run -n {count} script.py` or `torchrun --nproc-per-node {count} script.py`"
         )
-    device = _bind(device_type, launch.local_index if launch else index)
+    local_index = launch.local_index if launch else None if count == 1 else index
+    device = accelerators.bind(device_type, local_index)
     if count > 1:
         by_environment = launch is not None and launch.launcher == "torchrun" and cluster.address is None
         _init("env://" if by_environment else f"tcp://{address}", count, index, device_type, cluster.timeout)
+        try:
+            accelerators.check_apart(device, index, count, world_store())
+        except UnidistError:
+            dist.destroy_process_group()
+            raise
     return Membership(index, count, device, cluster.timeout, True)
 
 
@@ -75,7 +82,7 @@ def alone(world: Membership) -> None:
     """Gives a world of one process a process group of torch's, which native meshes need. No network is used."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_transports(world.device.type), store=store, rank=0, world_size=1)
+        dist.init_process_group(accelerators.transports(world.device.type), store=store, rank=0, world_size=1)
 
 
 def retimed(world: Membership, seconds: float) -> Membership:
@@ -95,38 +102,34 @@ def _existing(cluster: Cluster, device_type: DeviceType) -> Membership:
             f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but torch.distributed "
             f"was initialised as process {rank} of {size}: leave the arguments out to use that, or destroy it first"
         )
-    if device_type == "cuda" and "nccl" not in dist.get_backend_config():
+    default = c10d._get_default_group()
+    carries = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(default))).get_device_backend_map()
+    if device_type == "cuda" and carries.get("cuda") != "nccl" and not accelerators.goes_by_host():
         device_type = "cpu"
-    launch = detect()
-    # Whoever made the group has chosen the device.
-    index = torch.cuda.current_device() if device_type == "cuda" else (launch.local_index if launch else rank)
-    return Membership(rank, size, _bind(device_type, index), cluster.timeout, False)
+    device = _chosen(default) if device_type == "cuda" else torch.device("cpu")
+    accelerators.check_apart(device, rank, size, world_store())
+    return Membership(rank, size, device, cluster.timeout, False)
 
 
-def _bind(device_type: DeviceType, local_index: int) -> torch.device:
-    """This process's device, made the current one. A process that sees one accelerator only has that one."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 0 or (count > 1 and local_index >= count):
-        raise BackendNotAvailableError(
-            f"process {local_index} of this host needs an accelerator of its own, but {count} are visible: start "
-            "fewer processes a host, or use('torch', devices=['cpu:0', ...]) to compute on CPUs"
-        )
-    device = torch.device("cuda", local_index % count)
+def _chosen(default: Any) -> torch.device:
+    """The device that whoever made the group has chosen for it, with `device_id=` or as the current one."""
+    bound = default.bound_device_id
+    device = torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
     torch.cuda.set_device(device)
     return device
 
 
-def _transports(device_type: str) -> str:
-    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+def world_store() -> Any:
+    """The store of the default group."""
+    return c10d._world.pg_map[c10d._get_default_group()][1]
 
 
 def _init(method: str, count: int, index: int, device_type: DeviceType, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     try:
         store = _store(method, count, index, limit)
-        dist.init_process_group(_transports(device_type), store=store, world_size=count, rank=index, timeout=limit)
+        kinds = accelerators.transports(device_type)
+        dist.init_process_group(kinds, store=store, world_size=count, rank=index, timeout=limit)
         # Whoever left before all are in would take the others' connections down.
         dist.all_reduce(torch.zeros(1))
     except (RuntimeError, ValueError) as error:  # DistNetworkError, DistStoreError and gloo's own

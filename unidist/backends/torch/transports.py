@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -28,6 +30,7 @@ class Transport:
         ranks: the ranks of the places, in order.
         index: this process's place.
         is_gloo: whether CPU tensors go over gloo.
+        goes_by_host: whether tensors of other devices go over the host, and gloo.
         limit: how long a message waits now.
         calls: the calls on this transport, which every member numbers alike.
     """
@@ -37,6 +40,7 @@ class Transport:
     ranks: tuple[int, ...]
     index: int
     is_gloo: bool
+    goes_by_host: bool
     limit: Callable[[], timedelta]
     calls: Calls = field(default_factory=Calls)
 
@@ -55,8 +59,8 @@ class Transports:
     which members meet without the others holds the number of groups that a process has made, which differs between
     the ranks where meshes cover different ones. Here the name tells the ranks in their order and nothing else.
 
-    A default group that was made by someone else with `device_id=` splits NCCL communicators, which torch does on all
-    ranks at once: there meshes must cover the world.
+    What unidist itself says to others (agreement, numbers, names) are CPU tensors: where the default group was made by
+    someone else for CUDA tensors alone, as init_process_group("nccl") does, the world gets a group of ours, with gloo.
 
     Args:
         timeout: seconds that a collective waits for its members.
@@ -93,12 +97,15 @@ class Transports:
         return transport
 
     def _make(self, group: Group, meet: Callable[[], None]) -> Transport:
-        if group.ranks == tuple(range(dist.get_world_size())):
-            pg = c10d._get_default_group()
+        default = c10d._get_default_group()
+        if group.ranks == tuple(range(dist.get_world_size())) and "cpu" in _kinds(default):
+            pg = default
         else:
             pg = self._found(group.ranks) or self._new(group, meet)
-        kind = c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
-        return Transport(pg, pg.group_name, group.ranks, group.index, kind.get("cpu") == "gloo", lambda: self._timeout)
+        kinds = _kinds(pg)
+        is_gloo = kinds.get("cpu") == "gloo"
+        by_host = is_gloo and kinds.get("cuda") != "nccl"
+        return Transport(pg, pg.group_name, group.ranks, group.index, is_gloo, by_host, lambda: self._timeout)
 
     def _found(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group that an earlier adapter left in a world that is not ours to end."""
@@ -108,10 +115,10 @@ class Transports:
     def _new(self, group: Group, meet: Callable[[], None]) -> dist.ProcessGroup:
         meet()
         default = c10d._get_default_group()
-        backend, store = dist.get_backend_config(default), c10d._world.pg_map[default][1]
+        backend, store = _with_gloo(_kinds(default)), c10d._world.pg_map[default][1]
         pg: dist.ProcessGroup
         making = "making the process group"
-        with noted(noting.told(making, group.ranks)), told(making, group.ranks):
+        with noted(noting.told(making, group.ranks)), told(making, group.ranks), _by_members_alone(default):
             pg, _ = c10d._new_process_group_helper(
                 group.size,
                 group.index,
@@ -124,6 +131,30 @@ class Transports:
             )
         c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(group.ranks)}
         return pg
+
+
+def _kinds(pg: dist.ProcessGroup) -> Mapping[str, str]:
+    """What carries tensors of each kind of device in a group."""
+    return c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
+
+
+def _with_gloo(kinds: Mapping[str, str]) -> str:
+    return ",".join(f"{device}:{backend}" for device, backend in {"cpu": "gloo", **kinds}.items())
+
+
+@contextlib.contextmanager
+def _by_members_alone(default: Any) -> Iterator[None]:
+    """Inside a group is made by its members. From a default group that is bound to a device, by `device_id=`, torch
+    would split NCCL's communicator, which all ranks of the world must do together."""
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def _name(ranks: tuple[int, ...]) -> str:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from unidist import events
 from unidist.algebra import Group
@@ -26,6 +25,7 @@ from unidist.backends.desync import line_of
 from unidist.backends.noting import noted, told
 from unidist.backends.torch import posts
 from unidist.backends.torch.calls import Key, described
+from unidist.backends.torch.joining import world_store
 from unidist.backends.torch.lost import reraise
 from unidist.backends.torch.posts import Failure, Post, Posts, Ranks, Wait
 from unidist.errors import UnidistError
@@ -109,7 +109,7 @@ class Watch:
             ProcessLostError: some did not come in time.
         """
         waiting = self.waiting[threading.get_ident()] = Waiting(group, 1, key, None)
-        store, limit = _store(), time.monotonic() + self._transports.timeout
+        store, limit = world_store(), time.monotonic() + self._transports.timeout
         name = f"unidist/meet/{','.join(map(str, group.ranks))}"
         try:
             with noted(told("making the process group", group.ranks)):
@@ -242,13 +242,9 @@ class Watch:
         Made while all are there: to a process that has ended it would be tried for the whole timeout.
         """
         if self._store is None:
-            self._store = _store().clone()
+            self._store = world_store().clone()
             self._store.set_timeout(_ANSWER)
         return self._store
-
-
-def _store() -> Any:
-    return c10d._world.pg_map[c10d._get_default_group()][1]
 
 
 def _key(rank: int) -> str:
@@ -286,4 +282,4 @@ def _break(transport: Transport) -> None:
 
 def can_watch() -> bool:
     """Whether the world has a store that can be asked from another thread."""
-    return dist.is_initialized() and hasattr(_store(), "clone")
+    return dist.is_initialized() and hasattr(world_store(), "clone")

@@ -16,7 +16,7 @@ from unidist.backends import registry
 from unidist.backends.protocol import Array
 from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
-from unidist.backends.tensorflow.devices import task_of
+from unidist.backends.tensorflow.devices import hide_gpus, task_of
 from unidist.errors import CapabilityError
 from unidist.keras.agreement import Peers
 from unidist.keras.processes import Processes
@@ -24,6 +24,7 @@ from unidist.keras.processes import Processes
 
 @lru_cache(maxsize=4)
 def _simulated(count: int) -> TensorflowBackend:
+    hide_gpus()
     return TensorflowBackend(devices=count)
 
 

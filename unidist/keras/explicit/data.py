@@ -14,8 +14,8 @@ from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.agreement import Peers, stride
-from unidist.keras.compat import TorchEpochIterator, tree
-from unidist.keras.explicit import context
+from unidist.keras.compat import TorchEpochIterator, get_device, tree
+from unidist.keras.explicit import context, devices
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.interception import Hook
@@ -181,7 +181,7 @@ class EpochReader:
             if batch is None:
                 return
             self.rows = rows
-            yield batch
+            yield self._sent(batch)
 
     def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
         if self._already_local:
@@ -193,7 +193,11 @@ class EpochReader:
             total = self._sizes.pop(0) if self._sizes is not None else row_count(batch)
             self.rows = rows_of(self.world, self.rank, total)
             start, length = bounds(self.world, self.rank, total)
-            yield cut(batch, 0 if self._sizes is not None else start, length)
+            yield self._sent(cut(batch, 0 if self._sizes is not None else start, length))
+
+    def _sent(self, batch: Any) -> Any:
+        device = torch.device(get_device())
+        return tree.map_structure(lambda x: devices.sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 class _OwnRows(torch.utils.data.Sampler[list[int]]):

@@ -36,6 +36,7 @@ from unidist.keras.explicit import (
     programs,
     rules,
     sequence,
+    statistics,
 )
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
@@ -109,6 +110,8 @@ class Engine:
         if fresh:
             placing.equalize(model.variables, self.world)
             self._set_rules()
+            if not programs.is_compiled(model):
+                statistics.keep_seeds_on_host(model)
         self._part_pairs()
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
@@ -365,7 +368,7 @@ def _few_rows(x: Any) -> Any:
     if x is None:
         return None
     x = torch.as_tensor(x)
-    return x[:PROBE_ROWS] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype)
+    return x[:PROBE_ROWS] if len(x) else x.new_zeros((1, *x.shape[1:]))
 
 
 def _distinct_seeds(layer: Any, row: rules.Rule) -> None:

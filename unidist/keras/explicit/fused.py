@@ -15,9 +15,9 @@ from unidist.keras.compat import ops
 from unidist.keras.explicit import placing
 from unidist.keras.explicit.context import Frame
 
-# In lower precision Keras rounds after every operation, and torch after the last.
-_DTYPES = (torch.float32, torch.float64)
-_DEVICES = ("cpu", "cuda")
+# In lower precision Keras rounds after every operation, and torch after the last. CUDA's kernel reads the step size as
+# a float32.
+_DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32,)}
 
 Pair = tuple[Any, Any]
 
@@ -77,8 +77,7 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
     """Whether the kernel takes them. It does not look at strides: it would write elsewhere."""
     first = tensors[0]
     return (
-        first.dtype in _DTYPES
-        and first.device.type in _DEVICES
+        first.dtype in _DTYPES.get(first.device.type, ())
         and first.numel() > 0
         and all(t.is_contiguous() and t.dtype == first.dtype and t.device == first.device for t in tensors)
     )

@@ -20,6 +20,7 @@ from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.explicit import (
     context,
     data,
+    devices,
     distribution_lib,
     engine,
     generation,
@@ -51,7 +52,8 @@ _MAKERS = (
 
 
 def prepare() -> None:
-    """There is nothing to do before the hooks."""
+    """Keras computes on the device of the adapter in use. (Asked again when a world is joined.)"""
+    devices.settle()
 
 
 def table() -> Table:
@@ -91,12 +93,15 @@ def _widening(original: property) -> property:
 
 
 def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """There is no strategy that cannot be trained."""
+    """There is no strategy that cannot be trained. Keras computes where the adapter does: its world may be one that the
+    program made after `use`."""
+    devices.settle()
 
 
 def leave() -> None:
     """Models that are distributed raise from here on, where they would train alone."""
     leave_worlds()
+    devices.put_back()
 
 
 def align_seeds() -> None:

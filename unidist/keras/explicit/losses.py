@@ -20,7 +20,7 @@ from unidist.backends import registry
 from unidist.errors import CapabilityError
 from unidist.keras import numbers
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
-from unidist.keras.explicit import mixing
+from unidist.keras.explicit import devices, mixing
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.interception import Hook, kept
 
@@ -63,8 +63,8 @@ def global_count(here: Frame, rows: Rows, shape: tuple[int, ...], like: torch.Te
     """
     local = prod(shape)
     if rows.even:
-        return torch.as_tensor(float(local * here.world.mesh.axis_size(here.world.data_axes)), dtype=like.dtype)
-    return global_sum(here, torch.as_tensor(float(local), dtype=like.dtype, device=like.device))
+        return devices.filled(local * here.world.mesh.axis_size(here.world.data_axes), like)
+    return global_sum(here, devices.filled(local, like))
 
 
 def _loss_call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -214,7 +214,7 @@ def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None)
         return _originals["apply_mask"](sample_weight, mask, dtype, reduction)
     known, _ = _known(here)
     float_mask = ops.cast(mask, dtype)
-    counts = torch.stack([torch.as_tensor(float(mask.numel()), dtype=float_mask.dtype), float_mask.sum()])
+    counts = torch.stack([devices.filled(mask.numel(), float_mask), float_mask.sum()])
     total, valid = global_sum(known, counts)
     weights = float_mask * ops.divide_no_nan(total, valid)
     if sample_weight is None:
@@ -233,7 +233,7 @@ def _added_losses(self: Any) -> list[Any]:
     here = frame()
     if here is None or here.rows is None or not here.world.data_axes or not found:
         return found
-    own = [numbers.by_share(torch.as_tensor(value), here.rows.share) for value in found]
+    own = [numbers.by_share(ops.convert_to_tensor(value), here.rows.share) for value in found]
     return _over_all_shards(here, own) if here.gathered_loss else told(here, own)
 
 

@@ -15,7 +15,7 @@ import torch
 from unidist import events
 from unidist.keras import numbers, sessions
 from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
-from unidist.keras.explicit import losses
+from unidist.keras.explicit import devices, losses
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.mixing import is_of_keras
 from unidist.keras.explicit.variables import DistributedVariable
@@ -168,7 +168,7 @@ def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         share = here.rows.share
         with torch.no_grad():
             metric.total.assign_add(_of_share(here, values, share).detach())
-            metric.count.assign_add(torch.as_tensor(share, dtype=torch.float32))
+            metric.count.assign_add(devices.filled(share, metric.count.value))
         return None
 
     return update_state
@@ -206,7 +206,7 @@ def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., A
         weight, count = (1.0, 1 / shards) if sample_weight is None else (here.rows.total, here.rows.local)
         with torch.no_grad():
             tracker.total.assign_add(values.detach() * (count if here.tells_losses else weight))
-            tracker.count.assign_add(torch.as_tensor(float(count), dtype=torch.float32))
+            tracker.count.assign_add(devices.filled(count, tracker.count.value))
         return None
 
     return update_state

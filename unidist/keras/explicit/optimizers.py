@@ -217,7 +217,7 @@ def clipped(optimizer: Any, frame: Frame, grads: list[Any], variables: list[Any]
         limit = optimizer.clipnorm
         return [g * (limit / torch.clamp(s.sqrt(), min=limit)) for g, s in zip(grads, squares, strict=True)]
     limit = optimizer.global_clipnorm
-    factor = limit / torch.clamp(sum(squares, torch.zeros(())).sqrt(), min=limit)
+    factor = limit / torch.clamp(sum(squares[1:], squares[0]).sqrt(), min=limit)
     return [g * factor for g in grads]
 
 

@@ -361,7 +361,8 @@ def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tenso
     leaves = [v._storage.local(frame) for v in model.trainable_variables]
     with torch.enable_grad():
         outputs = _floats(_forward(model, x))
-        total = sum((_weighted(t) for t in outputs), torch.zeros(()))
+        sums = [_weighted(t) for t in outputs]
+        total = sum(sums[1:], sums[0]) if sums else torch.zeros(())
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else []
     return [*(t.detach() for t in outputs), *(g for g in grads if g is not None)]
 

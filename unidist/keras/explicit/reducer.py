@@ -64,6 +64,17 @@ def _first(watching: list[Reducer], at_work: Reducer | None) -> Reducer:
     return at_work if at_work is not None and at_work in watching else watching[0]
 
 
+def _is_used(bucket: Bucket, views: list[torch.Tensor]) -> list[bool]:
+    """Of each member whether any rank has a gradient of it: this one, or another, of which the sum tells. Read at once,
+    since a read waits for the device."""
+    asked = [k for k, had in enumerate(bucket.had) if not had and id(bucket.members[k].leaf) not in bucket.left]
+    used = list(bucket.had)
+    if asked:
+        for k, found in zip(asked, torch.stack([views[k].any() for k in asked]).tolist(), strict=True):
+            used[k] = found
+    return used
+
+
 def _untraced(function: _F) -> _F:
     """Kept out of torch.compile's programs: starting a collective is no part of one."""
     return cast(_F, torch.compiler.disable(function))
@@ -346,11 +357,12 @@ class Reducer:
         if self._is_own_loop:
             # A loop of the user's own, whose losses are means of its own rows: as in DistributedDataParallel.
             torch._foreach_div_(views, float(bucket.group.size))
-        for member, view, had in zip(bucket.members, views, bucket.had, strict=True):
+        used = _is_used(bucket, views)
+        for k, (member, view) in enumerate(zip(bucket.members, views, strict=True)):
             if id(member.leaf) in bucket.left:
                 continue
             before = self._kept.pop(id(member.leaf), None)
-            if not had and not bool(view.any()):
+            if not used[k]:
                 member.target.grad = before
                 continue
             member.target.grad = view if before is None else before + view

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from unidist import events
 from unidist.keras import numbers
-from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, torch_random
+from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, get_device, torch_core, torch_random
+from unidist.keras.explicit import placing
 from unidist.keras.explicit.context import frame
 from unidist.keras.explicit.sequence import SequencePart, dropped_out
 from unidist.keras.interception import Hook, kept
@@ -39,7 +42,8 @@ def _next(self: Any, ordered: bool = True) -> Any:
     here = frame()
     if here is not None and here.written:
         here.note_write(self.state)  # also of a generator that belongs to no model
-    seed = _originals["next"](self, ordered)
+    with _where(self.state):
+        seed = _originals["next"](self, ordered)
     if here is not None and here.region is not None:
         # One device's numbers, for the rows of all shards: from now on in every step.
         here.region.mixes = True
@@ -47,6 +51,21 @@ def _next(self: Any, ordered: bool = True) -> Any:
     if here is None or not here.seed_place or seed.is_meta:
         return seed
     return seed + torch.tensor([numbers.seed_offset(here.seed_place), 0], dtype=seed.dtype, device=seed.device)
+
+
+def keep_seeds_on_host(model: Any) -> None:
+    """Puts the states of a model's random generators where torch's own are seeded from: read from a GPU, each dropout
+    would wait for all that it has yet to compute."""
+    for generator in {id(g): g for layer in model._flatten_layers() for g in layer._seed_generators}.values():
+        if placing.is_placed(generator.state):
+            for shard in generator.state._storage.shards.values():
+                shard.data = shard.data.cpu()
+
+
+def _where(state: Any) -> AbstractContextManager[Any]:
+    """Inside Keras computes the next seed where the state is."""
+    is_apart = state._value.device.type == "cpu" and torch.device(get_device()).type not in ("cpu", "meta")
+    return torch_core.device_scope("cpu") if is_apart else contextlib.nullcontext()
 
 
 def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
@@ -67,19 +86,21 @@ def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
 def _dropout_in_a_program(inputs: torch.Tensor, rate: float, noise_shape: Any, seed: Any) -> torch.Tensor:
     """The units that Keras's dropout keeps with the same seed."""
     shape = [size if n is None else n for n, size in zip(noise_shape, inputs.shape, strict=True)]
-    kept = torch.broadcast_to(_kept_units(draw_seed(seed), 1.0 - rate, shape), inputs.shape)
+    kept = torch.broadcast_to(_kept_units(draw_seed(seed), 1.0 - rate, shape, inputs.device), inputs.shape)
     return torch.where(kept, inputs / (1.0 - rate), torch.zeros_like(inputs))
 
 
 @torch.library.custom_op("unidist::kept_units", mutates_args=())
-def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int]) -> torch.Tensor:
+def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Which units a dropout keeps. A program takes it as it is: torch's generators cannot be part of one."""
     first, second = seed
-    generator = torch.Generator(device=seed.device)
+    generator = torch.Generator(device=device)
     generator.manual_seed(int(first + second) & 0xFFFFFFFF)
-    return torch.bernoulli(torch.full(list(shape), probability, device=seed.device), generator=generator).bool()
+    return torch.bernoulli(torch.full(list(shape), probability, device=device), generator=generator).bool()
 
 
 @_kept_units.register_fake
-def _kept_units_shape(seed: torch.Tensor, probability: float, shape: Sequence[int]) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=torch.bool, device=seed.device)
+def _kept_units_shape(
+    seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=torch.bool, device=device)

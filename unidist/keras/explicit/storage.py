@@ -235,7 +235,7 @@ class Storage:
         if not stored.layout.dims and not stored.layout.partial:
             return shard
         if frame is None and walks.was_read():
-            return torch.empty(stored.shape, dtype=shard.dtype)
+            return torch.empty(stored.shape, dtype=shard.dtype, device=shard.device)
         return self._moved(shard, stored, differentiable)
 
     def updated(self, frame: Frame) -> torch.Tensor:

@@ -41,6 +41,7 @@ class Traffic:
             for rank in world.ranks
         }
         self._fetchers = {rank: Fetcher(world, rank, [storages for _, storages in by_layer]) for rank in world.ranks}
+        self._make_ready()
         for layer, storages in fetched:
             self._undo.append(use_in_calls(layer, storages))
         self.fetches = bool(fetched)
@@ -54,6 +55,14 @@ class Traffic:
             reducer.close()
         for fetcher in self._fetchers.values():
             fetcher.close()
+
+    def _make_ready(self) -> None:
+        """What carries the groups' tensors is made now: amid a backward it would hold up the gradients' thread."""
+        for rank in self.world.ranks:
+            buckets, units = self._reducers[rank].buckets, self._fetchers[rank].units
+            groups = [b.group for b in buckets] + [u.buffer.group for u in units]
+            for group in {group.ranks: group for group in groups}.values():
+                self.world.backend.ready(group)
 
     def reducer(self, rank: int) -> Reducer:
         return self._reducers[rank]
