@@ -175,12 +175,8 @@ def operations_of(step: Step, count: int) -> tuple[float, list[tuple[str, int, f
 
 
 def print_operations(taken: float, rows: list[tuple[str, int, float]], steps: int, usual: float, count: int) -> None:
-    kernels = sum(own for name, _, own in rows if name.startswith("aten::"))
-    sent = sum(own for name, _, own in rows if name.startswith(("gloo:", "nccl:", "c10d::")))
-    print(
-        f"  torch.profiler: {kernels / steps * 1e3:.3f} ms in operations; {sent / steps * 1e3:.3f} ms of collectives, "
-        f"most of them in other threads; a step took {taken / steps / usual:.2f} of what it takes"
-    )
+    kernels = sum(own for name, _, own in rows if name.startswith("aten::")) / steps * 1e3
+    print(f"  torch.profiler: {kernels:.3f} ms in operations; under it a step took {taken / steps / usual:.2f} as long")
     for name, calls, own in rows[:count]:
         print(f"    {name:60.60}{calls / steps:6.0f}{own / steps * 1e6:9.1f}")
 
