@@ -50,14 +50,14 @@ def notes(folder: Path) -> tuple[float, float]:
     recorder = Recorder()
     recorder.open(folder, 0, 1)
     calls, purpose, kind = Calls(), "gradient", recorder.kind("a benchmark")
-    calls.begin(("all_reduce", (16, 8), torch.float32))
-    calls.kinds[purpose] = kind
+    _, kinds = calls.begin(("all_reduce", (16, 8), torch.float32))
+    kinds[purpose] = kind
 
     def collective() -> None:
-        recorder.end(recorder.begin(calls.kinds[purpose]))
+        recorder.end(recorder.begin(kinds[purpose]))
 
     def under_way() -> None:
-        number = recorder.begin(calls.kinds[purpose])
+        number = recorder.begin(kinds[purpose])
         recorder.go_on(number)
         recorder.wait(number)
         recorder.end(number)

@@ -57,8 +57,8 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
             _listeners = tuple(rest)
 
 
-def purpose() -> str:
-    return _purpose.get()
+# What the collectives of this thread are for.
+purpose: Callable[[], str] = _purpose.get
 
 
 @contextlib.contextmanager

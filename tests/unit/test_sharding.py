@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -87,3 +89,14 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
         Sharding(MESH, Layout("z"), (4,))
     with pytest.raises(LayoutError, match="shards dim 0 of a tensor that has 0 dims"):
         Sharding(MESH, Layout("a"), ())
+
+
+def test_what_is_sent_to_another_process_is_known_there() -> None:
+    """Strings have other hashes there: none that was found here goes along."""
+    mesh = Mesh({"data": 2})
+    for value in (mesh, Layout("data"), Sharding(mesh, Layout("data"), (4,))):
+        hash(value)
+        sent = pickle.loads(pickle.dumps(value))
+        assert sent == value
+        assert hash(sent) == hash(value)
+        assert set(vars(pickle.loads(pickle.dumps(value)))) == {field.name for field in fields(value)}

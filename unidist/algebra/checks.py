@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import fields
 from typing import Any
 
 
@@ -14,3 +15,9 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """What is kept of a dataclass where it is copied or sent: not what it has found out, as its hash, which is another
+    in each process."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}

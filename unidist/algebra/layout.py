@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
+from unidist.algebra.checks import fields_of
 from unidist.algebra.mesh import Axes, Mesh
 from unidist.errors import LayoutError
 
@@ -89,6 +91,16 @@ class Layout:
         if self.fanout:
             parts.append(f"fanout={(self.fanout if len(self.fanout) > 1 else self.fanout[0])!r}")
         return f"Layout({', '.join(parts)})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial, self.fanout))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return fields_of(self)
 
     @property
     def partial_axes(self) -> Axes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from unidist.algebra.checks import whole_number
+from unidist.algebra.checks import fields_of, whole_number
 from unidist.errors import MeshError
 
 Axes = tuple[str, ...]
@@ -30,10 +30,10 @@ class Group:
 
     ranks: tuple[int, ...]
     index: int
+    size: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True, init=False)
@@ -91,6 +91,9 @@ class Mesh:
     @cached_property
     def _hash(self) -> int:
         return hash((self.axes, self.devices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return fields_of(self)
 
     @cached_property
     def axis_names(self) -> Axes:

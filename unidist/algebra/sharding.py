@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
+from typing import Any
 
+from unidist.algebra.checks import fields_of
 from unidist.algebra.layout import Layout
 from unidist.algebra.mesh import Axes, Mesh
 from unidist.errors import LayoutError
@@ -22,7 +24,7 @@ def chunk(size: int, parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((lo, hi - lo) for lo, hi in pairwise(bounds))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sharding:
     """How a tensor of one global shape lies on a mesh.
 
@@ -41,6 +43,16 @@ class Sharding:
             )
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         self.layout.check(self.mesh, len(self.shape))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.layout, self.shape))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return fields_of(self)
 
     def with_layout(self, layout: Layout) -> Sharding:
         return Sharding(self.mesh, layout, self.shape)

@@ -188,10 +188,15 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         move = self._move(src, dst)
         if move.is_identity:
             return x
-        self._check_dtype(x)
-        if x.shape != move.local_shape:  # type: ignore[attr-defined]
-            check_local_shape(tuple(x.shape), src, self.rank)  # type: ignore[attr-defined]
+        self._check(x, move)
         return self.ops.differentiable(move.forward, _for_the_same_purpose(move.backward), x)
+
+    def _check(self, x: A, move: Move[A]) -> None:
+        """Raises where the array is not what the move carries."""
+        if x.dtype not in self._known_dtypes:  # type: ignore[attr-defined]
+            self._check_dtype(x)
+        if x.shape != move.local_shape:  # type: ignore[attr-defined]
+            check_local_shape(tuple(x.shape), move.moves.src, self.rank)  # type: ignore[attr-defined]
 
     def broadcast(self, x: A, sharding: Sharding, axes: Axes, root: int) -> A:
         return self.ops.differentiable(*self.broadcasting(self.comm, sharding, axes, root), x)
@@ -263,7 +268,8 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
     def resolve(self, step: Step, group: Group, comm: Collectives[A]) -> Callable[[A], A]:
         """The step as a function of this rank's array alone: every size and place is looked up beforehand."""
         if step.op == "all_reduce":
-            return lambda x: comm.all_reduce(x, group, step.reduce)
+            op = step.reduce
+            return lambda x: comm.all_reduce(x, group, op)
         if step.op == "all_gather":
             sizes = self._pieces(step.before, step.dim, step.axes)
             return lambda x: comm.all_gather(x, group, step.dim, sizes)
@@ -317,12 +323,9 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
             events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
 
     def _check_dtype(self, x: A) -> None:
-        dtype = x.dtype  # type: ignore[attr-defined]
-        if dtype in self._known_dtypes:
-            return
         name = dtype_name(x)
         if name in self.capabilities.dtypes:
-            self._known_dtypes.add(dtype)
+            self._known_dtypes.add(x.dtype)  # type: ignore[attr-defined]
         else:
             raise CapabilityError(
                 f"backend {self.name!r} cannot move {name} arrays: cast to one of {sorted(self.capabilities.dtypes)}"

@@ -71,6 +71,7 @@ _PLACES = {
     "torch_random": "keras.src.backend.torch.random:",
     "TorchLayer": "keras.src.backend.torch.layer:TorchLayer",
     "TorchAdam": "keras.src.backend.torch.optimizers.torch_adam:Adam",
+    "TorchSGD": "keras.src.backend.torch.optimizers.torch_sgd:SGD",
     "TorchParallelOptimizer": "keras.src.backend.torch.optimizers.torch_parallel_optimizer:TorchParallelOptimizer",
     "torch_trainer": "keras.src.backend.torch.trainer:",
     "TorchEpochIterator": "keras.src.backend.torch.trainer:TorchEpochIterator",

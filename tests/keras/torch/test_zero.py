@@ -340,6 +340,41 @@ def test_adams_fused_update_is_kerass(name, monkeypatch):
     assert_equal(found, wanted, 1e-6)
 
 
+MOMENTUMS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "decayed": lambda: keras.optimizers.SGD(0.05, momentum=0.5, weight_decay=0.1),
+    "scheduled": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5), momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", MOMENTUMS)
+def test_momentums_fused_update_is_kerass(name, zero, monkeypatch):
+    """To rounding, slots included: Keras's momentum holds steps, of whatever rate they were."""
+    x, y = features()
+    kernel, taken = torch._fused_sgd_, []
+
+    def counted(values, *args, **options):
+        taken.extend(values)
+        kernel(values, *args, **options)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", counted)
+    found = train(mlp, x, y, unidist.DataParallel(zero=zero), optimizer=MOMENTUMS[name])
+    assert taken
+    monkeypatch.setattr(fused, "takes", lambda optimizer: False)
+    wanted = train(mlp, x, y, unidist.DataParallel(zero=zero), optimizer=MOMENTUMS[name])
+    assert_equal(found, wanted, 1e-6)
+    for a, b in zip(found.model.optimizer.variables, wanted.model.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}], ids=["plain", "nesterov"])
+def test_other_steps_down_a_gradient_are_left_to_keras(options, monkeypatch):
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **options: pytest.fail("fused"))
+    x, y = features()
+    train(mlp, x, y, unidist.DataParallel(), optimizer=lambda: keras.optimizers.SGD(0.05, **options))
+
+
 def test_adam_in_low_precision_is_left_to_keras(monkeypatch):
     monkeypatch.setattr(torch, "_fused_adam_", lambda *args, **options: pytest.fail("fused"))
     x, y = features()

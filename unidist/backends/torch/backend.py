@@ -152,8 +152,10 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     @property
     def rank(self) -> int:
-        world = self._world if self._has_joined else self.world
-        return world.rank  # type: ignore[union-attr]
+        world = self._world
+        if world is None or (world.size == 1 and not self._has_joined):
+            world = self.world
+        return world.rank
 
     @property
     def reports(self) -> bool:
@@ -244,7 +246,13 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
                 self._note_sent(x, src, dst)
             number = self._traced_move(tracing.parts(src), tracing.parts(dst))
             return tracing.traced(x, number)  # type: ignore[no-any-return]
-        return super().redistribute(x, src, dst)
+        if x.requires_grad and torch.is_grad_enabled():
+            return super().redistribute(x, src, dst)
+        move = self._move(src, dst)
+        if move.is_identity:
+            return x
+        self._check(x, move)
+        return move.forward(x)
 
     def broadcast(self, x: torch.Tensor, sharding: Sharding, axes: Axes, root: int) -> torch.Tensor:
         if torch.compiler.is_compiling() or self._is_tracing:

@@ -39,35 +39,35 @@ class Calls:
 
     Attributes:
         number: how many were begun.
-        key: the last one's.
         is_fresh: whether members shall compare the last one before a transport's own collective starts.
-        kinds: for each purpose the number by which this process's record knows the last one (unidist.flight).
     """
 
-    __slots__ = ("_all", "_drawn", "_mark", "_seen", "is_fresh", "key", "kinds", "number")
+    __slots__ = ("_all", "_drawn", "_mark", "_seen", "is_fresh", "number")
 
     def __init__(self) -> None:
         self.number = 0
-        self.key: Key = ()
         self.is_fresh = False
         self._all = checks_all()
         self._drawn = self._mark = 0
-        self.kinds: dict[str, int] = {}
         self._seen: dict[Key, _Seen] = {}
 
-    def begin(self, key: Key) -> None:
-        """The next call."""
-        self.number += 1
-        self.key = key
+    def begin(self, key: Key) -> tuple[int, dict[str, int]]:
+        """The next call. Gives its number, and for each purpose that of its text in this process's record
+        (unidist.flight)."""
+        self.number = number = self.number + 1
         found = self._seen.get(key)
         if found is None:
-            if len(self._seen) >= _KEPT:
-                self._seen.clear()
-            found = self._seen[key] = _Seen(zlib.crc32(repr(key).encode()) >> (32 - _MARK_BITS))
-        found.uses += 1
+            found = self._learn(key)
+        found.uses = uses = found.uses + 1
         self._mark = found.mark
-        self.kinds = found.kinds
-        self.is_fresh = found.uses <= FIRST or self._all
+        self.is_fresh = uses <= FIRST or self._all
+        return number, found.kinds
+
+    def _learn(self, key: Key) -> _Seen:
+        if len(self._seen) >= _KEPT:
+            self._seen.clear()
+        found = self._seen[key] = _Seen(zlib.crc32(repr(key).encode()) >> (32 - _MARK_BITS))
+        return found
 
     def tag(self) -> int:
         """A tag for the messages of one exchange of this call."""

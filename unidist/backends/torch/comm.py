@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from threading import get_ident
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,23 +10,19 @@ import torch.distributed as dist
 
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
-from unidist.backends import noting
 from unidist.backends.local import Done, Handle
 from unidist.backends.torch.buffers import BufferedCollectives
-from unidist.backends.torch.calls import Key, described
+from unidist.backends.torch.calling import InFlight, Under
 from unidist.backends.torch.exchange import DirectCollectives, compare, exchange, scatter
 from unidist.backends.torch.hosted import HostedCollectives, copied, is_on_host
-from unidist.backends.torch.lost import is_loss, reraise
 from unidist.backends.torch.primitives import Eager, all_gather_single, reduce_scatter_single
 from unidist.backends.torch.reducing import NATIVE, REDUCED_AS, loses_nans, op_for
 from unidist.backends.torch.transports import Transport, Transports
-from unidist.backends.torch.watch import Waiting, Watch
-from unidist.errors import LayoutError, ProcessLostError, UnidistError
-from unidist.flight.recorder import recorder
+from unidist.backends.torch.watch import Watch
+from unidist.errors import LayoutError
 
 Ways = DirectCollectives | HostedCollectives | BufferedCollectives[Transport]
 Detail = tuple[str, Hashable]
-Dims = tuple[int, ...]
 
 
 class TorchComm:
@@ -63,26 +58,21 @@ class TorchComm:
             compare(transport)
         return self._other
 
-    def _call(self, group: Group, op: str, x: torch.Tensor | None, *details: Detail, open_dims: Dims = ()) -> Under:
-        return Under(self, group, op, x, details, open_dims)
-
     def _start(self, group: Group, op: str, x: torch.Tensor, *details: Detail) -> Under:
         """A call that is entered twice: to be begun, and to be waited for."""
-        call = Under(self, group, op, x, details, ())
-        call.goes_on = True
-        return call
+        return Under(self.transport, self.watch, group, (op, x.shape, x.dtype, *details), goes_on=True)
 
     def all_reduce(self, x: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(group, "all_reduce", x, ("op", op)) as transport:
+        with Under(self.transport, self.watch, group, ("all_reduce", x.shape, x.dtype, ("op", op))) as transport:
             return self._way(x, transport).all_reduce(x, transport, op)
 
     def all_gather(self, x: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         if group.size == 1:
             return x
-        details = ("dim", dim), ("sizes", tuple(sizes))
-        with self._call(group, "all_gather", x, *details, open_dims=(dim,)) as transport:
+        key = ("all_gather", _open(x, dim), x.dtype, ("dim", dim), ("sizes", tuple(sizes)))
+        with Under(self.transport, self.watch, group, key) as transport:
             return self._way(x, transport).all_gather(x, transport, dim, sizes)
 
     def reduce_scatter(
@@ -90,7 +80,8 @@ class TorchComm:
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(group, "reduce_scatter", x, ("dim", dim), ("sizes", tuple(sizes)), ("op", op)) as transport:
+        key = ("reduce_scatter", x.shape, x.dtype, ("dim", dim), ("sizes", tuple(sizes)), ("op", op))
+        with Under(self.transport, self.watch, group, key) as transport:
             return self._way(x, transport).reduce_scatter(x, transport, dim, sizes, op)
 
     def all_to_all(
@@ -104,26 +95,25 @@ class TorchComm:
     ) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(
-            group, "all_to_all", x, ("split", split), ("concat", concat), open_dims=(split, concat)
-        ) as transport:
+        key = ("all_to_all", _open(x, split, concat), x.dtype, ("split", split), ("concat", concat))
+        with Under(self.transport, self.watch, group, key) as transport:
             return self._way(x, transport).all_to_all(x, transport, split, split_sizes, concat, concat_sizes)
 
     def broadcast(self, x: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         if group.size == 1:
             return x
-        with self._call(group, "broadcast", x, ("root", root)) as transport:
+        with Under(self.transport, self.watch, group, ("broadcast", x.shape, x.dtype, ("root", root))) as transport:
             return self._way(x, transport).broadcast(x, transport, root)
 
     def permute(self, x: torch.Tensor, group: Group, pairs: tuple[tuple[int, int], ...]) -> torch.Tensor:
         if group.size == 1:
             return x if pairs else torch.zeros_like(x)
-        with self._call(group, "permute", x, ("pairs", pairs)) as transport:
+        with Under(self.transport, self.watch, group, ("permute", x.shape, x.dtype, ("pairs", pairs))) as transport:
             return self._way(x, transport).permute(x, transport, pairs)
 
     def barrier(self, group: Group) -> None:
         if group.size > 1:
-            with self._call(group, "barrier", None) as transport:
+            with Under(self.transport, self.watch, group, ("barrier", None, None)) as transport:
                 compare(transport)
                 # Processes meet, and not their streams: no communicator of NCCL's is made for it.
                 options = dist.BarrierOptions()
@@ -144,7 +134,8 @@ class TorchComm:
         with call as transport:
             compare(transport)
             sent = copied(values) if transport.goes_by_host and not is_on_host(values) else values
-            work = transport.pg.allreduce([sent], NATIVE[op_for(op, x.dtype)])
+            carrier = transport.messages if is_on_host(sent) else transport.pg
+            work = carrier.allreduce([sent], NATIVE[op_for(op, x.dtype)])
 
         def finish() -> None:
             work.wait()
@@ -215,121 +206,12 @@ class TorchComm:
         return InFlight(lambda: _wait(work), call)
 
 
-class Under:
-    """A call of this process: entered, it is begun, noted and watched, and gives its transport.
-
-    What is raised inside because a peer is gone, or came to something else, is a ProcessLostError or a DesyncError. It
-    may be entered again, to wait for the end.
-
-    This process's record (unidist.flight) has an entry of it, until it is left; of one that goes on, until that is
-    waited for. Over NCCL a call is left once it is queued. In a compiled program there are none.
-
-    Attributes:
-        goes_on: whether it is under way when it is left, without an error.
-    """
-
-    __slots__ = ("_comm", "_details", "_dims", "_entry", "_group", "_op", "_transport", "_waiting", "_x", "goes_on")
-
-    def __init__(
-        self, comm: TorchComm, group: Group, op: str, x: torch.Tensor | None, details: tuple[Detail, ...], dims: Dims
-    ) -> None:
-        self._comm, self._group, self._op, self._x = comm, group, op, x
-        self._details, self._dims = details, dims
-        self._transport: Transport | None = None
-        self._waiting: Waiting | None = None
-        self._entry = 0
-        self.goes_on = False
-
-    def __enter__(self) -> Transport:
-        watch, transport = self._comm.watch, self._transport
-        if transport is None:
-            transport = self._transport = self._begun(watch)
-            self._x = None
-        elif self._entry:
-            recorder.wait(self._entry)
-        if watch is not None and self._waiting is not None:
-            watch.waiting[get_ident()] = self._waiting
-        return transport
-
-    def _begun(self, watch: Watch | None) -> Transport:
-        if watch is None:
-            return self._comm.transport(self._group)
-        key = self._key()
-        transport = self._comm.transport(self._group, lambda: watch.meet(self._group, key))
-        calls = transport.calls
-        calls.begin(key)
-        waiting = self._waiting = Waiting(self._group, calls.number, key, transport)
-        kind = calls.kinds.get(waiting.purpose)
-        if kind is None:
-            kind = calls.kinds[waiting.purpose] = recorder.kind(_told(key, transport.ranks, waiting.purpose))
-        self._entry = recorder.begin(kind)
-        return transport
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        watch = self._comm.watch
-        if watch is not None:
-            watch.waiting.pop(get_ident(), None)
-        if self._entry:
-            self._note(error)
-        if isinstance(error, RuntimeError):
-            self._tell(error, watch)
-
-    def forget(self) -> None:
-        """Nobody will wait for it: what started it has failed."""
-        recorder.end(self._entry, failed=True)
-
-    def _note(self, error: BaseException | None) -> None:
-        if self.goes_on and error is None:
-            self.goes_on = False
-            recorder.go_on(self._entry)
-        else:
-            recorder.end(self._entry, error is not None)
-
-    def _tell(self, error: RuntimeError, watch: Watch | None) -> None:
-        ranks = self._group.ranks
-        if watch is None or self._waiting is None or isinstance(error, UnidistError) or not is_loss(error):
-            reraise(error, self._op, ranks)
-        found = watch.explained(ranks)
-        if found is not None:
-            watch.failed(found, self._waiting)
-            raise found from error
-        try:
-            reraise(error, self._op, ranks)
-        except ProcessLostError as lost:
-            watch.failed(lost, self._waiting)
-            raise
-
-    def _key(self) -> Key:
-        if self._x is None:
-            return (self._op, None, None, *self._details)
-        shape: Sequence[int | None] = self._x.shape
-        if self._dims:
-            free = {dim % self._x.dim() for dim in self._dims}
-            shape = tuple(None if dim in free else n for dim, n in enumerate(shape))
-        return (self._op, shape, self._x.dtype, *self._details)
-
-
-class InFlight:
-    """A collective under way; `wait` may be called more than once."""
-
-    def __init__(self, finish: Callable[[], object], call: Under) -> None:
-        self._finish: Callable[[], object] | None = finish
-        self._call = call
-
-    def wait(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            with self._call:
-                finish()
-
-    def __del__(self) -> None:
-        if self._finish is not None:
-            self._call.forget()
-
-
-def _told(key: Key, ranks: tuple[int, ...], purpose: str) -> str:
-    call = described(key)
-    return noting.told(call.op, ranks, dtype=call.dtype, shape=call.shape, purpose=purpose)
+def _open(x: torch.Tensor, *dims: int) -> tuple[int | None, ...]:
+    """The shape of x, None along dims that may differ between the members."""
+    shape: list[int | None] = list(x.shape)
+    for dim in dims:
+        shape[dim] = None
+    return tuple(shape)
 
 
 def _wait(work: Any) -> None:

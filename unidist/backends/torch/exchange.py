@@ -33,6 +33,8 @@ class DirectCollectives:
             return x
         own = x.contiguous()
         if own.nbytes * (transport.size - 1) <= SMALL:
+            if transport.size == 2:
+                return _with_the_other(own, transport, op)
             parts = [own if k == transport.index else torch.empty_like(own) for k in range(transport.size)]
             exchange(transport, [own] * transport.size, parts)()
             return fold(parts, transport.index, op)
@@ -40,7 +42,7 @@ class DirectCollectives:
             return all_reduce_in_parts(own, self, transport, op)
         out = own.to(REDUCED_AS.get(x.dtype, x.dtype), copy=True)
         compare(transport)
-        transport.pg.allreduce([out], NATIVE[op_for(op, x.dtype)]).wait()
+        transport.messages.allreduce([out], NATIVE[op_for(op, x.dtype)]).wait()
         out = out.to(x.dtype)
         return out.div_(transport.size) if op == "mean" else out
 
@@ -111,6 +113,18 @@ class DirectCollectives:
         return out
 
 
+def _with_the_other(own: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+    """An all_reduce of two: an exchange, and a fold. As `exchange`, without what more members need."""
+    me, messages, tag = transport.index, transport.messages, transport.calls.tag()
+    came = torch.empty_like(own)
+    received = messages.recv([came], 1 - me, tag)
+    sent = messages.send([own], 1 - me, tag)
+    limit = transport.limit()
+    received.wait(limit)
+    sent.wait(limit)
+    return fold((came, own) if me else (own, came), me, op)
+
+
 def exchange(
     transport: Transport, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
 ) -> Callable[[], None]:
@@ -119,7 +133,7 @@ def exchange(
     Contiguous tensors; None and empty ones are no message. The own place is left alone. `sent` must stay as it is
     until the wait.
     """
-    me, n, pg, tag = transport.index, transport.size, transport.pg, transport.calls.tag()
+    me, n, pg, tag = transport.index, transport.size, transport.messages, transport.calls.tag()
     works: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until its message is through
     for step in range(1, n):
         place = (me - step) % n
@@ -133,9 +147,10 @@ def exchange(
             works.append((pg.send([tensor], place, tag), tensor))
 
     def finish() -> None:
-        for work, tensor in works:
-            # gloo's messages keep to the timeout that the group was made with; NCCL would block the host.
-            work.wait(*((transport.limit(),) if tensor.device.type == "cpu" else ()))
+        limit = transport.limit()
+        for work, _ in works:
+            # gloo's messages keep to the timeout that the group was made with.
+            work.wait(limit)
 
     return finish
 

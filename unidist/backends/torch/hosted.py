@@ -12,7 +12,7 @@ from unidist.backends.torch.transports import Transport
 
 
 def is_on_host(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu"
+    return x.is_cpu
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:

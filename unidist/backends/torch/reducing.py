@@ -52,8 +52,10 @@ def fold(parts: Sequence[torch.Tensor], own: int, op: ReduceOp, out: torch.Tenso
 
     All but parts[own] may be overwritten; the result is `out`, or one of them.
     """
-    combine = _FOLD[op_for(op, parts[0].dtype)]
     first, second = (1, 0) if own == 0 else (0, 1)  # the same bits: a + b is b + a
+    if op == "sum" and len(parts) == 2 and out is None and parts[0].dtype != torch.bool:
+        return parts[first].add_(parts[second])
+    combine = _FOLD[op_for(op, parts[0].dtype)]
     total = combine(parts[first], parts[second], out=parts[first] if out is None else out)
     for part in parts[2:]:
         combine(total, part, out=total)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -18,6 +19,8 @@ from unidist.backends import noting
 from unidist.backends.noting import noted
 from unidist.backends.torch.calls import Calls
 from unidist.backends.torch.lost import told
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,8 @@ class Transport:
         goes_by_host: whether tensors of other devices go over the host, and gloo.
         limit: how long a message waits now.
         calls: the calls on this transport, which every member numbers alike.
+        messages: what carries messages of CPU tensors: gloo itself, where torch's dispatcher would choose it each time.
+        size: how many places there are.
     """
 
     pg: dist.ProcessGroup
@@ -43,10 +48,12 @@ class Transport:
     goes_by_host: bool
     limit: Callable[[], timedelta]
     calls: Calls = field(default_factory=Calls)
+    messages: Any = field(init=False)
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", self.pg._get_backend(_CPU) if self.is_gloo else self.pg)
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 class Transports:
@@ -64,11 +71,14 @@ class Transports:
 
     Args:
         timeout: seconds that a collective waits for its members.
+
+    Attributes:
+        made: those made so far, by the ranks of their places.
     """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        self._transports: dict[tuple[int, ...], Transport] = {}
+        self.made: dict[tuple[int, ...], Transport] = {}
         self._lock = threading.Lock()
 
     @property
@@ -79,21 +89,21 @@ class Transports:
     def set_timeout(self, seconds: float) -> None:
         """Changes how long collectives wait, over groups that are made already too."""
         self._timeout = timedelta(seconds=seconds)
-        for transport in self._transports.values():
+        for transport in self.made.values():
             c10d._set_pg_timeout(self._timeout, transport.pg)
 
     def __iter__(self) -> Iterator[Transport]:
         """Those made so far."""
-        return iter(tuple(self._transports.values()))
+        return iter(tuple(self.made.values()))
 
     def __call__(self, group: Group, meet: Callable[[], None] = lambda: None) -> Transport:
         """The transport of a group. `meet` is called before a new process group is made: the others may not come."""
-        transport = self._transports.get(group.ranks)
+        transport = self.made.get(group.ranks)
         if transport is None:
             with self._lock:  # a gradient's thread may come here too
-                transport = self._transports.get(group.ranks)
+                transport = self.made.get(group.ranks)
                 if transport is None:
-                    transport = self._transports[group.ranks] = self._make(group, meet)
+                    transport = self.made[group.ranks] = self._make(group, meet)
         return transport
 
     def _make(self, group: Group, meet: Callable[[], None]) -> Transport:

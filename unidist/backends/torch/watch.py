@@ -52,8 +52,10 @@ class Waiting:
 
     __slots__ = ("group", "key", "number", "purpose", "transport")
 
-    def __init__(self, group: Group, number: int, key: Key, transport: Transport | None) -> None:
-        self.group, self.number, self.key, self.transport = group, number, key, transport
+    def __init__(self, group: Group, key: Key) -> None:
+        self.group, self.key = group, key
+        self.number = 1
+        self.transport: Transport | None = None
         self.purpose = events.purpose()
 
 
@@ -108,7 +110,7 @@ class Watch:
             DesyncError: some came to something else.
             ProcessLostError: some did not come in time.
         """
-        waiting = self.waiting[threading.get_ident()] = Waiting(group, 1, key, None)
+        waiting = self.waiting[threading.get_ident()] = Waiting(group, key)
         store, limit = world_store(), time.monotonic() + self._transports.timeout
         name = f"unidist/meet/{','.join(map(str, group.ranks))}"
         try:

@@ -1,17 +1,19 @@
-"""Adam's update as torch's fused kernel: memory is read and written once, where Keras's update goes over it ten times.
+"""Adam's update, and SGD's with momentum, as torch's fused kernels: memory is read and written once, where Keras's goes
+over it ten times and three times.
 
-The numbers are Keras's up to rounding. The step size holds Keras's bias corrections already, so torch's own are turned
-off, by a count of steps that is infinite.
+The numbers are Keras's up to rounding. Adam's step size holds Keras's bias corrections already, so torch's own are
+turned off, by a count of steps that is infinite. Keras's momentum holds steps and torch's gradients: a step down its
+own sum, at a rate of minus one, of gradients that are turned round and damped to the learning rate, is Keras's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from unidist.keras.compat import TorchAdam as Adam
-from unidist.keras.compat import ops
+from unidist.keras.compat import TorchAdam, TorchSGD, ops
 from unidist.keras.explicit import placing
 from unidist.keras.explicit.context import Frame
 
@@ -20,15 +22,29 @@ from unidist.keras.explicit.context import Frame
 _DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32,)}
 
 Pair = tuple[Any, Any]
+# Updates the variables in the first column, with gradients in the second and slots in the others.
+Kernel = Callable[[Any, list[list[torch.Tensor]], Any], None]
 
 
 def takes(optimizer: Any) -> bool:
-    """Whether an optimizer's update is that of Keras's Adam; AdamW's is."""
-    return getattr(type(optimizer), "_parallel_update_step", None) is Adam._parallel_update_step
+    """Whether a kernel makes an optimizer's update: that of Keras's Adam or AdamW, or of its SGD with momentum."""
+    return _kernel(optimizer) is not None
+
+
+def _kernel(optimizer: Any) -> Kernel | None:
+    update = getattr(type(optimizer), "_parallel_update_step", None)
+    if update is TorchAdam._parallel_update_step:
+        return _adam
+    if update is TorchSGD._parallel_update_step and optimizer.momentum and not optimizer.nesterov:
+        return _sgd
+    return None
 
 
 def update(optimizer: Any, frame: Frame, pairs: list[Pair], learning_rate: Any) -> list[Pair]:
     """Updates variables and their slots by (gradient, variable); gives back those that the kernel cannot take."""
+    kernel = _kernel(optimizer)
+    if kernel is None:
+        return pairs
     left: list[Pair] = []
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for grad, variable in pairs:
@@ -38,26 +54,46 @@ def update(optimizer: Any, frame: Frame, pairs: list[Pair], learning_rate: Any) 
             kinds.setdefault((grad.dtype, grad.device), []).append(tensors)
         else:
             left.append((grad, variable))
-    for (dtype, device), members in kinds.items():
-        values, grads, momentums, velocities, *highest = (list(column) for column in zip(*members, strict=True))
-        endless = torch.full((), float("inf"), device=device)
-        with torch.no_grad():
-            torch._fused_adam_(
-                values,
-                grads,
-                momentums,
-                velocities,
-                highest[0] if highest else [],
-                [endless] * len(values),
-                lr=_step_size(optimizer, learning_rate, dtype),
-                beta1=optimizer.beta_1,
-                beta2=optimizer.beta_2,
-                weight_decay=0.0,  # Keras's is applied already
-                eps=optimizer.epsilon,
-                amsgrad=optimizer.amsgrad,
-                maximize=False,
-            )
+    with torch.no_grad():
+        for members in kinds.values():
+            kernel(optimizer, [list(column) for column in zip(*members, strict=True)], learning_rate)
     return left
+
+
+def _adam(optimizer: Any, columns: list[list[torch.Tensor]], learning_rate: Any) -> None:
+    values, grads, momentums, velocities, *highest = columns
+    endless = torch.full((), float("inf"), device=values[0].device)
+    torch._fused_adam_(
+        values,
+        grads,
+        momentums,
+        velocities,
+        highest[0] if highest else [],
+        [endless] * len(values),
+        lr=_step_size(optimizer, learning_rate, values[0].dtype),
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        weight_decay=0.0,  # Keras's is applied already
+        eps=optimizer.epsilon,
+        amsgrad=optimizer.amsgrad,
+        maximize=False,
+    )
+
+
+def _sgd(optimizer: Any, columns: list[list[torch.Tensor]], learning_rate: Any) -> None:
+    values, grads, momentums = columns
+    torch._fused_sgd_(
+        values,
+        grads,
+        momentums,
+        weight_decay=0.0,  # Keras's is applied already
+        momentum=optimizer.momentum,
+        lr=-1.0,
+        dampening=1.0 - float(learning_rate),
+        nesterov=False,
+        maximize=True,
+        is_first_step=False,
+    )
 
 
 def _own(frame: Frame, variable: Any) -> torch.Tensor:
@@ -67,6 +103,8 @@ def _own(frame: Frame, variable: Any) -> torch.Tensor:
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:
     k = optimizer._get_variable_index(variable)
+    if isinstance(optimizer, TorchSGD):
+        return [optimizer.momentums[k]]
     slots = [optimizer._momentums[k], optimizer._velocities[k]]
     if optimizer.amsgrad:
         slots.append(optimizer._velocity_hats[k])

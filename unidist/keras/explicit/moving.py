@@ -6,14 +6,35 @@ import functools
 
 import torch
 
-from unidist.algebra import Axes, Layout, Sharding
+from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.keras.explicit.context import Frame
+
+WHOLE = Layout()
 
 
 def move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
     """A tensor of the global `shape` from one layout to another; its gradient goes the other way."""
-    sharding = Sharding(frame.world.mesh, src, shape)
-    return frame.world.backend.redistribute(x, sharding, sharding.with_layout(dst))
+    # A size that a tracer holds open is fixed here: a move is made for one shape.
+    ends = _ends(frame.world.mesh, tuple(map(int, shape)), src, dst)
+    return frame.world.backend.redistribute(x, *ends)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends(mesh: Mesh, shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Sharding, Sharding]:
+    sharding = Sharding(mesh, src, shape)
+    return sharding, sharding.with_layout(dst)
+
+
+@functools.cache
+def fanned(axes: Axes) -> Layout:
+    """The layout that is fanned out over `axes`."""
+    return Layout(fanout=axes)
+
+
+@functools.cache
+def partial(axes: Axes) -> Layout:
+    """The layout that is to be summed over `axes`."""
+    return Layout(partial=axes)
 
 
 @functools.cache

@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 
 from unidist import events
-from unidist.algebra import Axes, Group
 from unidist.errors import CapabilityError
 from unidist.keras.explicit import losses
+from unidist.keras.explicit.buckets import Bucket, CutBucket, Watched, WholeBucket
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.flat import Cut, FlatBuffer, Moving, cut_between
-from unidist.keras.explicit.storage import Storage
 from unidist.keras.explicit.world import RankWorld
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -80,125 +77,6 @@ def _untraced(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function))
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A variable whose gradient is reduced.
-
-    Attributes:
-        leaf: where backward puts the gradient. target: where the reduced one goes.
-        axes: over which it arrives partial.
-        cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
-        late: it arrives at the end of backward, so that no other shall wait for it.
-    """
-
-    leaf: torch.nn.Parameter
-    target: torch.nn.Parameter
-    axes: Axes
-    cut_axes: Axes = ()
-    cut: Cut | None = None
-    late: bool = False
-
-    @staticmethod
-    def of(storage: Storage, rank: int, *, late: bool = False) -> Watched:
-        world = storage.world
-        axes = tuple(a for a in world.data_axes if storage.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
-        found = cut_between(storage.sharding, storage.shardings.state, rank)
-        cut_axes, cut = found or ((), None)
-        return Watched(storage.leaf(rank), storage.states[rank], axes, cut_axes, cut, late)
-
-
-class Bucket:
-    """Gradients of one dtype that are reduced over one group, as one flat buffer."""
-
-    def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
-        self.world = world
-        self.members = members
-        self.axes = members[0].axes
-        self.group = world.mesh.group(self.axes, rank)
-        self.nbytes = sum(m.leaf.numel() * m.leaf.element_size() for m in members)
-        self.missing = len(members)
-        self.had: list[bool] = []
-        # ids of the leaves whose gradients another reducer sees to in the backward that is going on
-        self.left: set[int] = set()
-
-    def grads(self) -> list[torch.Tensor | None]:
-        """What is to be reduced."""
-        return [None if id(m.leaf) in self.left else m.leaf.grad for m in self.members]
-
-    def launch(self) -> None:
-        """Copies the gradients into the buffer and starts to reduce it."""
-        raise NotImplementedError
-
-    def finish(self) -> list[torch.Tensor]:
-        """Waits; the reduced gradients, valid until the next launch."""
-        raise NotImplementedError
-
-
-class WholeBucket(Bucket):
-    """P -> I: every rank keeps the sums."""
-
-    def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
-        super().__init__(world, rank, members)
-        leaves = [m.leaf for m in members]
-        self._flat = leaves[0].new_zeros(sum(p.numel() for p in leaves)).detach()
-        flats = self._flat.split([p.numel() for p in leaves])
-        self._views = [flat.view(p.shape) for flat, p in zip(flats, leaves, strict=True)]
-        self._handle: Any = None
-
-    def launch(self) -> None:
-        grads = self.grads()
-        self.had = [g is not None for g in grads]
-        full = [(v, g) for v, g in zip(self._views, grads, strict=True) if g is not None]
-        if len(full) < len(grads):
-            self._flat.zero_()
-        if full:
-            torch._foreach_copy_([v for v, _ in full], [g for _, g in full])
-        backend = self.world.backend
-        backend.record("all_reduce", self.axes, self.group, self._flat)
-        self._handle = backend.comm.all_reduce_inplace(self._flat, self.group, "sum")
-
-    def finish(self) -> list[torch.Tensor]:
-        self._handle.wait()
-        self._handle = None
-        return self._views
-
-
-class CutBucket(Bucket):
-    """P -> S: every rank keeps its part of each sum; the whole gradients live from launch to finish."""
-
-    def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
-        super().__init__(world, rank, members)
-        first = members[0]
-        self.cut_axes = first.cut_axes
-        self.rest: Axes = tuple(a for a in self.axes if a not in self.cut_axes)
-        self.rest_group: Group | None = world.mesh.group(self.rest, rank) if self.rest else None
-        cuts = [m.cut for m in members if m.cut is not None]
-        self._buffer = FlatBuffer(world, rank, self.cut_axes, cuts, [m.leaf for m in members])
-        self._row: torch.Tensor | None = None
-        self._under_way: Moving | None = None
-
-    def launch(self) -> None:
-        grads = self.grads()
-        self.had = [grad is not None for grad in grads]
-        if self._row is None:
-            self._row = self._buffer.row()
-        self._under_way = self._buffer.reduce(self._row, grads)
-        for member, had in zip(self.members, self.had, strict=True):
-            if had:
-                member.leaf.grad = None
-
-    def finish(self) -> list[torch.Tensor]:
-        backend = self.world.backend
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
-            if self.rest_group is not None and self._row is not None:
-                backend.record("all_reduce", self.rest, self.rest_group, self._row)
-                backend.comm.all_reduce_inplace(self._row, self.rest_group, "sum").wait()
-        row = self._row if self._row is not None else self._buffer.row()
-        return [self._buffer.part(row, k) for k in range(len(self.members))]
-
-
 # rank -> the reducer of the step of Keras's trainer that is going on there
 _at_work: dict[int, Reducer] = {}
 # Of a leaf: the reducers that watch it, of a model and of those that it is a part of.
@@ -226,7 +104,7 @@ class Reducer:
         self.is_paused = False
         # What leaves hold from steps of an accumulation is not reduced yet.
         self.is_holding = False
-        self._bucket_of: dict[int, Bucket] = {}
+        self._place_of: dict[int, tuple[Bucket, int]] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._next = 0
         self._finished = 0
@@ -241,8 +119,8 @@ class Reducer:
         for members in self._by_kind():
             self._cut(members)
         for bucket in self.buckets:
-            for member in bucket.members:
-                self._bucket_of[id(member.leaf)] = bucket
+            for place, member in enumerate(bucket.members):
+                self._place_of[id(member.leaf)] = bucket, place
         for member in self.watched:
             # Before gradients are accumulated: autograd.grad, which accumulates none, is no backward of ours.
             accumulating = torch.autograd.graph.get_gradient_edge(member.leaf).node
@@ -333,8 +211,12 @@ class Reducer:
 
     @_untraced
     def _arrived(self, p: torch.nn.Parameter) -> None:
-        bucket = self._bucket_of.get(id(p))
-        if bucket is None or self.is_paused or not self._running:
+        found = self._place_of.get(id(p))
+        if found is None or not self._running:
+            return
+        bucket, place = found
+        bucket.take(place)
+        if self.is_paused:
             return
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
@@ -365,7 +247,10 @@ class Reducer:
             if not used[k]:
                 member.target.grad = before
                 continue
-            member.target.grad = view if before is None else before + view
+            if before is not None:
+                member.target.grad = before + view
+            elif member.target.grad is not view:
+                member.target.grad = view
         bucket.missing = len(bucket.members)
         self._finished += 1
 

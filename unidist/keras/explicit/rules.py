@@ -20,7 +20,7 @@ from unidist.keras.compat import get_device, ops, set_keras_mask
 from unidist.keras.explicit import parts, sequence
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.moving import cut_dim, move
+from unidist.keras.explicit.moving import WHOLE, cut_dim, fanned, move, partial
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.layers import computes_as, has_more_than_its_kernel, more_than_its_kernel, own_call
 
@@ -80,7 +80,7 @@ class Rule:
     def joined(self, frame: Frame) -> Layout:
         """What a column's output is where it does not stay cut."""
         meeting = self.meets is not None and self.meets.is_paired(frame)
-        return Layout(fanout=self.axes) if meeting else Layout()
+        return fanned(self.axes) if meeting else WHOLE
 
     @property
     def name(self) -> str:
@@ -207,7 +207,7 @@ def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     noted = getattr(x, _FANNED, None)
     if noted is not None and noted[0] == key:
         return noted[1]  # type: ignore[no-any-return]
-    y = move(frame, parts.whole(x), tuple(x.shape), Layout(), Layout(fanout=axes))
+    y = move(frame, parts.whole(x), tuple(x.shape), WHOLE, fanned(axes))
     if y is not x:
         setattr(x, _FANNED, (key, y))
     return y
@@ -261,9 +261,9 @@ def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs
         inputs = frame.probe(rule, inputs)
     if not rule.is_paired(frame):
         cut = cut_dim(inputs.ndim, rule.in_dim, rule.axes)
-        inputs = move(frame, parts.whole(inputs), tuple(inputs.shape), Layout(), cut)
+        inputs = move(frame, parts.whole(inputs), tuple(inputs.shape), WHOLE, cut)
     y = _product(layer, inputs, _shard(frame, layer._kernel, rule.dim, rule.axes))
-    y = _joined(rule, frame, y, tuple(y.shape), Layout(partial=rule.axes))
+    y = _joined(rule, frame, y, tuple(y.shape), partial(rule.axes))
     if layer.bias is not None:
         y = ops.add(y, _whole(frame, layer.bias))
     return y if layer.activation is None else layer.activation(y)
@@ -273,7 +273,7 @@ def _joined(rule: Rule, frame: Frame, y: torch.Tensor, shape: tuple[int, ...], s
     """What the ranks' tensors make together: on every rank, or of sequences each rank's part of it."""
     if rule.in_parts and frame.trial is None and sequence.can_be_cut(frame, shape, rule.axes):
         return sequence.cut(frame, y, shape, src, rule.axes)
-    return move(frame, y, shape, src, Layout())
+    return move(frame, y, shape, src, WHOLE)
 
 
 def _product(layer: Any, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -308,7 +308,7 @@ def _vocabulary(rule: Rule, frame: Frame, rest: Call, inputs: Any, reverse: bool
     else:
         # A rank without rows still takes part, and its empty table gets its empty gradient.
         rows = table.new_zeros((*inputs.shape, table.shape[1])) + table.sum()
-    whole = _joined(rule, frame, rows, tuple(rows.shape), Layout(partial=rule.axes))
+    whole = _joined(rule, frame, rows, tuple(rows.shape), partial(rule.axes))
     return _masked(layer, inputs, ops.cast(whole, dtype=layer.compute_dtype))
 
 
@@ -326,7 +326,7 @@ def _logits(rule: Rule, frame: Frame, inputs: torch.Tensor) -> Any:
     if layer.logit_soft_cap is not None:
         y = ops.multiply(ops.tanh(ops.divide(y, layer.logit_soft_cap)), layer.logit_soft_cap)
     whole = _whole_shape(y, -1, layer.input_dim)
-    return move(frame, y, whole, cut_dim(y.ndim, -1, rule.axes), Layout())
+    return move(frame, y, whole, cut_dim(y.ndim, -1, rule.axes), WHOLE)
 
 
 def _embedding_column(rule: Rule, frame: Frame, rest: Call, inputs: Any, reverse: bool = False) -> Any:

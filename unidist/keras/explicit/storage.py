@@ -60,6 +60,11 @@ class Storage:
     - shards: the stored value,
     - leaves: what layers compute with, whole over the data axes, where gradients arrive,
     - states: what optimizers see: a part of the stored value (of the same memory), with the reduced gradient.
+
+    Attributes:
+        is_sharded: whether layers see a shard.
+        is_whole: whether layers see the whole value on every rank.
+        is_kept: whether what layers compute with is what is stored.
     """
 
     def __init__(self, world: RankWorld, shardings: Shardings, path: str) -> None:
@@ -72,6 +77,10 @@ class Storage:
         self.units: dict[int, Unit] = {}
         self._trainable = False
         norms.watch(self)
+        held = shardings.held.layout
+        self.is_sharded = bool(held.dims)
+        self.is_whole = not held.dims and not held.partial
+        self.is_kept = shardings.stored == shardings.held
 
     @property
     def sharding(self) -> Sharding:
@@ -81,21 +90,6 @@ class Storage:
     @property
     def layout(self) -> Layout:
         return self.shardings.held.layout
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether layers see a shard."""
-        return bool(self.layout.dims)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether layers see the whole value on every rank."""
-        return not self.layout.dims and not self.layout.partial
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether what layers compute with is what is stored."""
-        return self.shardings.stored == self.shardings.held
 
     @property
     def is_replica(self) -> bool:

@@ -11,8 +11,9 @@ import torch
 
 from unidist.errors import CapabilityError
 from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
+from unidist.keras.explicit.buckets import Watched
 from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.reducer import Reducer, Watched
+from unidist.keras.explicit.reducer import Reducer
 from unidist.keras.explicit.sequence import SharedWeights
 from unidist.keras.explicit.storage import Storage
 from unidist.keras.explicit.units import Fetcher, use_in_calls
