@@ -107,6 +107,15 @@ def test_each_process_reads_its_rows(world):
 
 
 @pytest.mark.processes
+def test_workers_read_the_rows_of_their_process_and_draw_apart(world):
+    """They stay from epoch to epoch, as the loader says."""
+    (first, ours, workers), (second, theirs, others) = world.call(cases.rows_of_workers)
+    assert (first, second) == ([0, 1, 4, 5, 8], [2, 3, 6, 7, 9])
+    assert (workers, others) == (2, 2)
+    assert not set(ours) & set(theirs) - {0.0}
+
+
+@pytest.mark.processes
 def test_own_parts_are_counted(world):
     world.call(cases.own_parts)
 
