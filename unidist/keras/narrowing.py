@@ -120,8 +120,8 @@ class _Apart:
     given: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
-        # Far from the seeds of the other workers, which follow each other.
-        seed = torch.initial_seed() + (self.place << 32)
+        # Mixed, since the seeds of workers follow each other and torch looks at a seed's last 32 bits alone.
+        seed = int(np.random.SeedSequence((torch.initial_seed(), self.place)).generate_state(1, np.uint64)[0])
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed([seed & 0xFFFFFFFF, seed >> 32])

@@ -88,22 +88,24 @@ def rows_read():
 
 
 class Noted(torch.utils.data.Dataset):
-    """Notes, in memory that workers share, who read each row, and a number that was drawn with it."""
+    """Notes, in memory that workers share, who read each row, and a number of each generator that was drawn with it."""
 
     def __init__(self):
         self.pids = torch.zeros(10, dtype=torch.int64).share_memory_()
-        self.drawn = torch.zeros(10).share_memory_()
+        self.drawn = torch.zeros(10, 3).share_memory_()
 
     def __len__(self):
         return 10
 
     def __getitem__(self, k):
-        self.pids[k], self.drawn[k] = os.getpid(), torch.rand(()) + random.random() + np.random.uniform()
+        self.pids[k] = os.getpid()
+        self.drawn[k] = torch.tensor([float(torch.rand(())), random.random(), np.random.uniform()])
         return np.full(6, k, "float32"), np.zeros(2, "float32")
 
 
 def rows_of_workers():
-    """(the rows that this process's workers read, what they drew, how many workers they were in three epochs)."""
+    """(the rows that this process's workers read, what they drew from each generator, how many workers they were in
+    three epochs)."""
     import keras
 
     import unidist
@@ -115,7 +117,7 @@ def rows_of_workers():
         model.compile("sgd", loss="mse")
     seen = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: pids.update(rows.pids.tolist()))
     model.fit(loader, epochs=3, verbose=0, callbacks=[seen])
-    return rows.pids.nonzero().flatten().tolist(), rows.drawn.tolist(), len(pids - {0})
+    return rows.pids.nonzero().flatten().tolist(), rows.drawn.T.tolist(), len(pids - {0})
 
 
 def own_parts():
