@@ -1,6 +1,7 @@
 """Planning time and memory of large models, each in a process of its own: `python benchmarks/planning.py`.
 
 Built without values, planned for data=2,model=4. The peak is the process's, imports included; these alone are told too.
+keras_hub imports TensorFlow wherever it finds it; here it finds none, unless `--with-tensorflow` is said.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+HIDING = Path(__file__).parents[1] / "ci" / "without_tensorflow"
 MODELS = {
     "BERT base": ("BertBackbone", (30522, 12, 12, 768, 3072)),
     "GPT-2 XL": ("GPT2Backbone", (50257, 48, 25, 1600, 6400)),
@@ -37,20 +40,22 @@ def measure(name: str) -> None:
     imports, began = _peak(), time.perf_counter()
     with keras.StatelessScope(initialize_variables=False):
         model = getattr(keras_hub.models, kind)(**named)
-    built = time.perf_counter()
+    built, cpu = time.perf_counter(), time.process_time()
     plan = unidist.plan(model, unidist.Mesh({"data": 2, "model": 4}))
-    done = time.perf_counter()
+    done, cpu = time.perf_counter(), time.process_time() - cpu
     print(
-        f"{name}: built in {built - began:.1f} s, planned in {done - built:.1f} s; peak {_peak():.0f} MB, of which "
-        f"imports {imports:.0f} MB; {plan.sharded_fraction:.1%} sharded, {len(plan.pairs)} pairs, "
-        f"{plan.predicted.count()} collectives a step"
+        f"{name}: built in {built - began:.1f} s, planned in {done - built:.1f} s, {cpu:.1f} s of CPU; "
+        f"peak {_peak():.0f} MB, of which imports {imports:.0f} MB; "
+        f"{plan.sharded_fraction:.1%} sharded, {len(plan.pairs)} pairs, {plan.predicted.count()} collectives a step"
     )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] and sys.argv[1] in MODELS:
         measure(sys.argv[1])
     else:
         env = {"KERAS_BACKEND": "torch", **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        if "--with-tensorflow" not in sys.argv:
+            env["PYTHONPATH"] = os.pathsep.join([str(HIDING), *filter(None, [os.environ.get("PYTHONPATH")])])
         for name in MODELS:
             subprocess.run([sys.executable, __file__, name], env=env, check=True)

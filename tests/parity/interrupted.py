@@ -69,12 +69,12 @@ class Batches(keras.utils.PyDataset):
         self.rng.shuffle(self.order)
 
 
-def _loader(own: bool) -> Any:
+def _loader(own: bool, workers: int = 0) -> Any:
     import torch
 
     rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     generator = torch.Generator().manual_seed(5) if own else None
-    return torch.utils.data.DataLoader(rows, BATCH, shuffle=True, generator=generator)
+    return torch.utils.data.DataLoader(rows, BATCH, shuffle=True, generator=generator, num_workers=workers)
 
 
 def _tf_data(*, repeats: bool = False, unknown: bool = False) -> Any:
@@ -101,6 +101,7 @@ SOURCES: dict[str, Any] = {
     "PyDataset": lambda: {"x": Batches(), "shuffle": True},
     "DataLoader": lambda: {"x": _loader(own=False), "shuffle": False},
     "DataLoader with a generator": lambda: {"x": _loader(own=True), "shuffle": False},
+    "DataLoader with workers": lambda: {"x": _loader(own=True, workers=2), "shuffle": False},
     "tf.data": lambda: {"x": _tf_data(), "shuffle": False},
     "tf.data without end": lambda: {"x": _tf_data(repeats=True), "shuffle": False, "steps_per_epoch": 4},
     "tf.data of unknown length": lambda: {"x": _tf_data(unknown=True), "shuffle": False},

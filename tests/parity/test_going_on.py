@@ -37,6 +37,7 @@ PLACES: list[tuple[str, Spec | None, str]] = [
     ("tensorflow-4", GRID, "arrays"),
     # Real processes.
     *(("torch-2", DATA_2, source) for source in ("arrays", "PyDataset", "DataLoader with a generator")),
+    ("torch-2", DATA_2, "DataLoader with workers"),
     ("horovod-2", DATA_2, "arrays"),
     ("horovod-2-tensorflow", DATA_2, "tf.data"),
     ("jax-2x2", GRID, "arrays"),

@@ -96,7 +96,7 @@ def model():
 
 
 @pytest.mark.slow
-def test_a_model_of_seven_billion_parameters_is_planned_in_two_gigabytes(tmp_path) -> None:
+def test_a_model_of_seven_billion_parameters_is_planned_in_little_memory(tmp_path) -> None:
     (tmp_path / "large.py").write_text(LLAMA)
     program = LARGE.format(target=f"{tmp_path}/large.py:model")
     env = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -106,7 +106,8 @@ def test_a_model_of_seven_billion_parameters_is_planned_in_two_gigabytes(tmp_pat
     assert out.returncode == 0, out.stderr
     assert "(27.0 GB)" in out.stdout
     words = out.stdout.split()
-    assert float(words[words.index("MB") + 1]) < 2000
+    # Its activations of two rows and eight places, once: what is imported comes to more.
+    assert float(words[words.index("planning") + 1]) < 400
     # Two norms' scales of each layer beside what is cut; all else of a block is in its two pairs.
     assert out.stdout.count("second of a pair") == 64
 

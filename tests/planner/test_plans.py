@@ -417,3 +417,29 @@ def test_a_model_that_cannot_be_run_says_what_to_do() -> None:
         unidist.plan(model, MESH)
     with pytest.raises(unidist.LayoutError, match="is not built"):
         unidist.plan(keras.Sequential([keras.layers.Dense(2)]), MESH)
+
+
+def test_a_plan_takes_one_thread_of_torch_and_leaves_them_as_they_were() -> None:
+    import keras
+
+    if keras.config.backend() != "torch":
+        pytest.skip("the threads of another backend's ops are its own")
+    import torch
+
+    seen: set[int] = set()
+
+    class Looks(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x):
+            seen.add(torch.get_num_threads())
+            return x
+
+    x = keras.Input((8,))
+    model = keras.Model(x, keras.layers.Dense(8)(Looks()(x)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen.clear()
+    try:
+        unidist.plan(model, MESH)
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)

@@ -18,6 +18,7 @@ from unidist.flight.reading import waited
 from unidist.flight.recorder import recorder
 from unidist.keras import drivers
 from unidist.keras.compat import tree
+from unidist.keras.lockstep import Part
 from unidist.keras.walking import innermost
 
 # Drivers of which a step is one compiled program, collectives included.
@@ -58,10 +59,12 @@ class Rows:
     def count(self, batch: Any) -> None:
         """A batch was drawn."""
         rows, self._length = _extent(batch)
-        # On torch a process reads its own rows alone, and knows how many all have.
+        # A process that reads its own rows alone knows how many all have.
         reader = getattr(self._iterator, "_unidist_reader", None)
         if reader is not None and reader.rows is not None:
             rows = reader.rows.total
+        elif (total := _total(batch)) is not None:
+            rows = total
         elif rows is not None:
             rows *= self._processes
         self._add(rows)
@@ -101,6 +104,11 @@ def _extent(batch: Any) -> tuple[int | None, int | None]:
     shaped = [leaf for leaf in inputs if leaf is not None and len(leaf.shape)]
     sequences = [leaf for leaf in shaped if len(leaf.shape) == 2 and "int" in str(leaf.dtype)]
     return (shaped[0].shape[0] if shaped else None), (sequences[0].shape[1] if sequences else None)
+
+
+def _total(batch: Any) -> int | None:
+    """Rows of the batch of which these are a part."""
+    return next((leaf.total for leaf in tree.flatten(batch) if isinstance(leaf, Part)), None)
 
 
 # what is sent, and waited for -----------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Data of which each process was given its own part (auto_shard_dataset=False): all go through it in step."""
+"""Batches of which a process has its own rows alone; and data of which each process was given its own part
+(auto_shard_dataset=False): all go through it in step."""
 
 from __future__ import annotations
 
@@ -23,10 +24,14 @@ class Part:
     """This process's rows of a global batch, and how many rows every process has of it.
 
     Looks like the array to Keras, which asks shape and dtype to build the model.
+
+    Attributes:
+        total: rows of the global batch, where that is known without asking; processes may hold the same rows.
     """
 
     array: Any
     counts: tuple[int, ...]
+    total: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ generator of the user's own, shows there.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,14 @@ class Views:
 
     def check(self, batch: Any) -> None:
         """Raises DesyncError where the processes came to different batches. A collective, for some batches."""
+        self.check_read(lambda: batch)
+
+    def check_read(self, read: Callable[[], Any]) -> None:
+        """The same of a batch that is read for it, where it is compared."""
         number, self._count = self._count, self._count + 1
         if number >= FIRST and number % EVERY:
             return
+        batch = read()
         found = self._processes.of_all(digest(batch), "views of the data")
         apart = [place for place, other in enumerate(found) if other != found[0]]
         if apart:

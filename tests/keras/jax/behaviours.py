@@ -146,6 +146,52 @@ def _torch_loader(x: Any, y: Any) -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=BATCH)
 
 
+class Noted:
+    """A map-style dataset that notes, in memory that workers share, which rows were read."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        import torch
+
+        self.x, self.y = x, y
+        self.read = torch.zeros(len(x), dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> Any:
+        self.read[k] += 1
+        return self.x[k], self.y[k]
+
+
+def rows_read(kind: str | None, workers: int) -> Result:
+    """(what a fit came to, the rows that this process read)."""
+    import torch
+
+    fresh()
+    data = CASES["mlp"].data()
+    rows = Noted(data["x"], data["y"])
+    with scope(strategy(kind)):
+        model = made("mlp")
+        loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, num_workers=workers)  # type: ignore[arg-type]
+        history = model.fit(loader, shuffle=False, verbose=0).history
+    return {"history": history, "read": rows.read.nonzero().flatten().tolist(), **told(model)}
+
+
+def _centered(rows: Any) -> Any:
+    """A collate function that looks at all rows of a batch."""
+    import torch
+
+    x, y = torch.utils.data.default_collate(rows)
+    return x - x.mean(0), y
+
+
+def _collating_loader(x: Any, y: Any) -> Any:
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    return torch.utils.data.DataLoader(rows, batch_size=BATCH, collate_fn=_centered)
+
+
 def _tf_dataset(x: Any, y: Any) -> Any:
     import tensorflow as tf
 
@@ -156,6 +202,7 @@ SOURCES: dict[str, Callable[[Any, Any], Any]] = {
     "PyDataset": Rows,
     "generator": _generator,
     "DataLoader": _torch_loader,
+    "DataLoader that collates": _collating_loader,
     "tf.data": _tf_dataset,
 }
 
@@ -166,8 +213,9 @@ def fed(kind: str | None, source: str) -> Result:
     x, y = data["x"], data["y"]
     with scope(strategy(kind)):
         model = made("mlp")
-        if source == "arrays":
-            history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+        if "arrays" in source:
+            shuffle = {"shuffled arrays": True, "arrays by batches": "batch"}.get(source, False)
+            history = model.fit(x, y, batch_size=BATCH, shuffle=shuffle, verbose=0).history
         else:
             steps = -(-ROWS // BATCH) if source == "generator" else None
             history = model.fit(SOURCES[source](x, y), steps_per_epoch=steps, shuffle=False, verbose=0).history

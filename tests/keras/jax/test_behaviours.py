@@ -95,6 +95,34 @@ def test_every_process_reads_the_same_data(pair: ProcessWorld, expected: Any, so
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [("shuffled arrays", "2x2 across"), ("arrays by batches", "dp"), ("DataLoader that collates", "dp")],
+)
+def test_every_process_reads_its_rows_of_the_same_order(
+    pair: ProcessWorld, expected: Any, source: str, kind: str
+) -> None:
+    for found in pair.call(RUN("fed"), kind, source):
+        same(found, expected("fed", None, source))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "workers"), [("dp", 0), ("dp", 2), ("mp", 0)])
+def test_rows_that_are_read(pair: ProcessWorld, expected: Any, kind: str, workers: int) -> None:
+    """Each process reads the rows that its devices hold: of an axis that cuts no batch all of them."""
+    first, second = pair.call(RUN("rows_read"), kind, workers)
+    for found in (first, second):
+        same(found, expected("fed", None, "arrays"))
+    every = set(range(26))  # of the model's data
+    assert set(first["read"]) | set(second["read"]) == every
+    if kind == "dp":
+        # Of the last batch's two rows the second process holds none: it reads one, and cuts it off.
+        assert set(first["read"]) & set(second["read"]) == {24}
+    else:
+        assert set(first["read"]) == set(second["read"]) == every
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("parts", [[(0, 12), (12, 24)], [(0, 7), (7, 26)], [(0, 16), (16, 18)]])
 def test_every_process_is_given_its_own_rows(pair: ProcessWorld, expected: Any, parts: Any) -> None:
     for found in pair.call(RUN("own_parts"), parts):

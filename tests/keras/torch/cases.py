@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
 import resource
 import threading
 import time
 import warnings
 
 import numpy as np
+import torch
 
 
 def start(backend="torch"):
@@ -82,6 +85,39 @@ def rows_read():
         model.evaluate(torch.utils.data.DataLoader(rows, batch_size=BATCH), verbose=0)
     # Keras looks at the first batch twice: to build and to compute.
     return rows.asked
+
+
+class Noted(torch.utils.data.Dataset):
+    """Notes, in memory that workers share, who read each row, and a number of each generator that was drawn with it."""
+
+    def __init__(self):
+        self.pids = torch.zeros(10, dtype=torch.int64).share_memory_()
+        self.drawn = torch.zeros(10, 3).share_memory_()
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, k):
+        self.pids[k] = os.getpid()
+        self.drawn[k] = torch.tensor([float(torch.rand(())), random.random(), np.random.uniform()])
+        return np.full(6, k, "float32"), np.zeros(2, "float32")
+
+
+def rows_of_workers():
+    """(the rows that this process's workers read, what they drew from each generator, how many workers they were in
+    three epochs)."""
+    import keras
+
+    import unidist
+
+    rows, pids = Noted(), set()
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=2, persistent_workers=True)
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", loss="mse")
+    seen = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: pids.update(rows.pids.tolist()))
+    model.fit(loader, epochs=3, verbose=0, callbacks=[seen])
+    return rows.pids.nonzero().flatten().tolist(), rows.drawn.T.tolist(), len(pids - {0})
 
 
 def own_parts():

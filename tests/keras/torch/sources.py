@@ -42,6 +42,16 @@ class Rows(torch.utils.data.Dataset):
         return X[k], Y[k], W[k]
 
 
+def centered(rows):
+    """A collate function that looks at all rows of a batch."""
+    x, y, w = torch.utils.data.default_collate(rows)
+    return x - x.mean(0), y, w
+
+
+def loader(**options):
+    return {"x": torch.utils.data.DataLoader(Rows(), BATCH, **options), "shuffle": False}
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(zip(X, Y, W, strict=True))
@@ -68,6 +78,9 @@ SOURCES = {
     "generator": lambda: {"x": generator(), "shuffle": False},
     "DataLoader": lambda: {"x": torch.utils.data.DataLoader(Rows(), batch_size=BATCH), "shuffle": False},
     "shuffling DataLoader": lambda: {"x": torch.utils.data.DataLoader(Rows(), BATCH, shuffle=True), "shuffle": False},
+    "DataLoader with a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "DataLoader with workers": lambda: loader(shuffle=True, num_workers=2),
+    "DataLoader that collates": lambda: loader(collate_fn=centered),
     "iterable DataLoader": lambda: {"x": torch.utils.data.DataLoader(Stream(), batch_size=BATCH), "shuffle": False},
     "tf.data": lambda: {"x": tf_data(), "shuffle": False},
 }

@@ -107,6 +107,16 @@ def test_each_process_reads_its_rows(world):
 
 
 @pytest.mark.processes
+def test_workers_read_the_rows_of_their_process_and_draw_apart(world):
+    """They stay from epoch to epoch, as the loader says."""
+    (first, ours, workers), (second, theirs, others_workers) = world.call(cases.rows_of_workers)
+    assert (first, second) == ([0, 1, 4, 5, 8], [2, 3, 6, 7, 9])
+    assert (workers, others_workers) == (2, 2)
+    for drawn, others in zip(ours, theirs, strict=True):
+        assert not set(drawn) & set(others) - {0.0}
+
+
+@pytest.mark.processes
 def test_own_parts_are_counted(world):
     world.call(cases.own_parts)
 

@@ -19,6 +19,7 @@ from unidist.keras.explicit import context, devices
 from unidist.keras.explicit.context import Rows
 from unidist.keras.explicit.world import RankWorld, rank_world
 from unidist.keras.interception import Hook
+from unidist.keras.narrowing import Narrowed, tells_rows
 from unidist.keras.processes import Processes
 from unidist.keras.views import Views
 
@@ -128,8 +129,8 @@ def _agree_on_length(world: RankWorld, batches: int) -> None:
 class EpochReader:
     """Iterates over an epoch's global batches and yields this rank's rows of each.
 
-    A DataLoader over a map-style dataset (NumPy arrays and tensors come as one) is asked for this rank's rows alone;
-    of any other source each batch is read and cut.
+    A DataLoader that puts rows of a map-style dataset together is asked for this rank's rows alone (NumPy arrays and
+    tensors come as one); of any other source each batch is read and cut.
     """
 
     def __init__(self, source: Any, world: RankWorld, already_local: bool, given: Any = None) -> None:
@@ -137,35 +138,27 @@ class EpochReader:
         self.rank = world.ranks[0]
         self.rows: Rows | None = None
         self._already_local = already_local
-        self._sizes: list[int] | None = None
+        self._narrowed: Narrowed | None = None
         several = processes(world)
         self._views = None if several is None else Views(given if given is not None else source, several)
         if not already_local:
             share_random_state(world)
-            source = self._narrowed(source)
+            if tells_rows(source, given):
+                self._narrowed = Narrowed(source, self._own, world.data_place(self.rank))
         self._source = source
 
-    def _narrowed(self, source: Any) -> Any:
-        if not isinstance(source, torch.utils.data.DataLoader) or source.batch_sampler is None:
-            return source
-        if source.num_workers or isinstance(source.dataset, torch.utils.data.IterableDataset):
-            return source
-        self._sizes = []
-        return torch.utils.data.DataLoader(
-            source.dataset, batch_sampler=_OwnRows(source.batch_sampler, self), collate_fn=source.collate_fn
-        )
-
-    def took(self, indices: list[int]) -> tuple[int, int]:
-        """(start, length) of this rank's rows of a batch of the data's rows."""
+    def _own(self, indices: list[int]) -> list[int]:
+        """This rank's of a batch's rows."""
         if self._views is not None:
             self._views.check(np.asarray(indices))
-        if self._sizes is not None:
-            self._sizes.append(len(indices))
-        return bounds(self.world, self.rank, len(indices))
+        start, length = bounds(self.world, self.rank, len(indices))
+        return indices[start : start + length]
 
     def __iter__(self) -> Iterator[Any]:
         # The source's iterator is made at once, as Keras makes it: it draws a seed when it is.
-        return self._batches(iter(self._source))
+        if self._narrowed is not None:
+            return self._own_rows(iter(self._narrowed))
+        return self._own_batches(iter(self._source)) if self._already_local else self._batches(iter(self._source))
 
     def _own_batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """The batches of this process; all processes are told of each, and when there are no more."""
@@ -183,39 +176,22 @@ class EpochReader:
             self.rows = rows
             yield self._sent(batch)
 
-    def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        if self._already_local:
-            yield from self._own_batches(source)
-            return
-        for batch in source:
-            if self._sizes is None and self._views is not None:
-                self._views.check(batch)
-            total = self._sizes.pop(0) if self._sizes is not None else row_count(batch)
+    def _own_rows(self, source: Iterator[tuple[Any, int]]) -> Iterator[Any]:
+        for batch, total in source:
             self.rows = rows_of(self.world, self.rank, total)
-            start, length = bounds(self.world, self.rank, total)
-            yield self._sent(cut(batch, 0 if self._sizes is not None else start, length))
+            yield self._sent(cut(batch, 0, self.rows.local))
+
+    def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        for batch in source:
+            if self._views is not None:
+                self._views.check(batch)
+            total = row_count(batch)
+            self.rows = rows_of(self.world, self.rank, total)
+            yield self._sent(cut(batch, *bounds(self.world, self.rank, total)))
 
     def _sent(self, batch: Any) -> Any:
         device = torch.device(get_device())
         return tree.map_structure(lambda x: devices.sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
-
-
-class _OwnRows(torch.utils.data.Sampler[list[int]]):
-    """A batch sampler's batches, cut to this rank's rows."""
-
-    def __init__(self, batches: Any, reader: EpochReader) -> None:
-        self.batches = batches
-        self.reader = reader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches:
-            indices = list(batch)
-            start, length = self.reader.took(indices)
-            # Never an empty list, which collate functions refuse: a row too many is cut off again.
-            yield indices[start : start + length] or indices[:1]
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 def share_random_state(world: RankWorld) -> None:

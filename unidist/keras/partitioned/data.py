@@ -6,8 +6,6 @@ array. The compiler then works on uneven shards, so that every mean, statistic a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -18,10 +16,8 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
-from unidist.keras.lockstep import Meeting, Part
+from unidist.keras.lockstep import Part
 from unidist.keras.partitioned import layouts, processes
-from unidist.keras.processes import Processes
-from unidist.keras.views import Views
 
 Segments = tuple[tuple[int, int], ...]
 
@@ -94,7 +90,7 @@ def _place_leaf(distribution: Any, value: Any) -> Any:
     if array.ndim == 0:
         return processes.put(array, layouts.replicated(distribution))
     if processes.several() and not distribution.auto_shard_dataset:
-        return _place_part(Part(array, _rows_of_all(array.shape[0])), distribution)
+        return _place_part(Part(array, rows_of_all(array.shape[0])), distribution)
     return _place_whole(array, distribution)
 
 
@@ -125,10 +121,13 @@ def _place_part(part: Part, distribution: Any) -> Any:
     """The global array of which every process has its own rows."""
     array = np.asarray(part.array)
     sharding = layouts.of_batch(array.shape, distribution)
-    places = _rows_by_process(sharding)
+    places = rows_by_process(sharding)
     units = len(places[jax.process_index()])
     per_unit = -(-max(part.counts) // units)
-    held = _padded(array, per_unit * units - array.shape[0])
+    if part.total is not None:
+        per_unit = -(-part.total // layouts.parts_of_dim(sharding, 0))
+    missing = per_unit * units - array.shape[0]
+    held = _padded(array, missing) if missing else array
     total = layouts.parts_of_dim(sharding, 0) * per_unit
     shape = (total, *array.shape[1:])
     placed = jax.make_array_from_process_local_data(sharding, held, shape)
@@ -137,7 +136,7 @@ def _place_part(part: Part, distribution: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
+def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
     """Which parts of the first dim each process's devices hold, in order."""
     parts = layouts.parts_of_dim(sharding, 0)
     held: list[set[int]] = [set() for _ in range(jax.process_count())]
@@ -180,69 +179,6 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _rows_of_all(rows: int) -> tuple[int, ...]:
+def rows_of_all(rows: int) -> tuple[int, ...]:
+    """Every process's number of rows. A collective."""
     return processes.of_all(rows, "rows of a batch")
-
-
-_meeting = Meeting(_rows_of_all, processes.ranks_of)
-
-
-class _Around:
-    """A Keras data adapter around another."""
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
-
-
-class LockstepAdapter(_Around):
-    """A Keras data adapter for data of which each process was given its own rows."""
-
-    def __init__(self, adapter: Any) -> None:
-        super().__init__(adapter)
-        self.num_batches = _meeting.batches(adapter.num_batches)
-
-    def get_jax_iterator(self) -> Any:
-        return _meeting.parts(self._adapter.get_jax_iterator())
-
-
-class SameAdapter(_Around):
-    """A Keras data adapter for data that every process reads whole."""
-
-    def __init__(self, adapter: Any, several: Processes) -> None:
-        super().__init__(adapter)
-        self._processes = several
-
-    def get_jax_iterator(self) -> Any:
-        views = Views(self._adapter, self._processes)
-        for batch in self._adapter.get_jax_iterator():
-            views.check(batch)
-            yield batch
-
-
-def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden: Callable[[], Any]) -> Any:
-    """Keras's get_data_adapter, which reads the data as in one process; `place` then takes each process's rows.
-
-    Keras itself takes only tf.data in several processes, and cuts it by whole batches.
-
-    Args:
-        original: Keras's function.
-        current: gives the active distribution or None.
-        hidden: a context in which Keras sees no distribution.
-    """
-
-    def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        distribution = current()
-        if distribution is None:
-            return original(*args, **kwargs)
-        apart = processes.several() and not distribution.auto_shard_dataset
-        with hidden(), _meeting.told_to_all() if apart else contextlib.nullcontext():
-            adapter = original(*args, **kwargs)
-        if apart:
-            return LockstepAdapter(adapter)
-        several = processes.processes()
-        return adapter if several is None else SameAdapter(adapter, several)
-
-    return get_data_adapter

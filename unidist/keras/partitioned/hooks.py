@@ -23,11 +23,11 @@ from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
 from unidist.keras.compat import jax_trainer as keras_trainer
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.partitioned import (
-    data,
     layouts,
     pacing,
     placing,
     processes,
+    reading,
     redistribution,
     regions,
     saving,
@@ -104,5 +104,5 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
     yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
     hidden = functools.partial(making.active, None)
-    adapting = functools.partial(data.one_for_all, current=placing.current, hidden=hidden)
+    adapting = functools.partial(reading.one_for_all, current=placing.current, hidden=hidden)
     yield Hook(data_adapters, "get_data_adapter", adapting, "process 0's data is everybody's")

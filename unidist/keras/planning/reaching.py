@@ -28,15 +28,15 @@ class Answer:
 
 
 class Reacher:
-    """Finds the reaches of a model's candidates, for `parts` slices."""
+    """Finds the reaches of a model's candidates, for `parts` slices; `run`: the model's own, with nothing changed."""
 
-    def __init__(self, runner: Runner, model: Any, parts: int) -> None:
+    def __init__(self, runner: Runner, model: Any, parts: int, run: Trace) -> None:
         self.runner = runner
         self.model = model
         self.parts = parts
         self._index = {id(c.layer): k for k, c in enumerate(runner.candidates)}
         self._members: dict[int, list[int]] = {}
-        self._clean: dict[int, Trace] = {}
+        self._clean: dict[int, Trace] = {id(model): run}
         self._kinds = Kinds()
         self._answers: dict[Any, Answer] = {}
         self._around: dict[int, list[Any]] = {}
@@ -111,9 +111,9 @@ class Reacher:
     def _ask_part(self, layer: Any, change: Change) -> Answer:
         args, kwargs = self.runner.captured[id(layer)]
         if id(layer) not in self._clean:
-            self._clean[id(layer)] = _as_numpy(self.runner.run(layer, args, kwargs))
+            self._clean[id(layer)] = self.runner.run(layer, args, kwargs)
         clean = self._clean[id(layer)]
-        trace = _as_numpy(self.runner.run(layer, args, kwargs, change))
+        trace = self.runner.run(layer, args, kwargs, change)
         arrivals: list[tuple[int, int]] = []
         spread: list[int] = []
         for place, member in enumerate(self._members_of(layer)):
@@ -142,13 +142,8 @@ class Reacher:
         return self._members[id(layer)]
 
 
-def _as_numpy(trace: Trace) -> Trace:
-    trace.taken = {k: [_numpy(t) for t in taken] for k, taken in trace.taken.items()}
-    return trace
-
-
 def _difference(a: Any, b: Any) -> Any:
-    return np.asarray(a != b) if a.shape == b.shape else np.ones((1,), bool)
+    return np.asarray(_numpy(a) != _numpy(b)) if a.shape == b.shape else np.ones((1,), bool)
 
 
 def _confined(found: Candidate, where: list[Any], change: Change) -> int | None:

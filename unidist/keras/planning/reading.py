@@ -44,7 +44,7 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     runner = Runner(candidates, [x for x in layers if id(x) not in known and any(id(y) in known for y in inside(x))])
     with runner.installed():
         runs = _run(runner, model, inputs)
-        reaches = Reacher(runner, model, parts).all() if parts > 1 else []
+        reaches = Reacher(runner, model, parts, runs.near).all() if parts > 1 else []
         behind = _behind(runner, model, inputs, runs, reaches)
         slots, optimizer = _slots(model, variables)
     place = {id(v): k for k, v in enumerate(variables)}
@@ -63,7 +63,7 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The model's run, and one on longer sequences (the same one where none can be longer)."""
+    """The model's run, and the shapes of one on longer sequences (the same one where none can be longer)."""
 
     near: Trace
     far: Trace
@@ -84,7 +84,8 @@ def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
     problems = []
     for near, far in LENGTHS if is_open else LENGTHS[:1]:
         try:
-            longer = runner.run(model, (samples.sample(model, inputs, far),), kwargs) if is_open else None
+            given = samples.sample(model, inputs, far) if is_open else None
+            longer = runner.run(model, (given,), kwargs, measure=True) if is_open else None
             trace = runner.run(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
             return _Runs(trace, longer or trace, (near, far))
         except UnidistError:
@@ -99,12 +100,16 @@ def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
     ) from problems[0]
 
 
+# (candidate, whether of its calls back to the vocabulary): calls that take what changed in the changed place alone.
+_Kept = frozenset[tuple[int, bool]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Behind:
-    """Runs with one place of a sequence changed, in what pairs give and in what tables give."""
+    """What keeps a changed place of a sequence: one in what pairs give, and one in what tables give."""
 
-    sums: Trace
-    tables: Trace
+    sums: _Kept
+    tables: _Kept
 
 
 def _behind(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[Any]) -> _Behind:
@@ -113,10 +118,14 @@ def _behind(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[
     sums = frozenset(reach.target[0] for reach in reaches if reach.target is not None)
     tables = frozenset(k for k, found in enumerate(runner.candidates) if found.kind == "table")
 
-    def run(sources: frozenset[int]) -> Trace:
-        return runner.run(model, (given,), kwargs, places_of=sources) if sources and reaches else runs.near
+    def kept(sources: frozenset[int]) -> _Kept:
+        if not sources or not reaches:
+            return frozenset()
+        trace = runner.run(model, (given,), kwargs, places_of=sources)
+        calls = [(k, reverse) for k in range(len(runner.candidates)) for reverse in (False, True)]
+        return frozenset(call for call in calls if _keeps_places(trace, runs.near, *call))
 
-    return _Behind(run(sums), run(tables))
+    return _Behind(kept(sums), kept(tables))
 
 
 def _first_call(trace: Trace, index: int) -> tuple[int, int]:
@@ -205,8 +214,8 @@ def _calls(found: Candidate, index: int, runs: _Runs, behind: _Behind, *, revers
         inputs,
         itemsize(found.layer.compute_dtype),
         length=runs.line(near[1], far[1]),
-        behind_sums=taken if _keeps_places(behind.sums, trace, index, reverse) else Affine(),
-        behind_tables=taken if _keeps_places(behind.tables, trace, index, reverse) else Affine(),
+        behind_sums=taken if (index, reverse) in behind.sums else Affine(),
+        behind_tables=taken if (index, reverse) in behind.tables else Affine(),
     )
 
 

@@ -67,6 +67,13 @@ class Change:
     parts: int
 
 
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """In place of a tensor of which the shape alone is asked for."""
+
+    shape: tuple[int, ...]
+
+
 @dataclass
 class Trace:
     """One run: what each candidate took, what it gave in elements, and what came out."""
@@ -90,6 +97,7 @@ class Runner:
         self._trace = Trace()
         self._change: Change | None = None
         self._capturing = False
+        self._measuring = False
         self._places_of: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
@@ -101,6 +109,7 @@ class Runner:
             warnings.simplefilter("ignore")
             stack.callback(keras_distribution.set_distribution, before)
             keras_distribution.set_distribution(None)
+            stack.enter_context(_one_thread())
             inside: list[tuple[Any, Call, Any]] = [
                 (found.layer, self._random_output, k) for k, found in enumerate(self.candidates)
             ]
@@ -118,10 +127,12 @@ class Runner:
         change: Change | None = None,
         capture: bool = False,
         places_of: frozenset[int] = frozenset(),
+        measure: bool = False,
     ) -> Trace:
         """Calls a layer; with `change`, with one slice of one candidate's output changed; with `places_of`, with one
-        place of the sequence changed in the outputs of these candidates."""
+        place of the sequence changed in the outputs of these candidates; with `measure`, for the shapes alone."""
         self._trace, self._change, self._capturing, self._places_of = Trace(), change, capture, places_of
+        self._measuring = measure
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
         self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
@@ -143,11 +154,14 @@ class Runner:
             # In a program, as a recurrent layer's cell: nobody sees what goes on there, so its weights stay whole.
             self.read_elsewhere.add(index)
         else:
-            self._trace.taken.setdefault(index, []).append(inputs)
+            taken = Shaped(tuple(inputs.shape)) if self._measuring else inputs
+            self._trace.taken.setdefault(index, []).append(taken)
             calls.append((shape, reverse))
-        if key not in self._random:
-            self._random[key] = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
-        value = self._random[key]
+        value = self._random.get(key)
+        if value is None:
+            value = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
+            if not self._measuring:
+                self._random[key] = value
         if self._change is not None and self._change.candidate == index and not reverse:
             value = _changed(value, found.outputs[self._change.dim], self._change)
         if index in self._places_of and not reverse and len(shape) > 2:
@@ -169,6 +183,22 @@ class Runner:
         if isinstance(found.layer, keras.layers.EinsumDense):
             return einsum_shape(found.layer.equation, shape, tuple(found.kernel.shape))
         return tuple(found.layer.compute_output_shape(shape))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors of two rows are small: torch's threads would wait for each other longer than they work."""
+    if keras.config.backend() != "torch":
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def middle(shape: tuple[int, ...]) -> int:
