@@ -5,50 +5,27 @@ Importing it imports no framework and no Keras; each name below is loaded when i
 
 from __future__ import annotations
 
-import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from unidist import namesake
+from unidist.names import WHERE as _WHERE
+from unidist.names import load as _load
 
-_HOME = {
-    "unidist.session": "use backend initialize shutdown process_index process_count list_devices",
-    "unidist.backends.registry": "backends register",
-    "unidist.algebra": "Mesh Layout",
-    "unidist.array": "DistributedArray distribute from_local all_reduce reduce_scatter all_gather all_to_all "
-    "broadcast permute barrier",
-    "unidist.planner.layout_map": "LayoutMap",
-    "unidist.ledger": "ledger Ledger",
-    "unidist.keras.strategy": "DataParallel ModelParallel",
-    "unidist.keras.models": "parallelize describe gather_weights",
-    "unidist.keras.checkpoints": "save restore",
-    "unidist.keras.planning.planning": "plan",
-    "unidist.keras.resuming": "Checkpoint",
-    "unidist.keras.telemetry": "Telemetry",
-    "unidist.keras.tensor_parallel": "TensorParallelKeras",
-    "unidist.planner.plan": "Plan",
-    "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
-    "CapabilityError DesyncError ProcessLostError CheckpointError",
-}
-_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
+__version__ = "0.1.0"
 __all__ = ["__version__", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:
-    module = _WHERE.get(name)
-    if module is None:
-        raise AttributeError(f"module 'unidist' has no attribute {name!r}")
-    if module.startswith("unidist.keras."):
-        # First and whole: where `use` came before Keras, the end of its import brings the hooks, which import the same
-        # modules. Begun by one of them, it would find that one half made.
-        importlib.import_module("keras")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
+    value = globals()[name] = _load(name)
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
 
+
+namesake.warn(Path(__file__).parents[1])
 
 if TYPE_CHECKING:
     from unidist.algebra import Layout as Layout

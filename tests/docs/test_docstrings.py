@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import unidist
+from unidist.names import WHERE
 from unidist.testing.processes import ProcessWorld
 
 PACKAGE = Path(unidist.__file__).parent
@@ -46,7 +47,7 @@ def test_the_examples_of_a_module_run(processes: dict[str, ProcessWorld], file: 
 @pytest.mark.parametrize("name", sorted(set(unidist.__all__) - {"__version__"}))
 def test_a_public_name_has_an_example(name: str) -> None:
     """Read from the source: importing it would bring Keras into this process."""
-    file = PACKAGE.joinpath(*unidist._WHERE[name].split(".")[1:])
+    file = PACKAGE.joinpath(*WHERE[name].split(".")[1:])
     source = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     docs = _docstrings(source)
     for imported in () if name in docs else source.parent.glob("*.py"):

@@ -99,7 +99,7 @@ def test_a_fresh_environment_installs_the_package_and_shows_the_demo(tmp_path: P
     """The README's first line, word for word. Without a network: what the package needs comes from this environment."""
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "unidist", checkout / "unidist", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "keras_unidist.py"):
         shutil.copy(ROOT / name, checkout / name)
     line = next(block.text.strip() for block in blocks(README) if ".venv" in block.text)
     env = {

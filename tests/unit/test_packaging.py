@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import unidist
+from unidist import names
+from unidist.doctor import versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,8 +52,8 @@ def test_import_is_light() -> None:
 
 def test_choosing_a_backend_and_asking_for_names_imports_no_framework_and_no_keras() -> None:
     program = (
-        "import json, sys, unidist, unidist.cli, unidist.launch\n"
-        "light = [n for n, home in unidist._WHERE.items() if not home.startswith('unidist.keras')]\n"
+        "import json, sys, unidist, unidist.cli, unidist.launch\nfrom unidist import names\n"
+        "light = [n for n, home in names.WHERE.items() if not home.startswith('unidist.keras')]\n"
         "values = [getattr(unidist, n) for n in light]\n"
         "unidist.Mesh({'data': 4}, devices=range(4))\n"
         "print(json.dumps([len(values), sorted(sys.modules)]))"
@@ -62,7 +64,7 @@ def test_choosing_a_backend_and_asking_for_names_imports_no_framework_and_no_ker
 
 
 def test_every_public_name_is_where_it_is_said_to_be() -> None:
-    for name, home in unidist._WHERE.items():
+    for name, home in names.WHERE.items():
         if not home.startswith("unidist.keras"):
             found, said = getattr(unidist, name), getattr(importlib.import_module(home), name)
             # A module that has a public function's name is called in its place.
@@ -78,7 +80,7 @@ def test_type_checkers_see_the_same_names_as_users() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == {name: (home, name) for name, home in unidist._WHERE.items()}
+    assert seen == {name: (home, name) for name, home in names.WHERE.items()}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -89,7 +91,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "keras_unidist.py"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(ROOT / "unidist", source / "unidist", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests" / "unit", source / "tests", ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,7 +110,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel: zipfile.Path)
         for path in (ROOT / "unidist").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {name for name in held if ".dist-info/" not in name} == package
+    assert {name for name in held if ".dist-info/" not in name} == {*package, "keras_unidist.py"}
     assert "unidist/py.typed" in package
 
 
@@ -150,3 +152,70 @@ def test_what_a_backend_requires_is_what_its_extra_installs() -> None:
         for module in entry.requires:
             assert f"keras-unidist[{name}]" in entry.hint
             assert module in {Requirement(text).name for text in PROJECT["optional-dependencies"][name]}
+
+
+# the other package of this name ---------------------------------------------------------------------------------------
+
+
+OTHER = {
+    "unidist/__init__.py": "WHO = 'modin'\n",
+    "unidist/core/__init__.py": "",
+    "unidist-0.7.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: unidist\nVersion: 0.7.2\n",
+}
+
+
+def _installed(wheel: zipfile.Path, folder: Path, *, first: bool, other: bool = True) -> None:
+    """Both into one folder, one after the other, each over what is there; by pip they would be so."""
+
+    def ours() -> None:
+        with zipfile.ZipFile(wheel.root.filename) as archive:
+            archive.extractall(folder)
+
+    def theirs() -> None:
+        for name, text in OTHER.items() if other else ():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+    for install in (ours, theirs) if first else (theirs, ours):
+        install()
+
+
+def _runs(folder: Path, program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(folder), **env}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environ, cwd=folder
+    )
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["ours first", "theirs first"])
+def test_another_package_of_this_name(first: bool, wheel: zipfile.Path, tmp_path: Path) -> None:
+    _installed(wheel, tmp_path, first=first)
+    use = "unidist.use('sim', devices=2); print(unidist.Mesh({'data': -1}).size, unidist.__version__, unidist.__file__)"
+    done = _runs(tmp_path, f"import keras_unidist as unidist; {use}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", unidist.__version__, str(tmp_path / "keras_unidist.py")]
+    said = "keras-unidist (Keras 3 models on many devices) and modin's unidist 0.7.2 are both installed in"
+    assert done.stderr.count(said) == 1
+    assert "pip uninstall unidist keras-unidist" in done.stderr
+    both = _runs(tmp_path, "import unidist; print(getattr(unidist, 'WHO', 'ours'))")
+    assert both.stdout.split() == (["modin"] if first else ["ours"])
+    assert (said in both.stderr) == (not first)
+    after = _runs(tmp_path, "import unidist; import keras_unidist")
+    assert (after.returncode, "modin's unidist is imported already" in after.stderr) == (int(first), first)
+
+
+def test_one_package_of_this_name(wheel: zipfile.Path, tmp_path: Path) -> None:
+    _installed(wheel, tmp_path, first=True, other=False)
+    same = "keras_unidist.Mesh is unidist.Mesh, dir(keras_unidist) == dir(unidist), 'keras' in sys.modules"
+    done = _runs(tmp_path, f"import sys, unidist, keras_unidist; print({same})")
+    assert (done.stdout.split(), done.stderr) == (["True", "True", "False"], "")
+
+
+def test_the_doctor_and_a_backend_of_the_other_package(wheel: zipfile.Path, tmp_path: Path) -> None:
+    _installed(wheel, tmp_path, first=False)
+    (check,) = versions.beside(tmp_path)
+    assert (check.status, "modin's unidist 0.7.2" in check.found) == ("failed", True)
+    assert versions.beside(tmp_path / "unidist") == []
+    done = _runs(tmp_path, "import unidist; unidist.use()", UNIDIST_BACKEND="Ray")
+    assert "unknown backend 'Ray'" in done.stderr
+    assert "is a backend of modin's unidist, another package that reads UNIDIST_BACKEND too: unset it" in done.stderr

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, cast
 
+from unidist import namesake
 from unidist.algebra import mesh as mesh_module
 from unidist.algebra.checks import whole_number
 from unidist.backends import environment
@@ -191,6 +192,7 @@ def entry(name: str) -> Entry:
     if point is None:
         raise BackendNotAvailableError(
             f"unknown backend {name!r}: one of {sorted(names())}, or add yours with unidist.register(...)"
+            f"{namesake.told(name)}"
         )
     home = _home(point)
     found = _imported(name, point.value, f"pip install {home}") if point.attr.isupper() else None

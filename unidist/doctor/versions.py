@@ -8,7 +8,9 @@ import importlib.util
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from unidist import namesake
 from unidist.backends import registry
 from unidist.doctor.check import Check
 
@@ -52,6 +54,14 @@ def ranges() -> Ranges | None:
     return Ranges(python=python or "", requires=importlib.metadata.requires(PACKAGE) or ())
 
 
+def beside(folder: Path) -> list[Check]:
+    """A failed check where another package of this name is installed into the same folder; none where there is not."""
+    if (version := namesake.version_beside(folder)) is None:
+        return []
+    asked, found = "no other package has this one's name", f"modin's unidist {version} in {folder}: files are mixed"
+    return [Check(name="unidist", asked=asked, status="failed", found=found, advice=namesake.REMEDY)]
+
+
 def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
     """One check for Python, one for this package, and one for each distribution it works with."""
     if asked is None:
@@ -66,6 +76,7 @@ def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
     checks = [_one("python", found.get("python"), asked.python, within)]
     version = found.get(PACKAGE, "?")
     checks.append(Check(name=PACKAGE, asked="it is installed", status="ok", found=version))
+    checks += beside(Path(namesake.__file__).parents[1])
     return [*checks, *(_one(name, found.get(name), wanted.get(name, ""), within) for name in _told())]
 
 
