@@ -16,6 +16,7 @@ memory of so many ranks, each with a model of its own.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import time
@@ -27,6 +28,7 @@ import numpy as np
 
 import unidist
 
+os.environ.setdefault("KERAS_BACKEND", "torch")
 unidist.use("sim", devices=1)
 
 import keras  # noqa: E402
