@@ -34,11 +34,12 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
+from unidist.backends.environment import MEMORY  # noqa: E402
 from unidist.checkpoint.reading import Reader  # noqa: E402
 from unidist.keras import checkpoints  # noqa: E402
 from unidist.keras.copies import Copies  # noqa: E402
 from unidist.keras.states import State  # noqa: E402
-from unidist.launch.memory import VARIABLE, Memory  # noqa: E402
+from unidist.launch.memory import Memory  # noqa: E402
 
 MIB = 1 << 20
 LAYERS = 8
@@ -111,8 +112,8 @@ class Works:
         """Steps in memory, as a launcher on each of these nodes would keep them."""
         place = unidist.process_index()
         memory = Memory(len(nodes))
-        _, *words = memory.variables[VARIABLE].split()
-        with mock.patch.dict(os.environ, {VARIABLE: " ".join([str(nodes[place]), *words])}):
+        _, *words = memory.variables[MEMORY].split()
+        with mock.patch.dict(os.environ, {MEMORY: " ".join([str(nodes[place]), *words])}):
             return Copies("checkpoints")
 
     def keep(self, copies: Copies) -> None:

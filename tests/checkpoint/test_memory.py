@@ -12,10 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from unidist.backends.environment import EACH, MEMORY, NodeMemory
 from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, contents_of, parts_in
 from unidist.checkpoint.tensors import Tensor, files_of
 from unidist.errors import CheckpointError
-from unidist.launch.memory import EACH, VARIABLE, Memory, NodeMemory
+from unidist.launch.memory import Memory
 
 FILES = files_of([Tensor("a", "float32", (3, 5)), Tensor("b", "uint8", (7,), "state")])
 
@@ -196,4 +197,4 @@ def test_variables_name_two_files_for_each_process() -> None:
     memory.close()
     assert not any(Path(path).exists() for path in found.paths)
     assert Memory(0).variables == {}
-    assert NodeMemory.read({VARIABLE: ""}) is None
+    assert NodeMemory.read({MEMORY: ""}) is None

@@ -76,6 +76,20 @@ def fill(model: Any) -> None:
         variable.assign(value_of(variable.path, tuple(variable.shape), str(variable.dtype)))
 
 
+def assert_known(values: dict[str, Any], reader: str) -> None:
+    """The bits of all variables are those of `fill`, as a setting has read them."""
+    assert len(values) == 1 + 6 + len(OTHERS) + 2 + 2 * 6
+    for path, bits in values.items():
+        if path.endswith(("seed_generator_state", "iteration", "learning_rate")):
+            continue
+        dtype = OTHERS.get(path.rsplit("/", 1)[-1], ((), "float32", True))[1]
+        wanted = value_of(path, bits.shape, dtype)
+        if reader.startswith("tensorflow-"):
+            # The values are asked for as users do: DTensor gathers them by a sum, which has no -0.0.
+            bits, wanted = bits.view(np.dtype(dtype)).astype(float), wanted.astype(float)
+        np.testing.assert_array_equal(bits, wanted.view(bits.dtype), err_msg=path)
+
+
 def write(folder: str, spec: Spec | None, step: int = 5) -> tuple[int, dict[str, float]]:
     """(variables that are cut, op -> bytes that were sent) of a checkpoint that all processes write."""
     import unidist

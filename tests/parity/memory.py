@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.parity import checkpoints
 from tests.parity.train import Spec
-from unidist.launch.memory import VARIABLE
+from unidist.backends.environment import MEMORY
 
 Told = list[str]
 
@@ -19,11 +19,11 @@ def _copies(said: Told, folder: str) -> Any:
     import unidist
     from unidist.keras.copies import Copies
 
-    os.environ[VARIABLE] = said[unidist.process_index()]
+    os.environ[MEMORY] = said[unidist.process_index()]
     try:
         return Copies(folder)
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[MEMORY]
 
 
 def _model(spec: Spec) -> Any:

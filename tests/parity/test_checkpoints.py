@@ -103,16 +103,7 @@ def test_what_one_writes_another_reads(
     folder, _ = written(*writer)
     for values, found, share in _call(reader, worlds, alone, "read", str(folder), _ALL[reader, mesh]):
         assert found == (5, {"note": 1.5}, ())
-        assert len(values) == 1 + 6 + len(checkpoints.OTHERS) + 2 + 2 * 6
-        for path, bits in values.items():
-            if path.endswith(("seed_generator_state", "iteration", "learning_rate")):
-                continue
-            dtype = checkpoints.OTHERS.get(path.rsplit("/", 1)[-1], ((), "float32", True))[1]
-            wanted = checkpoints.value_of(path, bits.shape, dtype)
-            if reader.startswith("tensorflow-"):
-                # The values are asked for as users do: DTensor gathers them by a sum, which has no -0.0.
-                bits, wanted = bits.view(np.dtype(dtype)).astype(float), wanted.astype(float)
-            np.testing.assert_array_equal(bits, wanted.view(bits.dtype), err_msg=path)
+        checkpoints.assert_known(values, reader)
         # Runs of a few bytes each: what their checksums need beside them is most here.
         # (TensorFlow's counts of steps have twice the bytes of the others'.)
         assert 0.99 <= share < 40.0
@@ -131,15 +122,7 @@ def test_what_one_writes_to_a_store_another_reads(
     assert len([*folder.glob("part-*.safetensors")]) == SETTINGS[writer[0]].processes
     for values, found, _ in _call(reader[0], worlds, alone, "read", address, reader[1]):
         assert found == (5, {"note": 1.5}, ())
-        _are_known(values)
-
-
-def _are_known(values: dict[str, Any]) -> None:
-    for path, bits in values.items():
-        if not path.endswith(("seed_generator_state", "iteration", "learning_rate")):
-            dtype = checkpoints.OTHERS.get(path.rsplit("/", 1)[-1], ((), "float32", True))[1]
-            wanted = checkpoints.value_of(path, bits.shape, dtype)
-            np.testing.assert_array_equal(bits, wanted.view(bits.dtype), err_msg=path)
+        checkpoints.assert_known(values, reader[0])
 
 
 @pytest.mark.parametrize(("setting", "spec"), [("torch-4", MODEL_4), ("jax-2x2", MODEL_4), ("tensorflow-2x2", MODEL_4)])

@@ -7,14 +7,14 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.parity import checkpoints
 from tests.parity.train import Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, MODEL_2, MODEL_4, SETTINGS, Worlds
+from unidist.backends.environment import MEMORY, NodeMemory
 from unidist.checkpoint.memory import parts_in
-from unidist.launch.memory import VARIABLE, Memory, NodeMemory
+from unidist.launch.memory import Memory
 
 pytestmark = pytest.mark.processes
 _GRID_3 = replace(GRID, zero=3)
@@ -30,7 +30,7 @@ class Nodes:
     @property
     def said(self) -> list[str]:
         """To each process."""
-        return [memory.variables[VARIABLE] for memory in self._memories for _ in range(self._each)]
+        return [memory.variables[MEMORY] for memory in self._memories for _ in range(self._each)]
 
     def lose(self, node: int) -> None:
         """Another launcher takes its place."""
@@ -59,16 +59,7 @@ def _is_right(found: tuple[int, Any, dict[str, Any]] | None, setting: str, step:
     assert found is not None
     number, facts, values = found
     assert (number, facts) == (step, {"note": step})
-    assert len(values) == 1 + 6 + len(checkpoints.OTHERS) + 2 + 2 * 6
-    for path, bits in values.items():
-        if path.endswith(("seed_generator_state", "iteration", "learning_rate")):
-            continue
-        dtype = checkpoints.OTHERS.get(path.rsplit("/", 1)[-1], ((), "float32", True))[1]
-        wanted = checkpoints.value_of(path, bits.shape, dtype)
-        if setting.startswith("tensorflow-"):
-            # DTensor gathers the values by a sum, which has no -0.0.
-            bits, wanted = bits.view(np.dtype(dtype)).astype(float), wanted.astype(float)
-        np.testing.assert_array_equal(bits, wanted.view(bits.dtype), err_msg=path)
+    checkpoints.assert_known(values, setting)
 
 
 @pytest.mark.parametrize(

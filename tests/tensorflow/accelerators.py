@@ -72,7 +72,7 @@ def too_many() -> str:
 
 def hidden() -> list[Any]:
     found: list[Any] = []
-    for hide in (devices.hide_gpus, over_tensorflow.keep_to_cpus):
+    for hide in (devices.hide_gpus, over_tensorflow.make_ops):
         with gpus(2) as config:
             hide()
             found.append(config.seen)

@@ -12,6 +12,12 @@ from unidist.errors import BackendNotAvailableError
 
 # Seconds to wait for others where the program does not say; `unidist run --timeout` sets it.
 TIMEOUT = "UNIDIST_TIMEOUT"
+# How often the run was started again.
+RESTARTS = "UNIDIST_RESTARTS"
+# The memory files of the node: "NODE PID DESCRIPTOR DESCRIPTOR...", so many for each of its processes, in their order.
+MEMORY = "UNIDIST_MEMORY"
+# A step that stands, and the one that takes its place.
+EACH = 2
 _WAIT = 300.0
 # Above the range that Linux hands to outgoing connections.
 _FIRST_PORT, _PORT_COUNT = 61440, 4096
@@ -163,6 +169,38 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     """
     env = os.environ if environ is None else environ
     return next(filter(None, (launcher.read(env) for launcher in _LAUNCHERS.values())), None) or _slurm(env)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The memory files of a node, as a process of it sees them.
+
+    Attributes:
+        node: a number drawn by chance, by which processes of one node know each other.
+        paths: of all files.
+
+    Example:
+        >>> NodeMemory.read({"UNIDIST_MEMORY": "7 4321 5 6"})
+        NodeMemory(node=7, paths=('/proc/4321/fd/5', '/proc/4321/fd/6'))
+        >>> NodeMemory.read({}) is None
+        True
+    """
+
+    node: int
+    paths: tuple[str, ...]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> NodeMemory | None:
+        """What the launcher has said. None: there is none, or it keeps no memory."""
+        said = (os.environ if environ is None else environ).get(MEMORY)
+        if not said:
+            return None
+        node, pid, *descriptors = said.split()
+        return cls(int(node), tuple(f"/proc/{pid}/fd/{one}" for one in descriptors))
+
+    def of(self, local_index: int) -> tuple[str, ...]:
+        """Those of one process of the node."""
+        return self.paths[EACH * local_index : EACH * (local_index + 1)]
 
 
 def timeout(environ: Mapping[str, str] | None = None) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 
 from unidist.checkpoint import disk, writing
 from unidist.checkpoint.checksums import Bytes
-from unidist.checkpoint.tensors import FileSpec, parse_json, parsed
+from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
 from unidist.errors import CheckpointError
 
 TIMEOUT = 600.0
@@ -101,7 +101,7 @@ class Background:
         message = {
             "folder": str(Path(folder).absolute()),
             "place": self.place,
-            "files": [(file.name, file.size, file.header[8:].decode()) for file in files],
+            "files": [file.told for file in files],
             "pieces": [tuple(piece) for piece in pieces],
             "commit": None if commit is None else {"timeout": TIMEOUT, **commit},
         }
@@ -281,7 +281,7 @@ class _Worker:
 
     def _write(self, job: dict[str, Any]) -> Path | None:
         folder, commit = Path(job["folder"]), job["commit"]
-        files = [parsed(name, _header(text), size) for name, size, text in job["files"]]
+        files = [file_told(file) for file in job["files"]]
         with writing.PartWriter(folder, files, job["place"]) as part:
             for name, begin, offset, nbytes in job["pieces"]:
                 if not 0 <= offset <= offset + nbytes <= len(self._memory):
@@ -303,11 +303,6 @@ class _Worker:
         if job["commit"] is None:
             with contextlib.suppress(OSError):
                 (Path(job["folder"]) / f"failed-{job['place']}").write_text(words[:_MOST_WORDS])
-
-
-def _header(text: str) -> bytes:
-    encoded = text.encode()
-    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None]:

@@ -69,10 +69,29 @@ def read_exactly(opened: int, size: int, offset: int, name: str) -> bytes:
         with told(name):
             part = os.pread(opened, size, offset)
         if not part:
-            raise CheckpointError(f"{name}: is cut short: it ends at byte {offset}", file=name)
+            raise cut_short(name, offset)
         parts.append(part)
         offset, size = offset + len(part), size - len(part)
     return b"".join(parts)
+
+
+def read_into(opened: int, out: memoryview, offset: int, name: str | Path, tensor: str = "") -> None:
+    """Fills memory with what a file has from a byte on.
+
+    Raises:
+        CheckpointError: it ends before, or the system cannot read it.
+    """
+    while len(out):
+        with told(name, tensor):
+            got = os.preadv(opened, [out], offset)
+        if not got:
+            raise cut_short(name, offset, tensor)
+        out, offset = out[got:], offset + got
+
+
+def cut_short(name: str | Path, offset: int, tensor: str = "") -> CheckpointError:
+    of = f", in tensor {tensor!r}" if tensor else ""
+    return CheckpointError(f"{name}: is cut short: it ends at byte {offset}{of}", file=str(name), tensor=tensor)
 
 
 def write_durably(folder: Path, name: str, content: bytes) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,8 +48,13 @@ def step_folder(directory: str | Path, step: int) -> Path:
     for suffix in ("", REPLACED):
         if _counts(Path(directory), step, suffix):
             return folder_of(Path(directory), step, suffix)
-    there = ", ".join(map(str, steps(directory)[-5:])) or "none"
-    raise CheckpointError(f"{directory} has no checkpoint of step {step}; the last ones: {there}", file=str(directory))
+    raise missing(directory, step, steps(directory))
+
+
+def missing(directory: str | Path, step: int, there: Sequence[int]) -> CheckpointError:
+    """The error of a step that is not among those of a directory."""
+    known = ", ".join(map(str, there[-5:])) or "none"
+    return CheckpointError(f"{directory} has no checkpoint of step {step}; the last ones: {known}", file=str(directory))
 
 
 def find(directory: str | Path, step: Step) -> Path:
@@ -78,11 +84,8 @@ def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
     Returns:
         The steps that were removed.
     """
-    if keep < 1:
-        raise CheckpointError(f"keep must be 1 or more, got {keep}")
     where = Path(directory)
-    older = [step for step in steps(where) if step < newest]
-    old = older[: max(0, len(older) - (keep - 1))]
+    old = outdated(steps(where), keep, newest)
     for step, suffix in _found(where):
         is_left = suffix in (TMP, REMOVED) and step < newest
         is_wanted = step not in old and not is_left and not (suffix == REPLACED and _counts(where, step, ""))
@@ -90,6 +93,18 @@ def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
         if not is_wanted and folder_of(where, step, suffix).exists():
             remove(where, step, suffix)
     return old
+
+
+def outdated(there: Sequence[int], keep: int, newest: int) -> list[int]:
+    """Of the steps of a directory those before `newest` that go, so that `keep` are left with it.
+
+    Raises:
+        CheckpointError: none would be left.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep must be 1 or more, got {keep}")
+    older = [step for step in there if step < newest]
+    return older[: max(0, len(older) - (keep - 1))]
 
 
 def remove(directory: Path, step: int, suffix: str) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from unidist.checkpoint import disk
 from unidist.checkpoint.checksums import Bytes, crc
-from unidist.checkpoint.tensors import FileSpec, parse_json, parsed
+from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
 from unidist.checkpoint.writing import as_bytes, write_all
 from unidist.errors import CheckpointError
 
@@ -80,7 +80,7 @@ class Part:
         """Reads bytes of the pieces from one on."""
         opened = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            read_into(opened, out, self.offset + begin)
+            disk.read_into(opened, out.data, self.offset + begin, _NAME)
         finally:
             os.close(opened)
 
@@ -93,11 +93,7 @@ def pieces_of(table: bytes) -> list[tuple[str, int, int]]:
 def contents_of(table: bytes) -> tuple[tuple[FileSpec, ...], dict[str, Any]]:
     """The files whose tensors these are, and the facts, of the table of the first process's part."""
     found = _parsed(table)
-    files = []
-    for name, size, text in found["files"]:
-        encoded = text.encode()
-        files.append(parsed(name, len(encoded).to_bytes(8, "little") + encoded, size))
-    return tuple(files), found["facts"]
+    return tuple(file_told(file) for file in found["files"]), found["facts"]
 
 
 def _parsed(table: bytes) -> dict[str, Any]:
@@ -167,7 +163,7 @@ class Slot:
             "count": key.count,
             "place": place,
             "pieces": self._pieces,
-            "files": [] if place else [(file.name, file.size, file.header[8:].decode()) for file in files],
+            "files": [] if place else [file.told for file in files],
             "facts": {} if place else facts,
         }
         try:
@@ -185,7 +181,7 @@ class Slot:
     def own(self, begin: int, out: Bytes) -> None:
         """Reads bytes of the own part; those behind its end stay as they are."""
         offset, length = self._parts[0]
-        read_into(self._file, out[: max(0, length - begin)], offset + begin)
+        disk.read_into(self._file, out[: max(0, length - begin)].data, offset + begin, _NAME)
 
     def keep(self, begin: int, data: Bytes, blocks: int) -> None:
         """Writes bytes of the neighbour's part, which has so many blocks."""
@@ -232,18 +228,3 @@ def _standing(opened: int, path: str) -> Iterator[Part]:
         told = _parsed(table)
         key = Key(told["step"], told["attempt"], told["directory"], told["count"])
         yield Part(key, told["place"], path, offset, table)
-
-
-def read_into(opened: int, out: Bytes, offset: int) -> None:
-    """Fills an array with bytes of a file.
-
-    Raises:
-        CheckpointError: it ends before.
-    """
-    left = out.data
-    while len(left):
-        with disk.told(_NAME):
-            count = os.preadv(opened, [left], offset)
-        if not count:
-            raise CheckpointError(f"{_NAME}: is cut short: it ends at byte {offset}")
-        left, offset = left[count:], offset + count

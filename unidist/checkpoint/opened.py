@@ -61,16 +61,7 @@ class FolderFiles:
         return os.fstat(self._open(name)).st_size
 
     def read(self, name: str, offset: int, out: Bytes, tensor: str = "") -> None:
-        opened = self._open(name)
-        left = out.data
-        while len(left):
-            try:
-                got = os.preadv(opened, [left], offset)
-            except OSError as error:
-                raise disk.error_of(name, error, tensor) from error
-            if not got:
-                raise cut_short(name, offset, tensor)
-            left, offset = left[got:], offset + got
+        disk.read_into(self._open(name), out.data, offset, name, tensor)
 
     def _open(self, name: str) -> int:
         held = self._held.get(name)
@@ -79,11 +70,6 @@ class FolderFiles:
                 os.close(self._held.popitem(last=False)[1])
             held = self._held[name] = disk.open_regular(name, self._folder)
         return held
-
-
-def cut_short(name: str, offset: int, tensor: str) -> CheckpointError:
-    of = f", in tensor {tensor!r}" if tensor else ""
-    return CheckpointError(f"{name}: is cut short: it ends at byte {offset}{of}", file=name, tensor=tensor)
 
 
 class Opened:

@@ -59,6 +59,11 @@ def batches(shape: Sequence[int], itemsize: int, region: Region) -> Iterator[tup
         yield offsets, length
 
 
+def rows_dim(shape: Sequence[int]) -> int:
+    """The first dim of more than one entry, or 0: a range along it is a range of bytes."""
+    return next((k for k, size in enumerate(shape) if size > 1), 0)
+
+
 def whole(shape: Sequence[int]) -> Region:
     """The region that is all of a tensor."""
     return tuple((0, n) for n in shape)

@@ -44,7 +44,11 @@ _PIECE = 16 << 20
 
 def steps(address: str) -> list[int]:
     """The steps that count, in order."""
-    return sorted(int(found[1]) for name in Store(address).names() if (found := _MANIFEST.fullmatch(name)))
+    return _steps(Store(address))
+
+
+def _steps(store: Store) -> list[int]:
+    return sorted(int(found[1]) for name in store.names() if (found := _MANIFEST.fullmatch(name)))
 
 
 def address_of(address: str, step: Step) -> str:
@@ -53,16 +57,16 @@ def address_of(address: str, step: Step) -> str:
     Raises:
         CheckpointError: there is no such step.
     """
-    return f"{address.rstrip('/')}/{_manifest_of(_number(address, step))}"
+    store = Store(address)
+    return f"{store.address}/{_manifest_of(_number(store, step))}"
 
 
-def _number(address: str, step: Step) -> int:
-    there = steps(address)
+def _number(store: Store, step: Step) -> int:
+    there = _steps(store)
     if step != "latest" and step not in there:
-        known = ", ".join(map(str, there[-5:])) or "none"
-        raise CheckpointError(f"{address} has no checkpoint of step {step}; the last ones: {known}", file=address)
+        raise folders.missing(store.address, step, there)
     if not there:
-        raise CheckpointError(f"{address} has no checkpoint", file=address)
+        raise CheckpointError(f"{store.address} has no checkpoint", file=store.address)
     return there[-1] if step == "latest" else step
 
 
@@ -72,7 +76,8 @@ def opened(address: str, step: Step) -> tuple[str, Opened]:
     Raises:
         CheckpointError: there is no such step.
     """
-    store, number = Store(address), _number(address, step)
+    store = Store(address)
+    number = _number(store, step)
     name = _manifest_of(number)
     if (size := store.size(name)) > LARGEST_TEXT:
         raise CheckpointError(f"{name}: has {size} bytes; {LARGEST_TEXT} is the most", file=name)
@@ -87,11 +92,10 @@ class RemoteDirectory:
     """A directory of checkpoints in a store, as processes write it together (keras/checkpoints.py)."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
         self._store = Store(address)
 
     def latest(self) -> int | None:
-        return max(steps(self.address), default=None)
+        return max(_steps(self._store), default=None)
 
     def prepare(self, step: int, files: Sequence[FileSpec]) -> str:
         """The name under which all write: nothing is made."""
@@ -157,13 +161,11 @@ class RemoteDirectory:
 
     def prune(self, keep: int, newest: int) -> list[int]:
         """As folders.prune."""
-        if keep < 1:
-            raise CheckpointError(f"keep must be 1 or more, got {keep}")
-        older = [step for step in steps(self.address) if step < newest]
-        old = older[: max(0, len(older) - (keep - 1))]
+        there = _steps(self._store)
+        old = folders.outdated(there, keep, newest)
         for step in old:
             self._store.remove(_manifest_of(step))
-        stay = {*older, newest} - {*old}
+        stay = {*there} - {*old}
         for name in self._store.names():
             found = _FOLDER.fullmatch(name)
             if found and int(found[1]) < newest and int(found[1]) not in stay:

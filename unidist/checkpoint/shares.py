@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 
 from unidist.algebra import Axes, Layout, Mesh, Sharding, chunk
+from unidist.checkpoint.regions import rows_dim
 
 # A tensor below this is written by one process.
 SMALL_BYTES = 1 << 20
@@ -65,7 +66,7 @@ class Share:
     @property
     def dim(self) -> int:
         """The dim of the rows; 0 where no dim has more than one entry."""
-        return next((k for k, size in enumerate(self.sharding.shape) if size > 1), 0)
+        return rows_dim(self.sharding.shape)
 
     @cached_property
     def inner(self) -> Axes:

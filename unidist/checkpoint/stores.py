@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unidist.checkpoint.checksums import Bytes
-from unidist.checkpoint.opened import cut_short
+from unidist.checkpoint.disk import cut_short
 from unidist.errors import CheckpointError
 
 # Bytes that are asked for at once, and how many such windows are held: a request takes some 30 ms.

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from unidist.errors import CheckpointError
 
@@ -121,6 +122,11 @@ class FileSpec:
     def kind(self) -> str:
         return self.name.partition("-")[0]
 
+    @property
+    def told(self) -> tuple[str, int, str]:
+        """What another process makes it of again (`file_told`): JSON."""
+        return self.name, self.size, self.header[8:].decode()
+
 
 def files_of(tensors: Iterable[Tensor], largest: int = LARGEST, *, has_stamp: bool = True) -> tuple[FileSpec, ...]:
     """Which tensors go into which file, in the order given: every process computes the same.
@@ -217,6 +223,13 @@ def parsed(name: str, header: bytes, size: int) -> FileSpec:
         raise CheckpointError(f"{name}: {text}", file=name)
     begins = {tensor.name: len(header) + begin for begin, _, tensor in placed}
     return FileSpec(name, header, begins, size, {tensor.name: tensor for *_, tensor in placed})
+
+
+def file_told(told: Sequence[Any]) -> FileSpec:
+    """The file of which `FileSpec.told` has told."""
+    name, size, text = told
+    encoded = text.encode()
+    return parsed(name, len(encoded).to_bytes(8, "little") + encoded, size)
 
 
 def _placed(file: str, name: str, entry: object, kind: str) -> tuple[int, int, Tensor]:

@@ -263,12 +263,10 @@ def restore_from(model: Any, source: Source) -> None:
     with recorder.phase("loading"):
         later.wait()
         state = State.of(model)
-        _put(state, lambda: source, f"step {source.step} in memory", True, source)
+        _put(state, lambda: source, f"step {source.step} in memory", True)
 
 
-def _put(
-    state: State, opened: Callable[[], Reader | Source], what: str, strict: bool, brings: Source | None = None
-) -> Restored:
+def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict: bool) -> Restored:
     holders = state.holders
     failure: OSError | None = None
     reader: Reader | Source | None = None
@@ -282,11 +280,11 @@ def _put(
     holders.agree(failure, f"read {what}")
     assert reader is not None
     with contextlib.closing(reader):
-        if brings is not None:
-            brings.plan(fits)
+        if isinstance(reader, Source):
+            reader.plan(fits)
         for name, held in fits:
-            if brings is not None:
-                brings.bring(name)
+            if isinstance(reader, Source):
+                reader.bring(name)
             failure = failure or tried(lambda: held.put(reading(reader, name, held.dtype)))  # noqa: B023 (called here)
         holders.agree(failure, f"read {what}; some variables have its values already")
         facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}

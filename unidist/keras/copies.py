@@ -20,20 +20,17 @@ from typing import Any
 
 import numpy as np
 
+from unidist.backends.environment import RESTARTS, NodeMemory
 from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, parts_in
 from unidist.checkpoint.stores import is_address
 from unidist.errors import CapabilityError
 from unidist.flight.recorder import recorder
 from unidist.keras import seeds
-from unidist.keras.fetching import Source
+from unidist.keras.fetching import PURPOSE, Source
 from unidist.keras.line import Line
 from unidist.keras.states import Holders, State, tried
-from unidist.launch.memory import NodeMemory
 
 _log = logging.getLogger(__name__)
-# How often the run was started again (launch/run.py).
-_ATTEMPT = "UNIDIST_RESTARTS"
-_PURPOSE = "a step in memory"
 # Bytes that are sent at once: a process holds them twice.
 _CHUNK = 4 << 20
 _NONE = -1
@@ -106,7 +103,7 @@ class Copies:
         if holders.several is None:
             held = {nodes.of[0]: [(part.key, part.place) for part in own]}
         else:
-            held = _of_nodes(Line(holders.several, _PURPOSE), nodes, own, self._directory)
+            held = _of_nodes(Line(holders.several, PURPOSE), nodes, own, self._directory)
         found = _latest(held)
         if found is None or found.step <= newer_than:
             return None
@@ -133,7 +130,7 @@ class Copies:
 
     def _copy(self, state: State, slot: Slot, step: int, facts: dict[str, Any], nodes: Nodes) -> None:
         holders, what = state.holders, f"keep step {step} in memory"
-        key = Key(step, int(os.environ.get(_ATTEMPT, "0")), self._directory, holders.count)
+        key = Key(step, int(os.environ.get(RESTARTS, "0")), self._directory, holders.count)
         blocks = 0
 
         def finish() -> None:
@@ -143,7 +140,7 @@ class Copies:
         failure = state.bring(slot.write, tried(slot.begin)) or tried(finish)
         if (several := holders.several) is not None and len(nodes.all) > 1:
             holders.agree(failure, what)
-            failure = tried(lambda: _exchange(Line(several, _PURPOSE), nodes, slot, blocks))
+            failure = tried(lambda: _exchange(Line(several, PURPOSE), nodes, slot, blocks))
         holders.agree(failure or tried(slot.stand), what)
 
     def _known(self, holders: Holders) -> Nodes | None:
@@ -153,7 +150,7 @@ class Copies:
         if self._nodes is not None and len(self._nodes.of) == holders.count:
             return self._nodes
         node = _NONE if self._memory is None else self._memory.node
-        found = (node,) if holders.several is None else holders.several.of_all(node, _PURPOSE)
+        found = (node,) if holders.several is None else holders.several.of_all(node, PURPOSE)
         if _NONE in found:
             if holders.place == 0:
                 _log.warning(
@@ -189,7 +186,7 @@ def _latest(held: dict[int, list[tuple[Key, int]]]) -> Key | None:
 
 def _exchange(line: Line, nodes: Nodes, slot: Slot, blocks: int) -> None:
     """Sends the own part to the next node, and keeps that of the one before."""
-    of_all = line.processes.of_all(blocks, _PURPOSE)
+    of_all = line.processes.of_all(blocks, PURPOSE)
     source = next(a for a, b in nodes.pairs if b == line.processes.place)
     most = max(of_all) * BLOCK
     chunk = min(_CHUNK, 1 << (most - 1).bit_length())

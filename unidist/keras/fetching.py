@@ -13,14 +13,14 @@ from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.memory import Part, contents_of, pieces_of
-from unidist.checkpoint.regions import whole
+from unidist.checkpoint.regions import rows_dim, whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras.held import WORDS, Held
-from unidist.keras.line import Line
+from unidist.keras.line import Line, room
 from unidist.keras.states import Holders
 
-_PURPOSE = "a step in memory"
+PURPOSE = "a step in memory"
 # Bytes of tensors that are brought at once, or one tensor.
 _WINDOW, _CHUNK = 32 << 20, 4 << 20
 
@@ -84,7 +84,7 @@ class Source:
         for place, having in where.items():
             table = own[place].table if place in own else b""
             if holders.several is not None:
-                table = Line(holders.several, _PURPOSE).bytes_of_place(nodes.index(having[0]), table)
+                table = Line(holders.several, PURPOSE).bytes_of_place(nodes.index(having[0]), table)
             tables.append(table)
         files, facts = contents_of(tables[0])
         pieces: dict[str, list[Piece]] = {}
@@ -110,7 +110,7 @@ class Source:
         while name not in self._brought:
             window = next(self._windows)
             self._brought = {one: [] for one in window}
-            line = Line(self._holders.several, _PURPOSE)
+            line = Line(self._holders.several, PURPOSE)
             for holder, pieces in self._missing(window).items():
                 for batch in _batches(pieces):
                     self._send(line, holder, batch)
@@ -138,11 +138,11 @@ class Source:
 
     def _send(self, line: Line, holder: int, batch: Sequence[tuple[str, Piece]]) -> None:
         total = sum(piece.end - piece.begin for _, piece in batch)
-        given = np.zeros(4 << max(-(-total // 4) - 1, 255).bit_length(), np.uint8)
+        given = room(total).view(np.uint8)
         if line.processes.place == holder:
             at = 0
             for _, piece in batch:
-                self._read_own(piece, given[at : at + piece.end - piece.begin])
+                self._own[piece.place].read(piece.at, given[at : at + piece.end - piece.begin])
                 at += piece.end - piece.begin
         came, at = line.of_place(holder, given.view(np.int32)).view(np.uint8), 0
         for name, piece in batch:
@@ -166,7 +166,7 @@ class Source:
             return
         run = np.empty(end - begin, np.uint8)
         self._fill(name, begin, end, run)
-        dim = _dim(tensor.shape)
+        dim = rows_dim(tensor.shape)
         rows: Array = run.view(WORDS[tensor.itemsize]).reshape((*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :]))
         cut = rows[(slice(None),) * (dim + 1) + tuple(slice(lo, lo + n) for lo, n in region[dim + 1 :])]
         out.view(rows.dtype).reshape(cut.shape)[...] = cut
@@ -186,16 +186,8 @@ class Source:
         if done != end - begin:
             raise CheckpointError(f"step {self.step} in memory: {end - begin - done} bytes of {name} are missing")
 
-    def _read_own(self, piece: Piece, out: Bytes) -> None:
-        self._own[piece.place].read(piece.at, out)
-
     def close(self) -> None:
         self._brought.clear()
-
-
-def _dim(shape: Sequence[int]) -> int:
-    """The first dim of more than one entry: a range along it is a range of bytes."""
-    return next((k for k, size in enumerate(shape) if size > 1), 0)
 
 
 def _run(tensor: Tensor, region: Region) -> tuple[int, int]:
@@ -204,7 +196,7 @@ def _run(tensor: Tensor, region: Region) -> tuple[int, int]:
         return 0, 0
     if not tensor.shape:
         return 0, tensor.itemsize
-    dim = _dim(tensor.shape)
+    dim = rows_dim(tensor.shape)
     first, count = region[dim]
     row = math.prod(tensor.shape[dim + 1 :]) * tensor.itemsize
     return first * row, (first + count) * row

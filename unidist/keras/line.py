@@ -49,10 +49,8 @@ class Line:
 
     def bytes_of_place(self, place: int, data: bytes) -> bytes:
         """One process's bytes, on all; what others give is not looked at."""
-        blocks = -(-len(data) // 4)
-        numbers = np.array([len(data), blocks], np.int32)
-        length, blocks = map(int, self.of_place(place, numbers))
-        given = np.zeros(_rounded(blocks), np.int32)
+        length = int(self.of_place(place, np.array([len(data)], np.int32))[0])
+        given = room(length)
         if self.processes.place == place:
             given.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
         return self.of_place(place, given).view(np.uint8)[:length].tobytes()
@@ -75,9 +73,9 @@ class Line:
         return found
 
 
-def _rounded(count: int) -> int:
-    """To a power of two: programs are compiled once for a shape."""
-    return 1 << max(count - 1, 255).bit_length()
+def room(nbytes: int) -> Array:
+    """Zeros of int32 that hold so many bytes, a power of two: programs are compiled once for a shape."""
+    return np.zeros(1 << max(-(-nbytes // 4) - 1, 255).bit_length(), np.int32)
 
 
 def _numpy(backend: DistributionBackend, native: Any) -> Array:

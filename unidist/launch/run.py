@@ -18,7 +18,7 @@ from typing import TextIO
 
 from unidist.backends import registry
 from unidist.backends.door import TOKEN
-from unidist.backends.environment import TIMEOUT, without_launcher
+from unidist.backends.environment import MEMORY, RESTARTS, TIMEOUT, without_launcher
 from unidist.flight.recorder import VARIABLE
 from unidist.launch import together
 from unidist.launch.attempt import ASKS_TO_LEAVE, Attempt, Ended, Others
@@ -26,15 +26,11 @@ from unidist.launch.console import Console
 from unidist.launch.ending import mark
 from unidist.launch.goodput import Spent, spent
 from unidist.launch.jobs import Job
-from unidist.launch.memory import VARIABLE as MEMORY
 from unidist.launch.memory import Memory
 from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 from unidist.launch.restarts import Again, GivenUp, Restarts, told
-
-# How often a run was started again, for its processes.
-RESTARTS = "UNIDIST_RESTARTS"
 
 
 def run(

@@ -110,7 +110,7 @@ def step(zero: int, rows_are_even: bool) -> list[str]:
                 model._loss_tracker.update_state(loss, sample_weight=x.shape[0])
                 # The kernel itself is nothing that fake tensors know.
                 own = [v._storage.own(frame) for v in model.trainable_variables]
-                optimizers.clipped(optimizer, frame, own, model.trainable_variables)
+                optimizers.clipped(optimizer, own, model.trainable_variables)
                 fused._step_size(optimizer, optimizer.learning_rate, torch.float32)
                 return model.compute_metrics(x, y, out, sample_weight=weights)
 

@@ -320,17 +320,23 @@ ADAMS = {
 }
 
 
+def taken_by(kernel, monkeypatch):
+    """What a kernel of torch's updates: grows."""
+    original, taken = getattr(torch, kernel), []
+
+    def counted(values, *args, **options):
+        taken.extend(values)
+        original(values, *args, **options)
+
+    monkeypatch.setattr(torch, kernel, counted)
+    return taken
+
+
 @pytest.mark.parametrize("name", ADAMS)
 def test_adams_fused_update_is_kerass(name, monkeypatch):
     """To rounding; parts that are no one piece of memory are left to Keras."""
     x, y = features()
-    kernel, taken = torch._fused_adam_, []
-
-    def counted(values, *args, **options):
-        taken.extend(values)
-        kernel(values, *args, **options)
-
-    monkeypatch.setattr(torch, "_fused_adam_", counted)
+    taken = taken_by("_fused_adam_", monkeypatch)
     found = train(uneven, x, y, unidist.DataParallel(zero=1), optimizer=ADAMS[name])
     parts = [p for v in found.model.trainable_variables for p in v._storage.states.values() if p.numel()]
     updates = 6 // (found.model.optimizer.gradient_accumulation_steps or 1)
@@ -352,13 +358,7 @@ MOMENTUMS = {
 def test_momentums_fused_update_is_kerass(name, zero, monkeypatch):
     """To rounding, slots included: Keras's momentum holds steps, of whatever rate they were."""
     x, y = features()
-    kernel, taken = torch._fused_sgd_, []
-
-    def counted(values, *args, **options):
-        taken.extend(values)
-        kernel(values, *args, **options)
-
-    monkeypatch.setattr(torch, "_fused_sgd_", counted)
+    taken = taken_by("_fused_sgd_", monkeypatch)
     found = train(mlp, x, y, unidist.DataParallel(zero=zero), optimizer=MOMENTUMS[name])
     assert taken
     monkeypatch.setattr(fused, "takes", lambda optimizer: False)

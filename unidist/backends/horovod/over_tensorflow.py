@@ -21,7 +21,8 @@ from unidist.backends.horovod import lost
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.sets import Transport
 from unidist.backends.protocol import Array, plain_array
-from unidist.errors import BackendMismatchError, CapabilityError
+from unidist.backends.tensorflow.devices import hide_gpus
+from unidist.errors import CapabilityError
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
 Move = Callable[[Tensor], Tensor]
@@ -50,23 +51,6 @@ _FOLD_BOOLS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     "min": tf.logical_and,
     "prod": tf.logical_and,
 }
-
-
-def keep_to_cpus() -> None:
-    """Hides GPUs from TensorFlow, which would put arrays there, and take all of their memory in every process.
-
-    Raises:
-        BackendMismatchError: TensorFlow has started with them.
-    """
-    if not tf.config.get_visible_devices("GPU"):
-        return
-    try:
-        tf.config.set_visible_devices([], "GPU")
-    except RuntimeError as error:
-        raise BackendMismatchError(
-            "use('horovod') computes on CPUs, but TensorFlow has started with its GPUs and cannot let them go: call "
-            'unidist.use before any TensorFlow operation, or set CUDA_VISIBLE_DEVICES=""'
-        ) from error
 
 
 class Waiter:
@@ -326,5 +310,5 @@ def make_comm(transport: Callable[[Group], Transport], timeout: float) -> Horovo
 
 
 def make_ops() -> TensorFlowOps:
-    keep_to_cpus()
+    hide_gpus("use('horovod') computes on CPUs")
     return TensorFlowOps()

@@ -54,8 +54,11 @@ def are_cpus(devices: int | Sequence[str] | None) -> bool:
     return isinstance(devices, list | tuple) and all(name.lower().startswith("cpu:") for name in devices)
 
 
-def hide_gpus() -> None:
+def hide_gpus(why: str = "CPUs were asked for") -> None:
     """Keeps TensorFlow from GPUs, which it would take whole, in every process, where only CPUs are asked for.
+
+    Args:
+        why: for the error.
 
     Raises:
         BackendMismatchError: TensorFlow has started with them.
@@ -66,7 +69,7 @@ def hide_gpus() -> None:
         tf.config.set_visible_devices([], "GPU")
     except RuntimeError as error:
         raise BackendMismatchError(
-            "CPUs were asked for, but TensorFlow has started with its GPUs and cannot let them go: call unidist.use "
+            f"{why}, but TensorFlow has started with its GPUs and cannot let them go: call unidist.use "
             'before any TensorFlow operation, or set CUDA_VISIBLE_DEVICES=""'
         ) from error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,20 +88,36 @@ def _owners() -> dict[int, Storage]:
     return {id(part.grad): storage for storage, part in parts if part is not None and part.grad is not None}
 
 
-def _norms(cut: Iterable[tuple[torch.Tensor, Storage]], p: float) -> Iterator[torch.Tensor]:
-    """The norm of each whole gradient, of which this rank has a part. A collective for each way in which some are
-    cut."""
-    groups: dict[tuple[str, ...], list[tuple[torch.Tensor, Storage]]] = {}
-    for grad, storage in cut:
-        groups.setdefault(storage.shardings.state.layout.sharded_axes, []).append((grad, storage))
+def _norms(cut: Sequence[tuple[torch.Tensor, Storage]], p: float) -> Iterator[torch.Tensor]:
+    """The norm of each whole gradient, of which this rank has a part."""
+    op: ReduceOp = "max" if p == _INF else "min" if p == -_INF else "sum"
+    came = of_wholes([_summand(grad, p) for grad, _ in cut], [storage for _, storage in cut], op)
+    yield from (came if op != "sum" or p == 0 else (one ** (1 / p) for one in came))
+
+
+def of_wholes(numbers: Sequence[torch.Tensor], storages: Sequence[Storage], op: ReduceOp) -> list[torch.Tensor]:
+    """A number of each gradient, of which this rank has that of its part. A collective for each way in which some are
+    cut.
+
+    Args:
+        numbers: of no dims and one dtype.
+        storages: of their variables.
+        op: what makes that of the whole of those of the parts.
+    """
+    found = list(numbers)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for k, storage in enumerate(storages):
+        if axes := storage.shardings.state.layout.sharded_axes:
+            groups.setdefault(tuple(sorted(axes)), []).append(k)
     for axes, members in groups.items():
-        world = members[0][1].world
-        op: ReduceOp = "max" if p == _INF else "min" if p == -_INF else "sum"
-        sums = torch.stack([_summand(grad, p) for grad, _ in members])
-        partial = Sharding(world.mesh, Layout(partial=dict.fromkeys(axes, op)), tuple(sums.shape))
+        world = storages[members[0]].world
+        stacked = torch.stack([found[k] for k in members])
+        partial = Sharding(world.mesh, Layout(partial=dict.fromkeys(axes, op)), tuple(stacked.shape))
         with events.for_purpose("gradient norm"):
-            came = world.backend.redistribute(sums, partial, partial.with_layout(Layout()))
-        yield from (came if op != "sum" or p == 0 else came ** (1 / p)).unbind()
+            whole = world.backend.redistribute(stacked, partial, partial.with_layout(Layout()))
+        for k, value in zip(members, whole.unbind(), strict=True):
+            found[k] = value
+    return found
 
 
 def _summand(grad: torch.Tensor, p: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import CapabilityError
 from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer
-from unidist.keras.explicit import context, fused, placing
+from unidist.keras.explicit import context, fused, norms, placing
 from unidist.keras.explicit.context import Frame
 from unidist.keras.interception import Hook, kept
 
@@ -204,35 +204,18 @@ def _clip_gradients(self: Any, grads: Any) -> Any:
     frame, variables = context.frame(), getattr(self, "_unidist_clipped", [])
     if frame is None or not any(placing.is_placed(v) and v._storage.shardings.state.layout.dims for v in variables):
         return _originals["clip"](self, grads)
-    return clipped(self, frame, grads, variables)
+    return clipped(self, grads, variables)
 
 
-def clipped(optimizer: Any, frame: Frame, grads: list[Any], variables: list[Any]) -> list[Any]:
+def clipped(optimizer: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
     """Gradients clipped by the norms of whole variables: squares are summed over the axes that shard each."""
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         value = optimizer.clipvalue
         return [g.clamp(-value, value) for g in grads] if value else grads
-    squares = _whole_squares(frame, grads, variables)
+    squares = norms.of_wholes([(g.detach() ** 2).sum() for g in grads], [v._storage for v in variables], "sum")
     if optimizer.clipnorm:
         limit = optimizer.clipnorm
         return [g * (limit / torch.clamp(s.sqrt(), min=limit)) for g, s in zip(grads, squares, strict=True)]
     limit = optimizer.global_clipnorm
     factor = limit / torch.clamp(sum(squares[1:], squares[0]).sqrt(), min=limit)
     return [g * factor for g in grads]
-
-
-def _whole_squares(frame: Frame, grads: list[Any], variables: list[Any]) -> list[torch.Tensor]:
-    squares = [(g.detach() ** 2).sum() for g in grads]
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for k, variable in enumerate(variables):
-        axes = variable._storage.shardings.state.layout.sharded_axes
-        if axes:
-            kinds.setdefault(tuple(sorted(axes)), []).append(k)
-    for axes, members in kinds.items():
-        stacked = torch.stack([squares[k] for k in members])
-        partial = Sharding(frame.world.mesh, Layout(partial=axes), tuple(stacked.shape))
-        with events.for_purpose("gradient norm"):
-            whole = frame.world.backend.redistribute(stacked, partial, partial.with_layout(Layout()))
-        for k, value in zip(members, whole.unbind(), strict=True):
-            squares[k] = value
-    return squares
