@@ -15,6 +15,7 @@ import pytest
 from tests.parity.going_on import ARRAYS, OF_PYTHON, OF_TENSORFLOW, OF_TORCH, ROWS, Told
 from tests.parity.train import Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, Alone, Worlds
+from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
 
@@ -32,9 +33,9 @@ PLACES: list[tuple[str, Spec | None, str]] = [
     *(("torch-alone", None, source) for source in (*ARRAYS, *OF_PYTHON, *OF_TORCH)),
     *(("sim-torch", DATA_4, source) for source in ("arrays", "PyDataset", "DataLoader")),
     *(("jax-alone", None, source) for source in ("arrays", "PyDataset")),
-    ("jax-4", GRID, "arrays"),
+    # Those of one process as well: what processes do below, one does.
+    *unless_all([], [("jax-4", GRID, "arrays"), ("tensorflow-4", GRID, "arrays")]),
     *(("tensorflow-alone", None, source) for source in ("PyDataset", "tf.data", "tf.data of unknown length")),
-    ("tensorflow-4", GRID, "arrays"),
     # Real processes.
     *(("torch-2", DATA_2, source) for source in ("arrays", "PyDataset", "DataLoader with a generator")),
     ("torch-2", DATA_2, "DataLoader with workers"),

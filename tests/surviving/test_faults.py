@@ -11,7 +11,8 @@ from tests.support.hosts import why_not
 from tests.surviving.cells import Cell, in_memory, run, sample
 
 pytestmark = pytest.mark.processes
-COUNT = 8
+# One a backend: each is a run from nothing, a restart and its reference. `ci/faults.py` runs the whole table.
+COUNT = 4
 NO_HOSTS = why_not()
 
 
