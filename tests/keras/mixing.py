@@ -123,6 +123,54 @@ def _centred_by_operations() -> Any:
     return keras.Model(inputs, layers.Dense(4, name="z")(x - means), name="centred")
 
 
+def center(x: Any) -> Any:
+    """An activation of all rows."""
+    return x - ops.mean(x, axis=0, keepdims=True)
+
+
+def sparse(x: Any) -> Any:
+    """A penalty on the mean activation of the batch, as of a sparse autoencoder."""
+    often = ops.mean(ops.sigmoid(x), axis=0)
+    return -ops.sum(ops.log(often) + ops.log(1.0 - often))
+
+
+class Scale(layers.Layer):
+    """Keras cannot know what it gives before it is called: what comes behind it is built by the first batch."""
+
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
+
+    def call(self, x: Any) -> Any:
+        return center(x) * self.factor
+
+
+def _of_functions() -> list[Callable[[], Any]]:
+    """Layers of Keras's that call a function of the user's own."""
+    return [
+        lambda: layers.Dense(WIDTH, activation=center, name="dense"),
+        lambda: layers.Dense(WIDTH, activation=ops.square, name="square"),
+        lambda: layers.Reshape((2, WIDTH // 2)),
+        lambda: layers.LSTM(WIDTH, activation=center, name="lstm"),
+    ]
+
+
+def _in_time() -> list[Callable[[], Any]]:
+    return [
+        lambda: layers.Reshape((2, WIDTH // 2)),
+        lambda: layers.TimeDistributed(Scale(name="scale"), name="time"),
+        lambda: layers.Flatten(),
+    ]
+
+
+def _in_pairs() -> Any:
+    """Each two rows are centred: what an operation gives has half as many."""
+    inputs = layers.Input((6,))
+    x = layers.Dense(WIDTH, "tanh", name="a")(inputs)
+    pairs = ops.reshape(x, (-1, 2, WIDTH))
+    centred = ops.reshape(pairs - ops.mean(pairs, axis=1, keepdims=True), (-1, WIDTH))
+    return keras.Model(inputs, layers.Dense(4, name="z")(x + centred), name="pairs")
+
+
 def _filtering() -> Any:
     """keras.io's collaborative filtering multiplies all users' vectors with all films'."""
     ids = layers.Input((2,), dtype="int32")
@@ -163,6 +211,14 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
     "operations": (_centred_by_operations, alone, {"mean"}),
     "filtering": (_filtering, alone, {"tensordot"}),
+    "penalty": (
+        lambda: _stack(lambda: layers.Dense(WIDTH, activity_regularizer=sparse, name="dense")),
+        alone,
+        {"activity regularizer of stack/dense"},
+    ),
+    "functions": (lambda: _stack(*_of_functions()), alone, {"stack/dense", "stack/lstm"}),
+    "time": (lambda: _stack(*_in_time()), alone, {"stack/time/scale"}),
+    "pairs": (_in_pairs, alone, {"reshape"}),
     "own": (Own, contrastive, {"own", "own/center", "loss contrastive"}),
 }
 

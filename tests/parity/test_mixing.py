@@ -17,7 +17,10 @@ RUN = "tests.keras.mixing:mixed"
 CASES = (
     *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone"),
     *("sampling", "center", "neighbour", "experts", "operations", "filtering", "own"),
+    *("penalty", "functions", "time", "pairs"),
 )
+# Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.
+ON_TENSORFLOW = ("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time")
 PLACES = [
     *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3)),
     *(("torch-2", "dp", zero) for zero in (0, 3)),
@@ -39,6 +42,26 @@ def test_it_trains_as_one_device(
     wanted = expected(case, weighted)
     for found in worlds.get(setting).call(RUN, kind, zero, case, weighted):
         same(found, wanted)
+
+
+@pytest.mark.parametrize("case", ON_TENSORFLOW)
+def test_on_tensorflow_over_horovod_it_trains_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
+    world = worlds.get("horovod-2-tensorflow")
+    mixing = world.call("tests.keras.mixing:mixing_of", case)[0]
+    wanted = alone.world("tensorflow").call(RUN, None, 0, case, True)[0]
+    for found in world.call(RUN, "dp", 0, case, True):
+        same(found, wanted)
+        assert found["_mixing"], mixing
+        named = {name for name, why in found["_why"].items() if why.startswith("given the rows")}
+        assert named or mixing == {"activity regularizer of stack/dense"}
+
+
+def test_what_gives_other_rows_is_refused_on_tensorflow_over_horovod(worlds: Worlds) -> None:
+    outcomes = worlds.get("horovod-2-tensorflow").outcomes(RUN, "dp", 0, "pairs", False)
+    for outcome in outcomes.values():
+        assert outcome.failure is not None
+        assert "CapabilityError" in str(outcome.failure)
+        assert "looks at several rows and gives another number of them" in str(outcome.failure)
 
 
 @pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])

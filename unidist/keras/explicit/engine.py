@@ -25,6 +25,7 @@ from unidist.keras.compat import (
     unpack_x_y_sample_weight,
 )
 from unidist.keras.explicit import (
+    activity,
     context,
     data,
     heads,
@@ -156,7 +157,7 @@ class Engine:
         if self.distribution.strategy.sequence_parallel:
             sequence.give_whole(self.model)
         if self.world.data_axes:
-            self.mixers = mixing.install_regions(self.model)
+            self.mixers = [*mixing.install_regions(self.model), *activity.install_regions(self.model)]
         telling.applied(self.model, self.distribution)
 
     def _loss_trackers(self) -> list[Any]:

@@ -17,9 +17,9 @@ from unidist.keras import numbers, sessions
 from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.explicit import devices, losses
 from unidist.keras.explicit.context import Frame, Rows, frame
-from unidist.keras.explicit.mixing import is_of_keras
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.interception import Hook, kept
+from unidist.keras.known import is_of_keras
 
 _originals: dict[str, Any] = {}
 # An attribute of a tensor: it is a metric's result.

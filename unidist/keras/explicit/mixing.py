@@ -8,32 +8,21 @@ at other rows. If not, it too is called with this shard's rows from then on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import torch
 
 from unidist.errors import CapabilityError
 from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage, without
-from unidist.keras.compat import (
-    INSIDE,
-    Functional,
-    StatelessScope,
-    TorchModuleWrapper,
-    get_device,
-    get_keras_mask,
-    set_keras_mask,
-)
+from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
 from unidist.keras.explicit.rowparts import RowPart, own_rows
+from unidist.keras.known import is_container, is_known, is_of_keras, operations_of
 
-# Whose routing loss is of all tokens.
-_MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
 # Losses of all rows at once.
 _MIXING_LOSSES = ("dice", "tversky", "circle")
 # On a tensor: it has no rows, whatever its first dim.
@@ -63,47 +52,15 @@ class Region:
 def install_regions(model: Any) -> list[Mixer]:
     """Lets a model's own layers, and the operations of its graphs, see the rows of all shards."""
     layers = list(model._flatten_layers())
-    inner = [layer for layer in layers if not _is_container(layer)]
+    inner = [layer for layer in layers if not is_container(layer)]
     unknown = [layer for layer in inner if not is_known(layer)]
-    unknown += [op for layer in layers if _is_container(layer) for op in _operations(layer)]
+    unknown += [op for layer in layers if is_container(layer) for op in operations_of(layer)]
     found = [_give_region(layer, getattr(layer, "path", None) or layer.name) for layer in unknown]
     if found:
         for layer in inner:
             if is_known(layer):
                 _leave_regions(layer)
     return found
-
-
-def _is_container(layer: Any) -> bool:
-    """Whether its call only passes on what its layers give."""
-    kinds = Functional, keras.Sequential
-    return isinstance(layer, kinds) and type(layer).call in [kind.call for kind in kinds]
-
-
-def _operations(layer: Any) -> Iterator[Any]:
-    inner = layer if isinstance(layer, Functional) else getattr(layer, "_functional", None)
-    for op in inner.operations if inner is not None else ():
-        if not isinstance(op, keras.layers.Layer):
-            yield op
-
-
-def is_of_keras(thing: Any) -> bool:
-    """Whether a function or a class is defined in Keras itself."""
-    return str(getattr(thing, "__module__", "")).startswith(INSIDE)
-
-
-def is_known(layer: Any) -> bool:
-    """Whether a layer is known to treat each row alone (or, as BatchNormalization, to ask for the others itself)."""
-    home = type(layer).call.__module__
-    if not (is_of_keras(type(layer).call) or home.startswith("keras_hub.")) or any(
-        f".{name}." in home for name in _MIXTURES
-    ):
-        return False
-    if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)):
-        return False
-    axis = getattr(layer, "axis", None)
-    axes = axis if isinstance(axis, (list, tuple)) else [axis]
-    return 0 not in axes or isinstance(layer, keras.layers.BatchNormalization)
 
 
 class Mixer:
@@ -117,6 +74,7 @@ class Mixer:
         self.name = name
         self.mixes: dict[Any, bool] = {}
         self._found_in: dict[Any, int] = {}
+        self._of_wholes: set[Any] = set()
         self._subject = weakref.ref(subject)
 
     @property
@@ -128,11 +86,13 @@ class Mixer:
     def call(self, frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         """The subject's call."""
         rows = frame.rows
-        if rows is None or not _can_begin(frame):
+        if rows is None or not can_begin(frame):
             return rest(*args, **kwargs)
         key = frame.rank, torch.is_grad_enabled(), kwargs.get("training")
         # What backward computes again is computed as it was: the step that has found it out goes on in the old way.
-        if self.mixes.get(key) is False and self._found_in[key] != frame.number:
+        # What is made of wholes alone may have rows to cut, or none, and is noted as such each time.
+        is_alone = self.mixes.get(key) is False and key not in self._of_wholes
+        if is_alone and self._found_in[key] != frame.number:
             return on_locals(frame, rest, args, kwargs)
         region = Region(self.name)
         within = frame.region is not None
@@ -145,8 +105,19 @@ class Mixer:
         self._found_in.setdefault(key, frame.number)
         if within:
             return out
+        if not are_row_parts(args, kwargs):
+            self._of_wholes.add(key)
         told = iter(self._have_rows())
         return mapped(lambda x: _as_local(frame, rows, x, next(told, None)), out)
+
+    def look(self, frame: Frame, rows: Rows, function: Any, x: Any) -> Any:
+        """What a function of a tensor gives that is shown the rows of all shards: the same on each."""
+        key = frame.rank, torch.is_grad_enabled()
+        region = Region(self.name)
+        with frame.looking(region):
+            out = function(_as_row_part(frame, rows, x, set()))
+        self.mixes[key] = self.mixes.get(key, False) or region.mixes
+        return out.whole() if isinstance(out, RowPart) else out
 
     def _constants(self) -> set[int]:
         """ids of the tensors that a graph of Keras's gives to each call."""
@@ -161,7 +132,7 @@ class Mixer:
         return [x.shape[:1] == (None,) for x in nodes[0].output_tensors] if nodes else []
 
 
-def _can_begin(frame: Frame) -> bool:
+def can_begin(frame: Frame) -> bool:
     """Not where a few rows prove something else, or the whole batch is there already."""
     return (
         bool(frame.world.data_axes)

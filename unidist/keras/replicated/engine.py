@@ -19,7 +19,9 @@ from unidist.keras.agreement import Peers, stride
 from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.datasets import Same
+from unidist.keras.known import is_container
 from unidist.keras.processes import Processes
+from unidist.keras.replicated import mixing
 from unidist.keras.replicated.traced import Traced
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.telling import applied
@@ -37,6 +39,9 @@ class Engine:
 
     Attributes:
         in_call: this rank's rows are being computed.
+        total: while they are, the rows of the whole batch.
+        sees_all: within that, the rows of all ranks are.
+        is_trying: what may look at several rows is tried on a few.
         share: while a step is traced, this rank's part of the rows of the batch.
     """
 
@@ -49,8 +54,10 @@ class Engine:
         self.model = model
         self.distribution = distribution
         self.traced = Traced(distribution, session.backend())
-        self.in_call = False
+        self.in_call = self.sees_all = self.is_trying = False
+        self.total: Any = None
         self.share: Any = None
+        self.mixers: list[mixing.Mixer] | None = None
         self.is_reducing = False
         self._same = False
         self._cut_call()
@@ -95,24 +102,66 @@ class Engine:
                     variable.assign(_from_first(self.traced, value))
         applied(self.model, self.distribution)
 
+    # rows ---------------------------------------------------------------------------------------------------------
+
+    def has_rows(self, x: Any) -> bool:
+        """Whether a tensor in the call has a row for each of this rank's: what is cut in a program has a first dim
+        that nobody knows."""
+        if x.shape.rank in (None, 0):
+            return False
+        return x.shape[0] is None or (tf.executing_eagerly() and x.shape[0] == int(self.traced.rows(self.total)[1]))
+
+    def static_total(self) -> int | None:
+        """The rows of the batch, where no program is traced."""
+        return int(self.total) if tf.executing_eagerly() else None
+
+    def gather(self, x: Any, what: str) -> Any:
+        """The rows of all ranks, fanned out: gradients come back summed."""
+        return self.traced.gather_rows(x, self.total, what)
+
+    def own_rows(self, x: Any) -> Any:
+        start, length = self.traced.rows(self.total)
+        return x[start : start + length]
+
+    def own_share(self) -> Any:
+        """This rank's part of the rows of the batch."""
+        _, length = self.traced.rows(self.total)
+        return tf.cast(length, tf.float32) / tf.cast(tf.maximum(self.total, 1), tf.float32)
+
+    @contextlib.contextmanager
+    def seeing_all(self) -> Iterator[None]:
+        """What is called computes the rows of all ranks, on each."""
+        self.sees_all = True
+        try:
+            yield
+        finally:
+            self.sees_all = False
+
     def _cut_call(self) -> None:
         """Makes the model compute this rank's rows of a batch and give the outputs of all."""
 
         def call(rest: Call, *args: Any, **kwargs: Any) -> Any:
             if current() is not self or self.in_call or in_symbolic_scope():
                 return rest(*args, **kwargs)
-            total = _row_count((args, kwargs))
+            if self.mixers is None:  # the first call of a built model
+                self.mixers = mixing.install(self)
+            self.total = total = _row_count((args, kwargs))
             start, length = self.traced.rows(total)
             own_args, own_kwargs = tree.map_structure(lambda x: _cut(x, start, length), (args, kwargs))
             self.in_call = True
             try:
-                outputs = rest(*own_args, **own_kwargs)
+                outputs = self._called(rest, *own_args, **own_kwargs)
             finally:
                 self.in_call = False
-            self.share = tf.cast(length, tf.float32) / tf.cast(tf.maximum(total, 1), tf.float32)
+            self.share = self.own_share()
             return tree.map_structure(lambda x: self._whole(x, total), outputs)
 
         around(self.model, Stage.ROWS, lambda rest: functools.partial(call, rest))
+
+    def _called(self, rest: Call, *args: Any, **kwargs: Any) -> Any:
+        """The model's call on this rank's rows; on all where the code of a model of one's own looks at several."""
+        itself = self.mixers[:1] if self.mixers and not is_container(self.model) else []
+        return itself[0].call(rest, *args, **kwargs) if itself else rest(*args, **kwargs)
 
     def _whole(self, x: Any, total: Any) -> Any:
         if not tf.is_tensor(x) or x.shape.rank in (None, 0):
@@ -132,7 +181,11 @@ def _row_count(given: Any) -> Any:
 
 
 def _cut(x: Any, start: Any, length: Any) -> Any:
-    return x[start : start + length] if tf.is_tensor(x) and x.shape.rank != 0 else x
+    if not tf.is_tensor(x) or x.shape.rank == 0:
+        return x
+    own = x[start : start + length]
+    # In a program nobody shall know how many rows these are: a constant may have as many (has_rows).
+    return own if tf.executing_eagerly() else tf.compat.v1.placeholder_with_default(own, [None, *own.shape[1:]])
 
 
 def engine_of(model: Any) -> Engine | None:

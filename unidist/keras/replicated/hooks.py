@@ -118,8 +118,11 @@ def _of_all_ranks(original: Any) -> Any:
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     here = engine.current()
-    if here is None or not here.in_call:
+    if here is None or not here.in_call or here.sees_all:
         return _originals["_moments"](self, inputs, mask)
+    if here.is_trying:
+        # Of all rows, and the same whichever row is changed.
+        return tf.zeros_like(self.moving_mean), tf.ones_like(self.moving_variance)
     return numbers.moments(inputs, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
 
 
@@ -127,7 +130,7 @@ def _next(self: Any, ordered: bool = True) -> Any:
     """Random numbers differ between ranks where rows do."""
     seed = _originals["next"](self, ordered)
     here = engine.current()
-    if here is None or not here.in_call or not here.traced.place:
+    if here is None or not here.in_call or here.sees_all or not here.traced.place:
         return seed
     return seed + tf.cast([numbers.seed_offset(here.traced.place), 0], seed.dtype)
 

@@ -33,9 +33,10 @@ def _row(variable: Any, layout: Layout | None) -> Row:
     return Row(variable.path, shape, dtype, layout, shape, size)
 
 
-def reasons(model: Any) -> tuple[tuple[str, str], ...]:
-    """No layer has cut weights."""
-    return ()
+def reasons(model: Any) -> list[tuple[str, str]]:
+    """(name, why it is given the rows of all ranks or not) of what may look at several rows; no weights are cut."""
+    found = engine.engine_of(model)
+    return [] if found is None else [(mixer.name, mixer.why) for mixer in found.mixers or ()]
 
 
 def gather_weights(model: Any) -> list[tuple[str, Array]]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
-from unidist.errors import UnidistError
+from unidist.errors import CapabilityError, UnidistError
 from unidist.keras import numbers
 from unidist.keras.strategy import UnidistDistribution
 
@@ -57,6 +57,40 @@ class Traced:
             return whole, lambda gradient: self.count * gradient[start : start + length]
 
         return join(local)
+
+    def gather_rows(self, local: Tensor, total: Tensor, what: str) -> Tensor:
+        """The rows of all ranks, in order, fanned out: each rank computes with them for itself, and gradients come back
+        summed. An all_gather; its adjoint is a reduce_scatter."""
+        fan = Layout(fanout=self.axes)
+
+        def sharding(layout: Layout, value: Tensor, rows: Tensor) -> Sharding:
+            return Sharding(self.mesh, layout, (int(rows), *value.shape[1:]))
+
+        def move(value: Tensor, rows: Tensor) -> Tensor:
+            cut = sharding(Layout(self.axes), value, rows)
+            return self.backend.redistribute(value, cut, cut.with_layout(fan))
+
+        def back(gradient: Tensor, rows: Tensor) -> Tensor:
+            summed = sharding(fan.dual(), gradient, rows)
+            return self.backend.redistribute(gradient, summed, summed.with_layout(Layout(self.axes).dual()))
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def gather(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            shape = [None, *value.shape[1:]]
+            whole = self._called(move, what, [value, total], value.dtype, shape)
+            return whole, lambda gradient: self._called(back, what, [gradient, total], value.dtype, shape)
+
+        return gather(local)
+
+    def are_equal(self, found: Tensor, wanted: Tensor, text: str) -> Tensor:
+        """True when the program runs. Raises CapabilityError with the text there where two numbers differ."""
+
+        def compare(one: Tensor, other: Tensor) -> Tensor:
+            if int(one) != int(other):
+                raise CapabilityError(f"{text} (found {int(one)} rows of {int(other)})")
+            return tf.constant(True)
+
+        return self._called(compare, "rows", [found, wanted], tf.bool, [])
 
     def of_ranks(self, values: list[Tensor]) -> list[Tensor]:
         """Of each tensor those of all ranks, stacked and fanned out: gradients come back summed. One all_gather."""

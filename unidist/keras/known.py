@@ -1,0 +1,70 @@
+"""What is known to treat each row of a batch alone: layers and functions of Keras's and keras_hub's, but for some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from unidist.keras.compat import INSIDE, Functional, TorchModuleWrapper
+
+# Whose routing loss is of all tokens.
+_MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
+# A layer is looked at by itself; the others are given weights, an activity regularizer the output (activity.py).
+_NOT_OF_ROWS = (
+    *(keras.layers.Layer, keras.initializers.Initializer),
+    *(keras.regularizers.Regularizer, keras.constraints.Constraint),
+)
+
+
+def is_container(layer: Any) -> bool:
+    """Whether its call only passes on what its layers give."""
+    kinds = Functional, keras.Sequential
+    return isinstance(layer, kinds) and type(layer).call in [kind.call for kind in kinds]
+
+
+def operations_of(layer: Any) -> Iterator[Any]:
+    inner = layer if isinstance(layer, Functional) else getattr(layer, "_functional", None)
+    for op in inner.operations if inner is not None else ():
+        if not isinstance(op, keras.layers.Layer):
+            yield op
+
+
+def is_of_keras(thing: Any) -> bool:
+    """Whether a function or a class is defined in Keras itself."""
+    return str(getattr(thing, "__module__", "")).startswith(INSIDE)
+
+
+def is_known(layer: Any) -> bool:
+    """Whether a layer is known to treat each row alone (or, as BatchNormalization, to ask for the others itself)."""
+    home = type(layer).call.__module__
+    if not (is_of_keras(type(layer).call) or home.startswith("keras_hub.")) or any(
+        f".{name}." in home for name in _MIXTURES
+    ):
+        return False
+    if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)) or _is_given_functions(layer):
+        return False
+    axis = getattr(layer, "axis", None)
+    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    return 0 not in axes or isinstance(layer, keras.layers.BatchNormalization)
+
+
+def _is_given_functions(layer: Any) -> bool:
+    """Whether a layer of Keras's calls a function of the user's own, such as an activation."""
+    # LSTM and GRU give the functions of their cell to a loop of the backend's.
+    cell = getattr(layer, "cell", None)
+    owners = [layer, cell] if isinstance(cell, keras.layers.Layer) else [layer]
+    return any(
+        callable(value) and name != "call" and not name.startswith("_") and not _is_safe(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+    )
+
+
+def _is_safe(function: Any) -> bool:
+    """Whether a function treats each row alone, or is given no rows."""
+    if isinstance(function, _NOT_OF_ROWS):
+        return True
+    home = str(getattr(function, "__module__", None) or type(function).__module__)
+    return home.startswith((INSIDE, "keras_hub.", "unidist.keras."))

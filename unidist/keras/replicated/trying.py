@@ -1,0 +1,95 @@
+"""Whether a call looks at several rows of a batch: it is tried on a few.
+
+A row is changed, to other numbers and to NaN, which whatever is computed from it becomes too. Where the results for the
+other rows stay what they were to the last bit, each row is treated alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from unidist.keras.compat import StatelessScope, tree
+
+# Rows that are tried, and those of them that are changed.
+ROWS = 5
+_CHANGED = (0, 2, ROWS - 1)
+# Of dims that a traced program does not know.
+_UNKNOWN = 3
+
+Tensor = Any  # tf.Tensor; TensorFlow has no types
+
+
+def looks_at_other_rows(call: Callable[..., Any], args: Any, kwargs: Any, has_rows: Callable[[Tensor], bool]) -> bool:
+    """Whether a result's row depends on another row, or the call adds a loss, which may be of any rows.
+
+    It runs outside of the program that is traced, and changes no variable. A call that fails on made-up rows counts as
+    one that looks.
+
+    Args:
+        args, kwargs: as the call is given them; tensors stand for their shapes and dtypes.
+        has_rows: whether a tensor has a row for each of the batch.
+    """
+    flat = tree.flatten((args, kwargs))
+    rowed = [tf.is_tensor(x) and has_rows(x) for x in flat]
+    draw = np.random.default_rng(0)
+    with tf.init_scope():
+        made = [_made_up(x, draw, has) if tf.is_tensor(x) else x for x, has in zip(flat, rowed, strict=True)]
+        given = tree.pack_sequence_as((args, kwargs), made)
+        try:
+            wanted = _called(call, given)
+            changed = ((row, other) for row in _CHANGED for other in _changes(given, rowed, row))
+            return wanted is None or any(_differ(wanted, _called(call, other), row) for row, other in changed)
+        except Exception:  # whatever a user's code raises where rows are none of its own
+            return True
+
+
+def _called(call: Callable[..., Any], given: tuple[Any, Any]) -> list[Any] | None:
+    """The results as arrays; None where the call has added a loss."""
+    with StatelessScope(collect_losses=True) as scope:
+        found = call(*given[0], **given[1])
+    return None if scope.losses else [np.asarray(x) for x in tree.flatten(found) if tf.is_tensor(x)]
+
+
+def _made_up(x: Tensor, draw: np.random.Generator, has_rows: bool) -> Tensor:
+    if isinstance(x, tf.__internal__.EagerTensor) and not has_rows:
+        return x
+    shape = [_UNKNOWN if n is None else n for n in x.shape]
+    if has_rows:
+        shape[0] = ROWS
+    if x.dtype.is_floating:
+        return tf.cast(draw.normal(size=shape), x.dtype)
+    return tf.cast(draw.integers(0, 2, shape), x.dtype)  # whatever they count or name, there are two of it
+
+
+def _changes(given: Any, rowed: list[bool], row: int) -> Iterator[Any]:
+    """The arguments with another row: other numbers, and NaN where there is NaN."""
+    for value in (1e3, float("nan")):
+        flat = [_with(x, row, value) if has else x for x, has in zip(tree.flatten(given), rowed, strict=True)]
+        yield tree.pack_sequence_as(given, flat)
+
+
+def _with(x: Tensor, row: int, value: float) -> Tensor:
+    array = np.array(x)
+    if x.dtype.is_floating:
+        array[row] = array[row] * value - value
+    elif x.dtype == tf.bool:
+        array[row] = ~array[row]
+    else:
+        array[row] = 1 - array[row]
+    return tf.constant(array, x.dtype)
+
+
+def _differ(wanted: list[Any], found: list[Any] | None, row: int) -> bool:
+    """Whether results differ elsewhere than in this row; those without rows, anywhere."""
+    if found is None:
+        return True
+    for one, other in zip(wanted, found, strict=True):
+        if one.shape[:1] == other.shape[:1] == (ROWS,):
+            one, other = np.delete(one, row, 0), np.delete(other, row, 0)
+        if one.tobytes() != other.tobytes():
+            return True
+    return False
