@@ -42,11 +42,14 @@ if TYPE_CHECKING:
     from unidist.array import reduce_scatter as reduce_scatter
     from unidist.backends.registry import backends as backends
     from unidist.backends.registry import register as register
+    from unidist.drawing import Picture as Picture
+    from unidist.drawing import draw as draw
     from unidist.errors import BackendMismatchError as BackendMismatchError
     from unidist.errors import BackendNotAvailableError as BackendNotAvailableError
     from unidist.errors import CapabilityError as CapabilityError
     from unidist.errors import CheckpointError as CheckpointError
     from unidist.errors import DesyncError as DesyncError
+    from unidist.errors import DrawingError as DrawingError
     from unidist.errors import LayoutError as LayoutError
     from unidist.errors import MeshError as MeshError
     from unidist.errors import ProcessLostError as ProcessLostError

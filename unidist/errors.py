@@ -127,3 +127,14 @@ class CheckpointError(UnidistError, OSError):
         super().__init__(message)
         self.file = file
         self.tensor = tensor
+
+
+class DrawingError(UnidistError, ValueError):
+    """Something that no picture can be made of, or a file that no picture is saved to.
+
+    Example:
+        >>> import unidist
+        >>> unidist.draw(3)
+        Traceback (most recent call last):
+        unidist.errors.DrawingError: draw of int: give an array, ...
+    """

@@ -22,8 +22,10 @@ _HOME = {
     "unidist.keras.telemetry": "Telemetry",
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
+    "unidist.drawing": "draw Picture",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
-    "CapabilityError DesyncError ProcessLostError CheckpointError",
+    "CapabilityError DesyncError ProcessLostError CheckpointError "
+    "DrawingError",
 }
 WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 
