@@ -46,6 +46,12 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def shown(what: Any, form: str) -> str | None:
+    """What a notebook shows of an object, as "svg" or "html": drawn by a package above those that ask for it here."""
+    found: str | None = getattr(importlib.import_module("unidist.drawing.shown"), form)(what)
+    return found
+
+
 def fill(package: ModuleType, version: str) -> None:
     """Gives a module that stands for the package what `unidist/__init__.py` gives it."""
 

@@ -110,7 +110,7 @@ def picture_of_mesh(mesh: Mesh, title: str | None) -> Picture:
     x, y, w, h = _LEFT + 20, 84, min(880 / columns, 110), 44
     last = mesh.axis_names[-1]
     canvas.text(x, y - 12, f"{last!r}, {columns} places from left to right", size=12.5, kind="m")
-    others = ", ".join(f"{axis!r}, {size} places" for axis, size in mesh.axes[:-1])
+    others = ", ".join(f"{axis!r}, {size}" for axis, size in mesh.axes[:-1])
     if others:
         canvas.text(
             x - 16, y + rows * h / 2, others, size=12.5, kind="m", anchor="middle", upright=True, room=max(60, rows * h)

@@ -39,17 +39,15 @@ def picture_of_layers(
     if sends:
         canvas.text(_SENT, y + 16, "sent by a rank in a training step", size=12, kind="m")
     y += 26
-    left = MOST_LAYERS
     most = max((layer.held for layer in layers), default=1) or 1
-    folds = folded(layers)
-    for k, fold in enumerate(folds):
-        if left < len(fold.layers):
-            fold, folds = Fold(fold.layers[:left], fold.times), folds[: k + 1]
+    shown = _first(folded(layers))
+    for fold in shown:
         y = _fold(canvas, fold, y, most)
-        left -= len(fold.layers)
-        if not left:
-            break
-    y = _left_out(canvas, layers, folds, y, left)
+    left_out = layers[sum(len(fold.layers) * fold.times for fold in shown) :]
+    if left_out:
+        held = size_text(sum(layer.held for layer in left_out))
+        canvas.text(_BOX, y + 16, f"and {len(left_out)} layers more, {held} a device", size=12.5)
+        y += 24
     for sent in rest:
         canvas.text(_BOX, y + 18, sent.purpose or "all else", size=12.5, kind="m")
         _collective(canvas, sent, y + 18)
@@ -61,13 +59,17 @@ def picture_of_layers(
     return canvas.picture(name, "; ".join(_words(layer) for layer in layers[:MOST_LAYERS]))
 
 
-def _left_out(canvas: Canvas, layers: Sequence[Layer], folds: Sequence[Fold], y: float, left: int) -> float:
-    drawn = sum(len(fold.layers) * fold.times for fold in folds)
-    if left or drawn >= len(layers):
-        return y
-    held = sum(layer.held for layer in layers[drawn:])
-    canvas.text(_BOX, y + 16, f"and {len(layers) - drawn} layers more, {size_text(held)} a device", size=12.5)
-    return y + 24
+def _first(folds: Sequence[Fold]) -> list[Fold]:
+    """As many of them as a picture shows."""
+    out, left = [], MOST_LAYERS
+    for fold in folds:
+        if len(fold.layers) > left:
+            # A part of what repeats would be another model's.
+            out += [Fold(fold.layers[:left])] if fold.times == 1 and left else []
+            break
+        out.append(fold)
+        left -= len(fold.layers)
+    return out
 
 
 def _legend(canvas: Canvas, y: float, kinds: dict[str, None], paired: bool) -> float:

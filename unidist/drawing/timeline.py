@@ -145,7 +145,7 @@ def _rank(canvas: Canvas, rank: int, lines: list[Measured], warm: list[Measured]
     canvas.text(MARGIN, y + 35, f"median {time_text(whole.seconds)} a step", size=12, room=_LEFT - 85)
     if whole.exposed is None:
         missing = sum(line.exposed is None for line in lines)
-        words = "exposed time: not in the record" if missing == len(lines) else f"exposed time: not in {missing} lines"
+        words = "exposed: not recorded" if missing == len(lines) else f"exposed: not in {missing} of {len(lines)} lines"
     else:
         words = f"{time_text(whole.exposed)} exposed, {whole.exposed / (whole.seconds or 1):.0%}"
     canvas.text(MARGIN, y + 53, words, size=12, kind="m", room=_LEFT - 85)
