@@ -23,9 +23,10 @@ _HOME = {
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
     "unidist.drawing": "draw Picture",
+    "unidist.notebook": "notebook_run",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
     "CapabilityError DesyncError ProcessLostError CheckpointError "
-    "DrawingError",
+    "DrawingError RankFailedError",
 }
 WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 
