@@ -112,10 +112,8 @@ def zero_memory() -> Picture:
 
 def memory_over_meshes() -> Picture:
     """Memory of a device of a Llama-like model over meshes, with what a device has."""
-    plans = [
-        _plan(_llama(), *case) for case in (({"data": 8},), ({"data": 4, "model": 2},), ({"data": 2, "model": 4},))
-    ]
-    plans += [_plan(_llama(), {"model": 8}), _plan(_llama(), {"data": 2, "model": 4}, zero=3)]
+    meshes = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}]
+    plans = [_plan(_llama(), sizes) for sizes in meshes] + [_plan(_llama(), {"data": 4, "model": 2}, zero=3)]
     return draw(plans, device_memory=16e9, title="A Llama-like model on eight devices: memory of a device")
 
 

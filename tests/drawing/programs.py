@@ -8,11 +8,25 @@ from pathlib import Path
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "pictures.py"
 
 
-def documented() -> tuple[dict[str, str], dict[str, str]]:
-    """The documents' pictures by file name: as they are made now, and what each shows."""
-    found = runpy.run_path(str(DOCUMENTED))
-    said = {f"{one.__name__}.svg": one.__doc__ or "" for one in found["PICTURES"]}
-    return found["made"](), said
+def documented() -> dict[str, str]:
+    """The documents' pictures by file name, as they are made now."""
+    made: dict[str, str] = runpy.run_path(str(DOCUMENTED))["made"]()
+    return made
+
+
+def named() -> dict[str, str]:
+    """What each of them shows."""
+    return {f"{one.__name__}.svg": one.__doc__ or "" for one in runpy.run_path(str(DOCUMENTED))["PICTURES"]}
+
+
+def cell(text: str, folder: str) -> None:
+    """Runs a cell, as a notebook does: its source is known, and in no file."""
+    import linecache
+    import os
+
+    os.chdir(folder)
+    linecache.cache["<cell>"] = (len(text), None, text.splitlines(keepends=True), "<cell>")
+    exec(compile(text, "<cell>", "exec"), {"__name__": "__main__of_a_notebook"})
 
 
 def of_a_model() -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import preloaded
+from tests.docs.documents import blocks
 from tests.drawing import programs
 from tests.drawing.svg import rects, root, said, texts
 from tests.visible import OF_KERAS
@@ -26,7 +28,7 @@ def world() -> Iterator[ProcessWorld]:
 
 
 def test_the_documents_pictures_are_made_by_the_code(world) -> None:
-    made, lines = world.call(programs.documented)[0]
+    made, lines = world.call(programs.documented)[0], world.call(programs.named)[0]
     assert len(made) >= 12
     assert {path.name for path in FOLDER.glob("*.svg")} == set(made)
     for name, svg in made.items():
@@ -35,6 +37,20 @@ def test_the_documents_pictures_are_made_by_the_code(world) -> None:
         assert root(svg).tag.endswith("svg")
         assert 20 < len(lines[name]) < 150
         assert "\n" not in lines[name]
+
+
+def test_the_page_shows_each_picture(world) -> None:
+    text = (FOLDER.parent / "pictures.md").read_text()
+    shown = re.findall(r"^!\[([^\]]+)\]\(pictures/(\w+\.svg)\)$", text, flags=re.MULTILINE)
+    lines = world.call(programs.named)[0]
+    assert {name: said for said, name in shown} == lines
+
+
+@pytest.mark.parametrize("block", blocks("docs/pictures.md"), ids=lambda block: f"line{block.line}")
+def test_the_pages_cells_run(world, block, tmp_path: Path) -> None:
+    world.call(programs.cell, block.text, str(tmp_path))
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == (["memory.svg", "plan.svg"] if "draw(" in block.text else [])
 
 
 def test_a_model_is_drawn_as_it_lies(world) -> None:

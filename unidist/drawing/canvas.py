@@ -41,7 +41,7 @@ def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
 
     Example:
         >>> shortened("decoder/layer_17/attention/query", 120, 10)
-        'decoder/l…tion/query'
+        'decoder/la…ntion/query'
     """
     if width_of(text, size, bold) <= room:
         return text
