@@ -79,5 +79,16 @@ def uses_another_name():
     return by_another_name(1)
 
 
+class Scaled(Thing):
+    factor = len(TABLE)
+
+    def __init__(self, by: float) -> None:
+        self.by = by * self.factor + self.method()
+
+
+def makes_a_thing():
+    return Scaled(2).by
+
+
 def shadows(MESH, TABLE=OFFSET):  # noqa: N803
     return [OFFSET + 1 for OFFSET in (MESH, TABLE)]

@@ -111,6 +111,14 @@ def test_the_program_has_what_the_function_uses(tmp_path) -> None:
     assert "MESH" not in text
 
 
+def test_classes_of_a_notebook_go_with_what_they_use(tmp_path) -> None:
+    text, held = text_of(CELLS.makes_a_thing, tmp_path, "torch")
+    assert held.keys() == {"TABLE"}
+    made = {"TABLE": held["TABLE"]}
+    exec(compile(text[text.index("class Thing") : text.index("if __name__")], "program", "exec"), made)
+    assert made["makes_a_thing"]() == 8
+
+
 def test_names_that_a_function_makes_itself_are_not_looked_for(tmp_path) -> None:
     text, held = text_of(CELLS.shadows, tmp_path, "torch")
     compile(text, "program", "exec")

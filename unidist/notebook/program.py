@@ -6,6 +6,7 @@ import ast
 import builtins
 import importlib.util
 import inspect
+import linecache
 import os
 import sys
 import textwrap
@@ -89,8 +90,7 @@ def _add(name: str, thing: Any, parts: _Parts) -> None:
     """Adds the source of a function or class, behind that of what it uses."""
     if name in parts.sources:
         return
-    source, known = _source(name, thing), getattr(thing, "__globals__", None)
-    known = vars(sys.modules[thing.__module__]) if known is None else known
+    source, known = _source(name, thing), _globals(thing)
     # Its place is taken before what it uses is looked at: functions may call each other.
     parts.sources[name] = ""
     for used in _names(source):
@@ -142,9 +142,35 @@ def _source(name: str, thing: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):
+        found = _of_a_cell(name, thing) if isinstance(thing, type) else None
+    if found is None:
         raise LaunchError(
-            f"the source of {name} is not known: write it in a cell of its own, or in a file that is imported"
-        ) from None
+            f"the source of {name} is not known: write it inside the function, or in a file that is imported"
+        )
+    return found
+
+
+def _of_a_cell(name: str, kind: type) -> str | None:
+    """The source of a notebook's class, by its methods: Python looks for classes in files alone."""
+    for method in _methods(kind):
+        text = "".join(linecache.getlines(method.__code__.co_filename))
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                return "\n".join(text.splitlines()[first - 1 : node.end_lineno]) + "\n"
+    return None
+
+
+def _methods(kind: type) -> list[FunctionType]:
+    return [member for member in vars(kind).values() if isinstance(member, FunctionType)]
+
+
+def _globals(thing: Any) -> dict[str, Any]:
+    """What the names in a definition mean."""
+    if isinstance(thing, FunctionType):
+        return thing.__globals__
+    methods = _methods(thing)
+    return methods[0].__globals__ if methods else vars(sys.modules[thing.__module__])
 
 
 def _names(source: str) -> list[str]:
