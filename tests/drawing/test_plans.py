@@ -4,6 +4,8 @@ once; bars of memory; ledgers; and the report as a page."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from fractions import Fraction
 from html.parser import HTMLParser
 
 import pytest
@@ -11,9 +13,10 @@ import pytest
 from tests.drawing.models import chain, plan_of
 from tests.drawing.svg import NAMESPACE, rects, root, said, texts
 from unidist import DrawingError, Ledger, Plan, draw
-from unidist.drawing.layers import KINDS, of_plan
+from unidist.drawing.layers import KINDS, Layer, Sent, folded, of_plan
 from unidist.drawing.page import report
 from unidist.planner.choosing import size_text
+from unidist.planner.facts import VariableFact
 
 EVIL = ("<script>alert(1)</script>_{}", "]]>&amp;\"'\x00\u202e_{}", "</svg><b>")
 
@@ -81,19 +84,60 @@ def test_blocks_that_are_alike_are_drawn_once(blocks) -> None:
     layers, _ = of_plan(plan)
     once = sum(layer.held for layer in layers[:2])
     assert f"x {blocks}, each {size_text(once)} a device, together {size_text(blocks * once)}" in texts(svg)
-    assert f"{2 * blocks + 1} layers with variables, {size_text(sum(row.bytes for row in plan.rows))}" in texts(svg)
+    assert f"all variables, {size_text(sum(row.bytes for row in plan.rows))}" in texts(svg)
 
 
 def test_blocks_that_differ_are_not_folded() -> None:
     facts = chain(2)
     first = facts.variables[0]
     other = type(first)(first.path, (64, 512), first.dtype, 4, layer=first.layer)
-    found = plan_of(type(facts)(**{**_fields(facts), "variables": (other, *facts.variables[1:])}), {"model": 2})
+    found = plan_of(replace(facts, variables=(other, *facts.variables[1:])), {"model": 2})
     assert set(boxes(draw(found).svg)) == {"up_0", "down_0", "up_1", "down_1", "head"}
 
 
-def _fields(facts) -> dict:
-    return {name: getattr(facts, name) for name in facts.__dataclass_fields__}
+ALIKE = Layer("layer_0/dense", "column", "kernel (2, 2)", 8, 16, sent=(Sent("all_reduce", ("model",), 1, Fraction(8)),))
+
+
+def test_layers_fold_that_differ_in_numbers_of_their_names_alone() -> None:
+    alike = [replace(ALIKE, path=f"layer_{k}/dense", why=str(k)) for k in range(3)]
+    assert [(fold.times, len(fold.layers)) for fold in folded(alike)] == [(3, 1)]
+    sent = (Sent("all_reduce", ("model",), 1, Fraction(9)),)
+    for other in (
+        {"path": "other_1/dense"},
+        {"kind": "row"},
+        {"detail": "kernel (2, 3)"},
+        {"held": 9},
+        {"whole": 17},
+        {"sent": sent},
+        {"pair": (0, 0)},
+    ):
+        assert [fold.times for fold in folded([alike[0], replace(alike[1], **other), alike[2]])] == [1]
+
+
+def test_states_of_a_few_bytes_are_one_line() -> None:
+    facts = chain(4)
+    variables = list(facts.variables)
+    for k in (1, 3):
+        state = VariableFact(f"seeds_{k}/state", (2,), "int64", 8, trainable=False, is_weight=False, layer=f"seeds_{k}")
+        variables.insert(4 * k + k - 1, state)
+    at = {v.path: k for k, v in enumerate(variables)}
+    layers = [replace(x, kernel=at[f"{x.path}/kernel"], bias=at[f"{x.path}/bias"]) for x in facts.layers]
+    found = replace(facts, variables=tuple(variables), layers=tuple(layers), slots=())
+    svg = draw(plan_of(found, {"model": 2})).svg
+    assert set(boxes(svg)) == {"up_0", "down_0", "head", "2 states of a few bytes"}
+    assert "seeds_1, seeds_3" in svg
+    assert "32 B" in texts(svg)
+
+
+def test_collectives_of_several_calls_are_summed() -> None:
+    facts = chain(1)
+    twice = [replace(layer, calls=replace(layer.calls, count=2)) for layer in facts.layers]
+    layers, _ = of_plan(plan_of(replace(facts, layers=tuple(twice)), {"model": 2}))
+    (sent,) = layers[1].sent
+    assert (sent.count, sent.bytes) == (2, 8 * 64 * 4)
+    assert "2 x all_reduce over model, 2.0 KB" in texts(
+        draw(plan_of(replace(facts, layers=tuple(twice)), {"model": 2})).svg
+    )
 
 
 def test_zero_3_shows_what_rests_in_parts() -> None:
@@ -109,7 +153,7 @@ def test_many_layers_are_told_by_number() -> None:
         type(v)(v.path, tuple(sizes.get(v.layer, n) if n == 256 else n for n in v.shape), v.dtype, 4, layer=v.layer)
         for v in facts.variables
     )
-    svg = draw(plan_of(type(facts)(**{**_fields(facts), "variables": variables}), {"model": 2})).svg
+    svg = draw(plan_of(replace(facts, variables=variables), {"model": 2})).svg
     assert re.search(r"and 91 layers more, [\d.]+ MB a device", said(svg))
     assert len(boxes(svg)) == 150
 
@@ -158,6 +202,8 @@ def test_a_ledgers_bars_have_the_lengths_of_their_bytes(plan) -> None:
     for name, size in sums.items():
         assert dict(bars)[name] == pytest.approx(470 * size / most, rel=0.01)
     assert "up_0: all_reduce over model" in texts(svg)
+    behind = texts(svg)[texts(svg).index("By purpose, the largest first") + 1 :]
+    assert [text.partition(":")[0] for text in behind[::2]] == ["gradients", "down_0", "up_0"]
     assert "Nothing was sent." in texts(draw(Ledger()).svg)
 
 

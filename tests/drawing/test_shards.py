@@ -36,6 +36,10 @@ def test_blocks_have_the_areas_of_shards_and_name_every_rank(layout, shape) -> N
     total = np.prod(shape)
     for rank, block in parts.items():
         assert block.area / whole == pytest.approx(held[rank] / total, rel=0.01)
+    # They fill one rectangle.
+    width = max(block.x + block.w for block in blocks) - min(block.x for block in blocks)
+    height = max(block.y + block.h for block in blocks) - min(block.y for block in blocks)
+    assert whole == pytest.approx(width * height, rel=0.001)
     for one, other in itertools.combinations(blocks, 2):
         assert min(one.x + one.w, other.x + other.w) - max(one.x, other.x) < 0.1 or (
             min(one.y + one.h, other.y + other.h) - max(one.y, other.y) < 0.1
@@ -51,6 +55,12 @@ def test_ranks_that_hold_the_same_share_a_block(layout, shape) -> None:
 
 def test_an_empty_shard_is_said() -> None:
     assert "rank 3: an empty shard" in said(draw(Layout("data"), mesh=Mesh({"data": 4}), shape=(6, 2)).svg)
+    both = [
+        text
+        for text in texts(draw(Layout("data", "model"), mesh=MESH, shape=(2, 2)).svg)
+        if "elements" in text or "empty" in text
+    ]
+    assert ["empty" in text for text in both] == [False] * 4 + [True] * 2
     nothing = draw(Layout("data"), mesh=Mesh({"data": 2}), shape=(0, 2)).svg
     assert "no elements" in said(nothing)
     assert rects(nothing) == []
@@ -64,6 +74,10 @@ def test_replicas_and_summands_are_told_apart() -> None:
     summed = draw(Layout(None, partial="model"), mesh=mesh, shape=(4, 4)).svg
     assert "ranks (0, 2) + (1, 3)" in texts(summed)
     assert len(root(summed).findall(f"{NAMESPACE}defs/{NAMESPACE}pattern")) == 1
+    striped = [e for e in root(summed).iter(f"{NAMESPACE}rect") if e.get("fill", "").startswith("url(")]
+    # The block, and its square in the list.
+    assert len(striped) == 2
+    assert float(striped[0].get("width", "")) == rects(summed)[0].w
     largest = draw(Layout(partial={"model": "max"}), mesh=mesh, shape=(4, 4)).svg
     assert "ranks (0, 2) max (1, 3)" in texts(largest)
 
@@ -117,7 +131,6 @@ def test_a_redistribution_names_each_step_with_its_bytes(before, after) -> None:
         if step.is_collective:
             assert f"{step.bytes(4, 0)} B a rank" in words
     assert f"{way.bytes(4, 0)} B sent by each rank in all" in words
-    assert len({round(block.y) for block in rects(picture.svg)}) >= 1
     # Each state in between is drawn: its blocks name all ranks.
     assert sum(len(ranks_of(block.title)) for block in rects(picture.svg)) == mesh.size * (len(way) + 1)
 
@@ -161,3 +174,12 @@ def test_what_cannot_be_drawn_is_an_error_that_says_what_can() -> None:
         assert words in str(caught.value)
     with pytest.raises(LayoutError):
         draw(Layout("data", "data2"), mesh=MESH, shape=(2, 2))
+
+
+def test_a_redistribution_ends_with_what_was_asked_for() -> None:
+    source, after = Sharding(MESH, Layout("data"), (6, 6)), Layout(None, "data")
+    blocks = [block.title for block in rects(draw(source, to=after).svg)]
+    first = [block.title for block in rects(draw(source).svg)]
+    last = [block.title for block in rects(draw(source.with_layout(after)).svg)]
+    assert blocks[: len(first)] == first
+    assert blocks[-len(last) :] == last

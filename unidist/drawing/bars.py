@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, width_of
 from unidist.drawing.picture import Picture
 from unidist.drawing.style import colour
-from unidist.errors import DrawingError
 from unidist.ledger import Ledger
 from unidist.planner.choosing import size_text
 from unidist.planner.plan import Plan
@@ -52,12 +51,7 @@ def picture_of_memory(bars: Sequence[tuple[str, Memory]], device_memory: int | N
 
     Args:
         device_memory: bytes that a device has: a line, and a word where a bar is longer.
-
-    Raises:
-        DrawingError: the device's memory is no positive number.
     """
-    if device_memory is not None and device_memory <= 0:
-        raise DrawingError(f"device_memory={device_memory!r}: give the bytes that a device has")
     canvas, name = Canvas(), title or "Memory of the device that holds most"
     canvas.text(MARGIN, 34, name, size=17, bold=True)
     kinds = list(dict.fromkeys(what for _, memory in bars for what, _ in memory.parts))

@@ -185,14 +185,9 @@ def _memories(what: Any) -> list[tuple[str, Memory]] | None:
 def _bytes(device_memory: Any) -> int | None:
     if device_memory is None:
         return None
-    if (
-        isinstance(device_memory, bool)
-        or not isinstance(device_memory, int | float | np.integer)
-        or not device_memory > 0
-    ):
+    is_number = isinstance(device_memory, int | float | np.integer) and not isinstance(device_memory, bool)
+    if not is_number or not 0 < device_memory < float("inf"):
         raise DrawingError(f"device_memory={device_memory!r}: give the bytes that a device has, as 80e9")
-    if device_memory == float("inf"):
-        raise DrawingError("device_memory=inf: give the bytes that a device has, as 80e9")
     return int(device_memory)
 
 

@@ -54,7 +54,7 @@ def picture_of_layers(
         y += 22
     total, whole = sum(layer.held for layer in layers), sum(layer.whole for layer in layers)
     canvas.line([(MARGIN, y + 8), (WIDTH - MARGIN, y + 8)])
-    canvas.text(_BOX, y + 30, f"{len(layers)} layers with variables, {size_text(whole)}", bold=True)
+    canvas.text(_BOX, y + 30, f"all variables, {size_text(whole)}", bold=True)
     canvas.text(_BYTES, y + 30, size_text(total), bold=True, room=_BYTES_ROOM)
     return canvas.picture(name, "; ".join(_words(layer) for layer in layers[:MOST_LAYERS]))
 
@@ -160,5 +160,6 @@ def _brackets(canvas: Canvas, layers: Sequence[Layer], tops: Sequence[float]) ->
 
 
 def _words(layer: Layer) -> str:
-    why = f", {layer.why}" if layer.why else ""
-    return f"{layer.path}: {KINDS[layer.kind][1]}{why}; {layer.detail}"
+    cut = KINDS[layer.kind][1]
+    how = layer.why if layer.why.startswith(cut) else f"{cut}, {layer.why}" if layer.why else cut
+    return f"{layer.path}: {how}; {layer.detail}"

@@ -18,7 +18,7 @@ KINDS = {
     "row": ("c1", "cut by its inputs"),
     "table": ("c3", "a table, cut by its entries or features"),
     "gathered": ("c6", "cut, and gathered for each call"),
-    "cut": ("c5", "cut by a rule"),
+    "cut": ("c5", "cut in another way"),
     "rests": ("c2", "rests in parts over the data axes"),
     "whole": ("gr", "replicated"),
 }
@@ -30,6 +30,8 @@ _OF_REASONS = {
     "features": "table",
     "gathered": "gathered",
 }
+# Bytes of a state of random numbers, and of less.
+_SMALL = 16
 _NUMBERS = re.compile(r"_?\d+")
 
 
@@ -99,7 +101,7 @@ def of_plan(plan: Plan) -> tuple[list[Layer], list[Sent]]:
         grouped.setdefault(_owner(row.path), []).append(row)
     of_layers, rest = _by_layer(plan.predicted, grouped)
     made = [_of_rows(path, rows, of_layers.get(path, ())) for path, rows in grouped.items()]
-    return _paired(made, plan.pairs), rest
+    return _paired(_small_last(made), plan.pairs), rest
 
 
 def of_description(
@@ -125,7 +127,17 @@ def of_description(
                 reason,
             )
         )
-    return made
+    return _small_last(made)
+
+
+def _small_last(layers: list[Layer]) -> list[Layer]:
+    """States of random numbers and counters as one line behind all layers: they would stand between blocks."""
+    small = [layer for layer in layers if layer.kind == "whole" and not layer.sent and layer.whole <= _SMALL]
+    if len(small) < 2:
+        return layers
+    held, whole = (sum(getattr(layer, name) for layer in small) for name in ("held", "whole"))
+    line = Layer(f"{len(small)} states of a few bytes", "whole", ", ".join(layer.path for layer in small), held, whole)
+    return [*(layer for layer in layers if layer not in small), line]
 
 
 def _owner(variable: str) -> str:
@@ -161,8 +173,8 @@ def _of_rows(path: str, rows: Sequence[PlanRow], sent: tuple[Sent, ...]) -> Laye
 def _kind(heading: str, layout: Layout | None, rests_in_parts: bool = False) -> str:
     if layout is None or not layout.dims:
         return "whole"
-    if heading in _OF_REASONS:
-        return _OF_REASONS[heading]
+    if (known := heading.partition(" ")[0]) in _OF_REASONS:
+        return _OF_REASONS[known]
     return "rests" if rests_in_parts and heading.startswith("replicated") else "cut"
 
 
