@@ -54,6 +54,7 @@ def said(svg: str) -> str:
 def ranks_of(title: str) -> set[int]:
     """The ranks of a tooltip such as "ranks (0, 2) + (1, 3): dim 0 [0:3]"."""
     head = title.partition(":")[0]
-    for first, last in re.findall(r"(\d+)-(\d+)", head):
-        head += " " + " ".join(map(str, range(int(first), int(last))))
-    return set(map(int, re.findall(r"\d+", head)))
+    for first, last, step in re.findall(r"(\d+)-(\d+)(?: by (\d+))?", head):
+        head += " " + " ".join(map(str, range(int(first), int(last) + 1, int(step or 1))))
+    # The step of a run is no rank.
+    return set(map(int, re.findall(r"\d+", re.sub(r" by \d+", "", head))))

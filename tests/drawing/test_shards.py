@@ -91,6 +91,27 @@ def test_dims_that_are_not_drawn_are_named() -> None:
     assert "Dim 2 is cut too, by 'c'" in said(three)
 
 
+def test_many_replicas_are_named_in_short() -> None:
+    mesh = Mesh({"data": 8, "model": 8})
+    svg = draw(Layout(None, "model"), mesh=mesh, shape=(4, 800)).svg
+    blocks = rects(svg)
+    assert [sorted(ranks_of(block.title)) for block in blocks] == [list(range(k, 64, 8)) for k in range(8)]
+    assert "ranks 3-59 by 8: dim 0 [0:4], dim 1 [300:400], 400 elements" in texts(svg)
+    assert "3-59 by 8" in texts(svg)
+    mixed = Mesh({"data": 8, "model": 8}, devices=sorted(range(64), key=lambda rank: rank * 37 % 61))
+    assert texts(draw(Layout(None, "model"), mesh=mixed, shape=(4, 800)).svg).count("8 ranks") == 8
+
+
+def test_elements_are_those_of_all_dims() -> None:
+    blocks = rects(draw(Layout("data", None, "model"), mesh=MESH, shape=(4, 5, 6)).svg)
+    assert all(block.title.endswith(", 20 elements") for block in blocks)
+    cut = Mesh({"a": 2, "b": 2, "c": 2})
+    assert all(
+        block.title.endswith(", 16 elements")
+        for block in rects(draw(Layout("a", "b", "c"), mesh=cut, shape=(4, 4, 8)).svg)
+    )
+
+
 def test_scalars_and_devices_in_another_order() -> None:
     assert "ranks 0, 1" in texts(draw(Layout(), mesh=Mesh({"data": 2}), shape=()).svg)
     turned = rects(draw(Layout("data"), mesh=Mesh({"data": 2}, devices=[1, 0]), shape=(4,)).svg)

@@ -107,7 +107,7 @@ def picture_of_mesh(mesh: Mesh, title: str | None) -> Picture:
     canvas.text(MARGIN, 34, name, size=17, bold=True)
     columns = mesh.shape[-1]
     rows = mesh.size // columns
-    x, y, w, h = _LEFT + 20, 84, min(880 / columns, 110), 44
+    x, y, w, h = _LEFT + 20, 84, min(880 / columns, 110), max(16, min(44, 1200 // rows))
     last = mesh.axis_names[-1]
     canvas.text(x, y - 12, f"{last!r}, {columns} places from left to right", size=12.5, kind="m")
     others = ", ".join(f"{axis!r}, {size}" for axis, size in mesh.axes[:-1])

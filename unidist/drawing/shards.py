@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from unidist.algebra import Mesh, Sharding
 from unidist.backends.protocol import itemsize
@@ -114,19 +113,25 @@ def blocks(view: View) -> list[Block]:
 
 
 def listed(ranks: tuple[int, ...]) -> str:
-    """Ranks as they are written: "0, 2", and runs of more than three as "0-7".
+    """Ranks as they are written: "0, 2", and of more than three in equal steps the first and the last.
 
     Example:
-        >>> listed((0, 2)), listed((0, 1, 2, 3, 8)), listed((5,))
-        ('0, 2', '0-3, 8', '5')
+        >>> listed((0, 2)), listed((0, 1, 2, 3, 8)), listed((0, 8, 16, 24))
+        ('0, 2', '0-3, 8', '0-24 by 8')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+    left, out = sorted(ranks), []
+    while left:
+        step, length = (left[1] - left[0] if len(left) > 1 else 1), 1
+        while length < len(left) and left[length] - left[length - 1] == step:
+            length += 1
+        if length > 3:
+            out.append(f"{left[0]}-{left[length - 1]}" + (f" by {step}" if step > 1 else ""))
         else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs)
+            # What breaks a run of three may begin a longer one.
+            length = 1
+            out.append(str(left[0]))
+        left = left[length:]
+    return ", ".join(out)
 
 
 def ranks_text(block: Block, sign: str) -> str:
@@ -147,7 +152,7 @@ def told(view: View, block: Block) -> str:
         for dim, (start, length) in zip(view.shown, (block.down, block.across), strict=True)
         if dim is not None
     ]
-    held = prod((block.down[1], block.across[1]))
+    held = max(view.sharding.elements(ranks[0]) for ranks in block.holders)
     return f"{ranks_text(block, view.sign)}: {', '.join(parts) or 'the one value'}, {held:,} elements"
 
 
@@ -175,26 +180,32 @@ def rectangle(canvas: Canvas, view: View, x: float, y: float, w: float, h: float
         canvas.rect(left, top, wide, tall, tint(view, k, block), title=told(view, block))
         if view.is_partial:
             canvas.hatch(left, top, wide, tall)
-        _label(canvas, ranks_text(block, view.sign), left, top, wide, tall, on_panel=view.is_partial)
+        _label(canvas, block, view.sign, (left, top, wide, tall), striped=view.is_partial)
     if all(block.is_empty for block in made):
         canvas.rect(x, y, w, h, "pn")
         canvas.text(x + w / 2, y + h / 2 + 4, "no elements", kind="m", anchor="middle", room=w - 8)
     return made
 
 
-def _label(canvas: Canvas, text: str, x: float, y: float, w: float, h: float, *, on_panel: bool) -> None:
-    """Names the ranks inside a block, where that has room for them: the list beside names them in any case."""
+def _label(canvas: Canvas, block: Block, sign: str, place: tuple[float, float, float, float], *, striped: bool) -> None:
+    """Names the ranks inside a block, where that has room for them: tooltip and list name them in any case."""
+    x, y, w, h = place
+    text = ranks_text(block, sign)
     short = text.removeprefix("ranks ").removeprefix("rank ")
-    for found, size in ((text, 13.0), (short, 13.0), (text, 10.0), (short, 10.0)):
-        wide = width_of(found, size)
-        if wide <= w - 8 and size + 5 <= h:
-            if on_panel:
-                canvas.rect(x + w / 2 - wide / 2 - 4, y + h / 2 - size * 0.8, wide + 8, size * 1.6, "pn", edge=False)
-            canvas.text(x + w / 2, y + h / 2 + size * 0.36, found, size=size, anchor="middle")
-            return
-        if wide <= h - 8 and size + 5 <= w and h > 2 * w:
-            canvas.text(x + w / 2 + size * 0.36, y + h / 2, found, size=size, anchor="middle", upright=True, room=h)
-            return
+    number = f"{sum(map(len, block.holders))} ranks" if text.startswith("ranks") else short
+    for found, size in ((text, 13.0), (short, 13.0), (text, 10.0), (short, 10.0), (number, 10.0)):
+        wide, upright = width_of(found, size), False
+        if not (wide <= w - 8 and size + 5 <= h):
+            upright = wide <= h - 8 and size + 5 <= w and h > 2 * w
+            if not upright:
+                continue
+        along, across = (size * 1.6, wide + 8) if upright else (wide + 8, size * 1.6)
+        if striped:
+            canvas.rect(x + (w - along) / 2, y + (h - across) / 2, along, across, "pn", edge=False)
+        shift = size * 0.36
+        at = (x + w / 2 + shift, y + h / 2) if upright else (x + w / 2, y + h / 2 + shift)
+        canvas.text(*at, found, size=size, anchor="middle", upright=upright, room=h if upright else w)
+        return
 
 
 def facts(view: View) -> list[str]:
@@ -207,9 +218,8 @@ def facts(view: View) -> list[str]:
     for axis in layout.fanout:
         made.append(f"Fan-out over {axis!r}: the same value on each rank, and its gradient arrives partial.")
     for dim in view.hidden_cuts:
-        made.append(
-            f"Dim {dim} is cut too, by {' and '.join(map(repr, layout.dim_axes(dim)))}: ranks between | hold its parts."
-        )
+        names = " and ".join(map(repr, layout.dim_axes(dim)))
+        made.append(f"Dim {dim} is cut too, by {names}: the ranks beside | hold a part each.")
     rest = [dim for dim in range(len(view.sharding.shape)) if dim not in view.shown and dim not in view.hidden_cuts]
     for dim in rest:
         made.append(f"Dim {dim}, of {view.sharding.shape[dim]}, is whole and not drawn.")
