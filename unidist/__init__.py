@@ -42,14 +42,18 @@ if TYPE_CHECKING:
     from unidist.array import reduce_scatter as reduce_scatter
     from unidist.backends.registry import backends as backends
     from unidist.backends.registry import register as register
+    from unidist.drawing import Picture as Picture
+    from unidist.drawing import draw as draw
     from unidist.errors import BackendMismatchError as BackendMismatchError
     from unidist.errors import BackendNotAvailableError as BackendNotAvailableError
     from unidist.errors import CapabilityError as CapabilityError
     from unidist.errors import CheckpointError as CheckpointError
     from unidist.errors import DesyncError as DesyncError
+    from unidist.errors import DrawingError as DrawingError
     from unidist.errors import LayoutError as LayoutError
     from unidist.errors import MeshError as MeshError
     from unidist.errors import ProcessLostError as ProcessLostError
+    from unidist.errors import RankFailedError as RankFailedError
     from unidist.errors import UnidistError as UnidistError
     from unidist.keras.checkpoints import restore as restore
     from unidist.keras.checkpoints import save as save
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from unidist.keras.tensor_parallel import TensorParallelKeras as TensorParallelKeras
     from unidist.ledger import Ledger as Ledger
     from unidist.ledger import ledger as ledger
+    from unidist.notebook import notebook_run as notebook_run
     from unidist.planner.layout_map import LayoutMap as LayoutMap
     from unidist.planner.plan import Plan as Plan
     from unidist.session import backend as backend

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from unidist import names
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.algebra.checks import whole_number
 from unidist.algebra.layout import State
@@ -66,6 +67,9 @@ class DistributedArray:
 
     def __repr__(self) -> str:
         return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout}, mesh={self.mesh})"
+
+    def _repr_svg_(self) -> str | None:
+        return names.shown(self, "svg")
 
     def shards(self) -> dict[int, Any]:
         """rank -> its native local array, for the ranks of this process. The simulator's are copies; torch's are the

@@ -127,3 +127,36 @@ class CheckpointError(UnidistError, OSError):
         super().__init__(message)
         self.file = file
         self.tensor = tensor
+
+
+class DrawingError(UnidistError, ValueError):
+    """Something that no picture can be made of, or a file that no picture is saved to.
+
+    Example:
+        >>> import unidist
+        >>> unidist.draw(3)
+        Traceback (most recent call last):
+        unidist.errors.DrawingError: draw of int: give an array, ...
+    """
+
+
+class RankFailedError(UnidistError, RuntimeError):
+    """A function that `notebook_run` runs failed in a process, or its processes ended or took too long.
+
+    Attributes:
+        rank: the process that failed first; None where none of them said so.
+        kind: the name of its exception's type; "timeout" or "ended" where there was none.
+        trace: its traceback as text, or "".
+
+    Example:
+        >>> import unidist
+        >>> error = unidist.RankFailedError("rank 1 of 2: ValueError: no", rank=1, kind="ValueError")
+        >>> error.rank, error.kind
+        (1, 'ValueError')
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, kind: str = "", trace: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+        self.trace = trace

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from types import ModuleType
 
-from unidist import events
+from unidist import events, names
 from unidist.events import Event
 from unidist.tables import table
 
@@ -67,6 +67,12 @@ class Ledger:
         body = [(op, axes, why, f"{n:,}", f"{b:,}") for op, axes, why, n, b in self.rows()]
         body.append(("total", "", "", f"{self.count():,}", f"{self.bytes():,}"))
         return table((head, *body), numbers=(3, 4))
+
+    def _repr_svg_(self) -> str | None:
+        return names.shown(self, "svg")
+
+    def _repr_html_(self) -> str | None:
+        return names.shown(self, "html")
 
 
 @contextlib.contextmanager

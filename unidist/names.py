@@ -22,8 +22,11 @@ _HOME = {
     "unidist.keras.telemetry": "Telemetry",
     "unidist.keras.tensor_parallel": "TensorParallelKeras",
     "unidist.planner.plan": "Plan",
+    "unidist.drawing": "draw Picture",
+    "unidist.notebook": "notebook_run",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
-    "CapabilityError DesyncError ProcessLostError CheckpointError",
+    "CapabilityError DesyncError ProcessLostError CheckpointError "
+    "DrawingError RankFailedError",
 }
 WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -42,6 +45,12 @@ def load(name: str) -> Any:
         # modules. Begun by one of them, it would find that one half made.
         importlib.import_module("keras")
     return getattr(importlib.import_module(module), name)
+
+
+def shown(what: Any, form: str) -> str | None:
+    """What a notebook shows of an object, as "svg" or "html": drawn by a package above those that ask for it here."""
+    found: str | None = getattr(importlib.import_module("unidist.drawing.shown"), form)(what)
+    return found
 
 
 def fill(package: ModuleType, version: str) -> None:

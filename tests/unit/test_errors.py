@@ -13,7 +13,7 @@ from unidist import errors
 
 def test_all_errors_are_unidist_errors_and_public() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
-    assert len(kinds) == 9
+    assert len(kinds) == 11
     for kind in kinds:
         assert issubclass(kind, errors.UnidistError)
         assert getattr(unidist, kind.__name__) is kind
@@ -31,6 +31,8 @@ def test_all_errors_are_unidist_errors_and_public() -> None:
         (errors.DesyncError, RuntimeError),
         (errors.ProcessLostError, RuntimeError),
         (errors.CheckpointError, OSError),
+        (errors.DrawingError, ValueError),
+        (errors.RankFailedError, RuntimeError),
     ],
 )
 def test_an_error_is_caught_as_its_builtin_kind(kind: type[Exception], builtin: type[Exception]) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from unidist import names
 from unidist.algebra.checks import fields_of, whole_number
 from unidist.errors import MeshError
 
@@ -84,6 +85,9 @@ class Mesh:
     def __repr__(self) -> str:
         order = "" if self.devices == tuple(range(self.size)) else f", devices={list(self.devices)}"
         return f"Mesh({dict(self.axes)}{order})"
+
+    def _repr_svg_(self) -> str | None:
+        return names.shown(self, "svg")
 
     def __hash__(self) -> int:
         return self._hash

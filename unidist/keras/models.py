@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import keras
 
+from unidist import names
 from unidist.backends.protocol import Array
+from unidist.drawing import Picture
+from unidist.drawing.graph import picture_of_layers
+from unidist.drawing.layers import of_description
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import drivers
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
 from unidist.keras.telling import joined, numbered
+from unidist.planner.choosing import size_text
 from unidist.tables import table
 
 
@@ -114,8 +120,13 @@ class Description:
 
     def show(self) -> str:
         """A table of text: path, global shape, layout, local shape, bytes per device; and the sums."""
+        head, body, numbers = self.table()
+        return table((head, *body), numbers=numbers)
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]:
+        """Head and rows of that table, and which of its columns are numbers."""
         head = ("variable", "shape", "layout", "local shape", "bytes per device")
-        body = [
+        body: list[tuple[str, ...]] = [
             (
                 r.path,
                 str(r.shape),
@@ -128,7 +139,22 @@ class Description:
         for kind in ("weights", "slots", "gradients"):
             body.append((kind, "", "", "", f"{self.bytes_of(kind):,}"))
         body.append(("total of variables", "", "", "", f"{self.bytes_per_device:,}"))
-        return table((head, *body), numbers=(4,))
+        return head, body, (4,)
+
+    def _picture_(self, title: str | None) -> Picture:
+        """What `unidist.draw` makes of it."""
+        weights = [row for row in self.rows if row.kind == "weights"]
+        whole = [prod(row.shape) * row.bytes_per_device // (prod(row.local_shape) or 1) for row in weights]
+        layers = of_description(weights, [row.layout for row in weights], whole, self.why)
+        slots, gradients = (size_text(self.bytes_of(kind)) for kind in ("slots", "gradients"))
+        lines = [f"Beside the weights a device holds {slots} of the optimizer's slots and {gradients} of gradients."]
+        return picture_of_layers(title or "A model as it lies on the devices", layers, lines=lines, sends=False)
+
+    def _repr_svg_(self) -> str | None:
+        return names.shown(self, "svg")
+
+    def _repr_html_(self) -> str | None:
+        return names.shown(self, "html")
 
 
 def describe(model: Any) -> Description:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from unidist import names
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import LayoutError
 from unidist.ledger import Ledger
@@ -127,16 +128,23 @@ class Plan:
             frozenset({3}),
         )
         zero = f", zero={self.zero}" if self.zero else ""
-        add(f"each device{zero}", ("what", "bytes"), self._totals(), frozenset({1}))
+        add(f"each device{zero}", ("what", "bytes"), self.totals(), frozenset({1}))
         add(
             f"one training step of {self.batch} rows, sequence length {self.sequence}",
             ("collective", "axes", "count", "bytes per device"),
-            self._traffic(),
+            self.traffic(),
             frozenset({2, 3}),
         )
         return str(console.file.getvalue())
 
-    def _totals(self) -> list[tuple[str, str]]:
+    def _repr_svg_(self) -> str | None:
+        return names.shown(self, "svg")
+
+    def _repr_html_(self) -> str | None:
+        return names.shown(self, "html")
+
+    def totals(self) -> list[tuple[str, str]]:
+        """(what, bytes) of the device that holds most, as text."""
         parts = (
             ("variables", self.bytes_per_device),
             ("gradients", self.gradient_bytes_per_device),
@@ -145,7 +153,8 @@ class Plan:
         total = sum(size for _, size in parts)
         return [*((name, f"{size:,}") for name, size in parts), (f"total ({size_text(total)})", f"{total:,}")]
 
-    def _traffic(self) -> list[tuple[str, ...]]:
+    def traffic(self) -> list[tuple[str, ...]]:
+        """(collective, axes, count, bytes per device) of a step, as text; their sum last."""
         kinds = dict.fromkeys((event.op, event.axes) for event in self.predicted.events)
         out = []
         for op, axes in kinds:

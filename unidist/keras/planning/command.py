@@ -12,7 +12,8 @@ from typing import Any
 
 from unidist.algebra import Mesh
 from unidist.algebra.mesh import parse_mesh
-from unidist.errors import LayoutError, UnidistError
+from unidist.drawing.page import report
+from unidist.errors import DrawingError, LayoutError, UnidistError
 from unidist.strategies.zero import STAGES
 
 # Where no Keras backend is chosen: the first of these that is installed.
@@ -22,6 +23,7 @@ _KERAS_BACKENDS = ("torch", "jax", "tensorflow")
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan of FILE.py:FUNCTION's model. Exit code 0."""
     options = _parse(arguments)
+    page = _page(options.html)
     _choose_keras_backend()
     mesh = Mesh(parse_mesh(options.mesh))
     model = build(load(options.target))
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         sequence_parallel=options.sequence_parallel,
     )
     print(made.layout_map.to_json() if options.json else made.show(options.width))
+    if page is not None:
+        page.write_text(report(made), encoding="utf-8")
+        print(f"unidist plan: wrote {page}", file=sys.stderr)
     return 0
 
 
@@ -58,8 +63,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128, help="length of open dims (default: 128)")
     parser.add_argument("--sequence-parallel", action="store_true", help="predict a step with sequence parallelism")
     parser.add_argument("--width", type=int, default=160, help="columns of the tables (default: 160)")
+    parser.add_argument("--html", metavar="FILE.html", help="write a report with pictures too, as one file")
     parser.add_argument("--json", action="store_true", help="print the layout map alone, to edit and to give back")
     return parser.parse_args(list(arguments))
+
+
+def _page(file: str | None) -> Path | None:
+    """Where the report goes. Raises DrawingError before anything is planned."""
+    if file is None:
+        return None
+    path = Path(file)
+    if path.suffix.lower() not in (".html", ".htm") or not path.parent.is_dir():
+        raise DrawingError(f"--html {file!r}: name a file that ends in .html, in a folder that is there")
+    return path
 
 
 def _axes(text: str | None) -> tuple[str, ...] | None:

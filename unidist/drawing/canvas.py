@@ -1,0 +1,189 @@
+"""Canvas: what SVG is written on. Text is escaped, measured and shortened here; nothing else makes markup."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from html import escape
+
+from unidist.drawing.picture import Picture
+from unidist.drawing.style import ROOT, STYLE
+
+WIDTH = 1000
+MARGIN = 20
+# Widths in units of the font's size: those of Helvetica and Arial, and a little more.
+_NARROW = dict.fromkeys("ijl.,:;'|!I", 0.3) | dict.fromkeys(' ()[]{}/\\frt-"`', 0.36)
+_WIDE = dict.fromkeys("mwMWOQ@%&", 0.9) | dict.fromkeys("ABCDEGHKNPRSTUVXYZ", 0.74) | dict.fromkeys("+=<>~_#$", 0.62)
+_WIDTHS = _NARROW | _WIDE
+_OTHER, _BOLD = 0.59, 1.08
+
+
+def width_of(text: str, size: float, bold: bool = False) -> float:
+    """Pixels that a line of text takes, at most.
+
+    Example:
+        >>> width_of("rank 0", 10) > width_of("rank", 10) > 20
+        True
+    """
+    units = sum(_WIDTHS.get(mark, _OTHER if mark.isascii() else _of_others(mark)) for mark in text)
+    return units * size * (_BOLD if bold else 1.0)
+
+
+def _of_others(mark: str) -> float:
+    if unicodedata.combining(mark):
+        return 0.0
+    return 1.1 if unicodedata.east_asian_width(mark) in "WF" else 0.9
+
+
+def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
+    """The text, without as much of its middle as it takes to have room.
+
+    Example:
+        >>> shortened("decoder/layer_17/attention/query", 120, 10)
+        'decoder/la…ntion/query'
+    """
+    if width_of(text, size, bold) <= room:
+        return text
+    for kept in range(len(text) - 1, 0, -1):
+        end = (kept + 1) // 2
+        found = f"{text[: kept - end]}…{text[len(text) - end :]}"
+        if width_of(found, size, bold) <= room:
+            return found
+    return "…"
+
+
+def number(value: float) -> str:
+    """A coordinate: two digits behind the point, as few as it needs."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") or "0"
+
+
+def plain(text: str) -> str:
+    """Text for XML: escaped, and without the marks that no XML may hold."""
+    return escape("".join(mark if mark.isprintable() or mark == " " else "�" for mark in text))
+
+
+class Canvas:
+    """Takes shapes and texts, from the top to the bottom; `picture` closes it."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        self.width = width
+        self._parts: list[str] = []
+        self._bottom = 0.0
+        self._hatched = False
+
+    @property
+    def bottom(self) -> float:
+        """Where the lowest thing ends."""
+        return self._bottom
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        kind: str,
+        *,
+        title: str = "",
+        round_: float = 0,
+        edge: bool = True,
+    ) -> None:
+        """A rectangle of a class of the style sheet, with a tooltip."""
+        corners = f' rx="{number(round_)}"' if round_ else ""
+        classes = f"{kind} l" if edge else kind
+        place = f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"'
+        inside = f"><title>{plain(title)}</title></rect>" if title else "/>"
+        self._parts.append(f'<rect class="{classes}" {place}{corners}{inside}')
+        self._bottom = max(self._bottom, y + h)
+
+    def hatch(self, x: float, y: float, w: float, h: float) -> None:
+        """Stripes over a rectangle."""
+        self._hatched = True
+        place = f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"'
+        self._parts.append(f'<rect {place} fill="url(#\0)" pointer-events="none"/>')
+
+    def line(
+        self, points: Sequence[tuple[float, float]], *, kind: str = "l", width: float = 1, dashed: bool = False
+    ) -> None:
+        """A line through points."""
+        way = " ".join(f"{number(x)},{number(y)}" for x, y in points)
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(f'<polyline class="n {kind}" stroke-width="{number(width)}"{dashes} points="{way}"/>')
+        self._bottom = max(self._bottom, *(y for _, y in points))
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """A line with a head, to the right or down."""
+        (x, y), across = end, end[0] != start[0]
+        self.line([start, end], kind="k", width=1.6)
+        sides = [(x - 7, y - 4), (x, y), (x - 7, y + 4)] if across else [(x - 4, y - 7), (x, y), (x + 4, y - 7)]
+        self.line(sides, kind="k", width=1.6)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 13,
+        kind: str = "t",
+        bold: bool = False,
+        anchor: str = "start",
+        room: float | None = None,
+        upright: bool = False,
+    ) -> None:
+        """A line of text whose baseline is at y. What has no room loses its middle and keeps the whole as a tooltip.
+
+        Args:
+            anchor: "start", "middle" or "end" of the text is at x.
+            room: pixels that it may take; None: up to the picture's edge.
+            upright: it runs from the bottom to the top.
+        """
+        left, right = x - MARGIN / 2, self.width - MARGIN / 2 - x
+        edge = {"start": right, "end": left, "middle": 2 * min(left, right)}[anchor]
+        space = room if upright and room is not None else min(edge, edge if room is None else room)
+        shown = shortened(text, space, size, bold)
+        whole = f"<title>{plain(text)}</title>" if shown != text else ""
+        where = "" if anchor == "start" else f' text-anchor="{anchor}"'
+        turned = f' transform="rotate(-90 {number(x)} {number(y)})"' if upright else ""
+        classes = f"{kind} b" if bold else kind
+        self._parts.append(
+            f'<text class="{classes}" x="{number(x)}" y="{number(y)}" font-size="{number(size)}"{where}{turned}>'
+            f"{whole}{plain(shown)}</text>"
+        )
+        if not upright:
+            self._bottom = max(self._bottom, y + size * 0.3)
+
+    def paragraph(self, x: float, y: float, text: str, *, size: float = 13, kind: str = "m", room: float) -> float:
+        """Lines of text, broken between words. The baseline of a line that would follow."""
+        lines, line = [], ""
+        for word in text.split():
+            longer = f"{line} {word}".strip()
+            if line and width_of(longer, size) > room:
+                lines.append(line)
+                longer = word
+            line = longer
+        for k, found in enumerate([*lines, line]):
+            self.text(x, y + k * size * 1.45, found, size=size, kind=kind, room=room)
+        return y + (len(lines) + 1) * size * 1.45
+
+    def picture(self, title: str, description: str) -> Picture:
+        """The picture, on a ground of its own."""
+        height = round(self._bottom + MARGIN)
+        body = "".join(self._parts)
+        name = "u" + hashlib.sha256(f"{title}\0{description}\0{body}".encode()).hexdigest()[:8]
+        pattern = (
+            f'<defs><pattern id="{name}h" width="7" height="7" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect class="h" width="1.3" height="7"/></pattern></defs>'
+        )
+        hatch = "#\0"  # which no text holds
+        svg = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="{ROOT}" viewBox="0 0 {self.width} {height}" '
+            f'width="{self.width}" height="{height}" style="max-width:100%;height:auto" role="img" '
+            f'aria-labelledby="{name}t {name}d">'
+            f'<title id="{name}t">{plain(title)}</title><desc id="{name}d">{plain(description)}</desc>'
+            f"<style>{STYLE}</style>{pattern if self._hatched else ''}"
+            f'<rect class="bg" width="{self.width}" height="{height}"/>'
+            f"{body.replace(hatch, f'#{name}h')}</svg>\n"
+        )
+        return Picture(title, svg)

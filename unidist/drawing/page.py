@@ -1,0 +1,113 @@
+"""HTML: what a notebook shows of an object, and a plan's report as one file that needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unidist.drawing.bars import label_of, memory_of, picture_of_ledger, picture_of_memory
+from unidist.drawing.canvas import plain
+from unidist.drawing.entry import draw, picture_of_plan
+from unidist.planner.plan import Plan
+
+_ROOT = "unidist-page"
+# More rows than these make a notebook slow; `show()` prints them all.
+_NOTEBOOK_ROWS = 200
+# In a notebook the ground is the notebook's, so its colours are taken.
+_TABLES = (
+    f".{_ROOT} table{{border-collapse:collapse;font-size:13px;margin:8px 0}}"
+    f".{_ROOT} caption{{text-align:left;font-weight:bold;padding:6px 0}}"
+    f".{_ROOT} th,.{_ROOT} td{{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid #8884;"
+    "vertical-align:top}"
+    f".{_ROOT} td:first-child{{overflow-wrap:anywhere;min-width:200px}}"
+    f".{_ROOT} td:nth-child(2),.{_ROOT} td:nth-child(3){{white-space:nowrap}}"
+    f".{_ROOT} .n{{text-align:right;white-space:nowrap}}"
+)
+_PAGE = (
+    "body{margin:0;background:#fff;color:#1b1f24;font-family:Helvetica,Arial,'Liberation Sans',sans-serif}"
+    f".{_ROOT}{{max-width:1000px;margin:0 auto;padding:12px 20px}}"
+    "h1{font-size:24px}h2{font-size:18px;margin-top:32px}svg{display:block;margin:8px 0}"
+    ".wide{overflow-x:auto}"
+    "@media (prefers-color-scheme:dark){body{background:#0d1117;color:#eef2f6}}"
+)
+# Nothing is loaded and nothing runs, whatever names are in the plan.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+Row = Sequence[str]
+
+
+def table(title: str, head: Row, body: Sequence[Row], numbers: frozenset[int] = frozenset()) -> str:
+    """A table as HTML; every cell is escaped.
+
+    Example:
+        >>> table("t", ("what",), [("<b>",)])
+        '<table><caption>t</caption><tr><th>what</th></tr><tr><td>&lt;b&gt;</td></tr></table>'
+    """
+
+    def row(cells: Row, kind: str) -> str:
+        starts = (f'<{kind} class="n">' if k in numbers else f"<{kind}>" for k in range(len(cells)))
+        made = (f"{start}{plain(cell)}</{kind}>" for start, cell in zip(starts, cells, strict=True))
+        return f"<tr>{''.join(made)}</tr>"
+
+    rows = "".join(row(cells, "td") for cells in body)
+    return f"<table><caption>{plain(title)}</caption>{row(head, 'th')}{rows}</table>"
+
+
+def _fragment(*parts: str) -> str:
+    return f'<div class="{_ROOT}"><style>{_TABLES}</style>{"".join(parts)}</div>'
+
+
+def of_plan(plan: Plan) -> str:
+    """What a notebook shows of a plan: its graph, and its tables."""
+    return _fragment(picture_of_plan(plan).svg, _totals(plan), _traffic(plan), _variables(plan, _NOTEBOOK_ROWS))
+
+
+def of_rows(what: object, title: str, head: Row, body: Sequence[Row], numbers: frozenset[int]) -> str:
+    """What a notebook shows of something with a picture and a table."""
+    more = len(body) - _NOTEBOOK_ROWS
+    rows = (
+        body
+        if more <= 0
+        else [*body[:_NOTEBOOK_ROWS], (f"and {more:,} rows more: print shows all", *[""] * (len(head) - 1))]
+    )
+    return _fragment(draw(what).svg, table(title, head, rows, numbers))
+
+
+def report(plan: Plan) -> str:
+    """A plan's report: one HTML file with its graph, its bars and its tables. It loads nothing and runs nothing."""
+    title = f"{plan.name} on {label_of(plan)}"
+    parts = (
+        f"<h1>{plain(title)}</h1>",
+        "<h2>Layers</h2>",
+        picture_of_plan(plan).svg,
+        "<h2>Memory of a device</h2>",
+        picture_of_memory([(label_of(plan), memory_of(plan))], None, None).svg,
+        _totals(plan),
+        "<h2>What a training step sends</h2>",
+        picture_of_ledger(plan.predicted, None).svg,
+        _traffic(plan),
+        f'<div class="wide">{_variables(plan, len(plan.rows))}</div>',
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{plain(title)}</title><style>{_PAGE}</style></head><body>{_fragment(*parts)}</body></html>\n"
+    )
+
+
+def _totals(plan: Plan) -> str:
+    return table("Bytes of the device that holds most", ("what", "bytes"), plan.totals(), frozenset({1}))
+
+
+def _traffic(plan: Plan) -> str:
+    head = ("collective", "axes", "count", "bytes per device")
+    return table("Collectives of a training step", head, plan.traffic(), frozenset({2, 3}))
+
+
+def _variables(plan: Plan, most: int) -> str:
+    head = ("variable", "shape", "layout", "bytes per device", "why")
+    rows = [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in plan.rows[:most]]
+    if len(plan.rows) > most:
+        rows.append((f"and {len(plan.rows) - most:,} variables more: print(plan) shows all", "", "", "", ""))
+    return table("Variables", head, rows, frozenset({3}))
