@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ci.prose import documents
 from unidist import cli
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+DOCUMENTS = [ROOT / "CHANGELOG.md", *documents(ROOT)]
 
 
 def name(path: Path) -> str:

@@ -1,0 +1,124 @@
+"""The site: how Sphinx reads docs/. `python3 ci/docs.py` builds it.
+
+Pages are Markdown that reads well on a code host too. Beside them this makes docs/api, with a page for each public name
+from its docstring.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.errors import NoUri
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from unidist.names import WHERE  # noqa: E402 - found by the line above
+
+project = "unidist"
+author = "the authors of unidist"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "_build_doctrees"]
+html_theme = "furo"
+html_title = "unidist"
+html_copy_source = False
+html_show_sphinx = False
+templates_path: list[str] = []
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b5fa5", "color-brand-content": "#0b5fa5"},
+    "dark_css_variables": {"color-brand-primary": "#7ab8f5", "color-brand-content": "#7ab8f5"},
+}
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_use_rtype = False
+# Single backticks in docstrings are code.
+default_role = "code"
+# What docstrings name that has no page: rows of a plan, and what Python says of a mapping's own methods.
+nitpick_ignore_regex = [("py:class", r"unidist\..*\.PlanRow|(a set-like object|an object) providing a view .*")]
+
+GROUPS = {
+    "Begin": "use backend backends register initialize shutdown process_index process_count list_devices",
+    "Strategies": "DataParallel ModelParallel TensorParallelKeras parallelize LayoutMap plan Plan",
+    "Look": "describe gather_weights ledger Ledger Telemetry",
+    "Save and go on": "Checkpoint save restore",
+    "Arrays": "Mesh Layout DistributedArray distribute from_local all_reduce reduce_scatter all_gather all_to_all "
+    "broadcast permute barrier",
+    "Errors": " ".join(sorted(name for name in WHERE if name.endswith("Error"))),
+}
+
+
+def write_api(app: Sphinx) -> None:
+    """docs/api: an index, and a page for each public name."""
+    folder = HERE / "api"
+    folder.mkdir(exist_ok=True)
+    groups = {head: names.split() for head, names in GROUPS.items()}
+    others = sorted(set(WHERE) - {name for names in groups.values() for name in names})
+    wanted = {"index.rst": _index({**groups, "Others": others} if others else groups)}
+    wanted |= {f"{name}.rst": _page(name) for name in WHERE}
+    for old in folder.iterdir():
+        if old.name not in wanted:
+            old.unlink()
+    for name, text in wanted.items():
+        (folder / name).write_text(text)
+
+
+def _index(groups: dict[str, list[str]]) -> str:
+    parts = ["Names\n=====\n\nEvery public name is an attribute of ``unidist``, and has a page with an example.\n"]
+    for head, names in groups.items():
+        listed = "\n".join(f"   {name}" for name in names)
+        parts.append(f"{head}\n{'-' * len(head)}\n\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n")
+    return "\n".join(parts)
+
+
+def _page(name: str) -> str:
+    kind = "class" if name[0].isupper() else "function"
+    kind = "exception" if name.endswith("Error") else kind
+    members = "" if kind == "function" else "   :members:\n"
+    return f"{name}\n{'=' * len(name)}\n\n.. auto{kind}:: unidist.{name}\n{members}"
+
+
+_NAMED = re.compile(r"unidist\.(\w+)(\(.*\))?$")
+
+
+def link_names(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """`unidist.plan` in a text leads to its page, so that the Markdown needs no links for it."""
+    for literal in list(tree.findall(nodes.literal)):
+        found = _NAMED.match(literal.astext())
+        inside = isinstance(literal.parent, nodes.reference | nodes.title) or page.startswith("api/")
+        if found is None or found[1] not in WHERE or inside:
+            continue
+        try:
+            target = app.builder.get_relative_uri(page, f"api/{found[1]}")
+        except NoUri:
+            continue
+        link = nodes.reference("", "", refuri=target, internal=True)
+        literal.replace_self(link)
+        link += literal
+
+
+def read_tables(app: Sphinx, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    """Tables of docstrings are Markdown's; Sphinx reads docstrings as reStructuredText."""
+    read: list[str] = []
+    for line in lines:
+        if not line.startswith("|"):
+            read.append(line)
+        elif not line.startswith("|---"):
+            if not read or not read[-1].startswith("     "):
+                read += ["", ".. list-table::", ""]
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            read += [f"   {'*' if k == 0 else ' '} - {cell}" for k, cell in enumerate(cells)]
+    lines[:] = read
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write_api)
+    app.connect("autodoc-process-docstring", read_tables)
+    app.connect("doctree-resolved", link_names)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
