@@ -18,7 +18,7 @@ from sphinx.errors import NoUri
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from unidist.names import WHERE  # noqa: E402 - found by the line above
+from unidist.names import WHERE, load  # noqa: E402 - found by the line above
 
 project = "unidist"
 author = "the authors of unidist"
@@ -28,6 +28,7 @@ html_theme = "furo"
 html_title = "unidist"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 templates_path: list[str] = []
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b5fa5", "color-brand-content": "#0b5fa5"},
@@ -61,7 +62,7 @@ def write_api(app: Sphinx) -> None:
     groups = {head: names.split() for head, names in GROUPS.items()}
     others = sorted(set(WHERE) - {name for names in groups.values() for name in names})
     wanted = {"index.rst": _index({**groups, "Others": others} if others else groups)}
-    wanted |= {f"{name}.rst": _page(name) for name in WHERE}
+    wanted |= {f"{_file(name)}.rst": _page(name) for name in WHERE}
     for old in folder.iterdir():
         if old.name not in wanted:
             old.unlink()
@@ -69,18 +70,32 @@ def write_api(app: Sphinx) -> None:
         (folder / name).write_text(text)
 
 
+def _file(name: str) -> str:
+    """`plan` and `Plan` would be one file where names of files have no case."""
+    return f"{name}-class" if name[0].isupper() and name.lower() in WHERE else name
+
+
 def _index(groups: dict[str, list[str]]) -> str:
     parts = ["Names\n=====\n\nEvery public name is an attribute of ``unidist``, and has a page with an example.\n"]
     for head, names in groups.items():
-        listed = "\n".join(f"   {name}" for name in names)
-        parts.append(f"{head}\n{'-' * len(head)}\n\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n")
+        rows = "\n".join(f"   * - :doc:`{name} <{_file(name)}>`\n     - {_summary(name)}" for name in names)
+        listed = "\n".join(f"   {_file(name)}" for name in names)
+        parts.append(f"{head}\n{'-' * len(head)}\n\n.. list-table::\n   :widths: 30 70\n\n{rows}\n")
+        parts.append(f".. toctree::\n   :hidden:\n\n{listed}\n")
     return "\n".join(parts)
+
+
+def _summary(name: str) -> str:
+    """The first sentence of its docstring, whole."""
+    text = " ".join((load(name).__doc__ or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
 
 
 def _page(name: str) -> str:
     kind = "class" if name[0].isupper() else "function"
     kind = "exception" if name.endswith("Error") else kind
-    members = "" if kind == "function" else "   :members:\n"
+    # A callback's methods are for Keras to call.
+    members = "" if kind == "function" or name in ("Checkpoint", "Telemetry") else "   :members:\n"
     return f"{name}\n{'=' * len(name)}\n\n.. auto{kind}:: unidist.{name}\n{members}"
 
 
@@ -95,7 +110,7 @@ def link_names(app: Sphinx, tree: nodes.document, page: str) -> None:
         if found is None or found[1] not in WHERE or inside:
             continue
         try:
-            target = app.builder.get_relative_uri(page, f"api/{found[1]}")
+            target = app.builder.get_relative_uri(page, f"api/{_file(found[1])}")
         except NoUri:
             continue
         link = nodes.reference("", "", refuri=target, internal=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.docs.forked import run_forked
 from unidist.testing.processes import ProcessFailedError
 
 pytestmark = pytest.mark.processes
+PAGE = "docs/examples.md"
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 ARGUMENTS = {"switching_backends": ("sim",)}
 
@@ -47,7 +49,7 @@ def test_a_training_that_was_killed_comes_to_the_loss_of_one_that_was_not(tmp_pa
     assert again.splitlines()[-1] == undisturbed.strip()
 
 
-def test_there_are_ten_and_each_says_how_it_is_started() -> None:
+def test_each_says_how_it_is_started_and_is_on_the_page() -> None:
     assert len(SCRIPTS) >= 10
-    for name, path in SCRIPTS.items():
-        assert f"python examples/{name}.py" in path.read_text()
+    listed = {name.removesuffix(".py") for name in re.findall(r"\(\.\./examples/(.*?)\)", (ROOT / PAGE).read_text())}
+    assert listed == {f for f in SCRIPTS if f"python examples/{f}.py" in SCRIPTS[f].read_text()} == set(SCRIPTS)
