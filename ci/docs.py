@@ -35,10 +35,12 @@ def main(arguments: list[str]) -> int:
     python = environment()
     if "--examples" in arguments and (code := run(python, *PYTEST, "tests/docs")):
         return code
-    code = build(layered(python, packages()))
-    if code == 0:
-        say(f"open {BUILT / 'index.html'}")
-    return code
+    if code := build(layered(python, packages())):
+        return code
+    for page in (bare := without_example()):
+        say(f"{page}: a public name's page shows no example")
+    say(f"open {BUILT / 'index.html'}")
+    return int(bool(bare))
 
 
 def packages() -> list[str]:
@@ -56,6 +58,12 @@ def build(python: Path) -> int:
     code = run(python, "-m", "sphinx", "--quiet", *strict, "-d", cache, ROOT / "docs", BUILT, env=env)
     shutil.rmtree(cache, ignore_errors=True)
     return code
+
+
+def without_example() -> list[str]:
+    """Pages of public names that show none: Sphinx has read something else than the name's docstring."""
+    pages = sorted(page for page in (BUILT / "api").glob("*.html") if page.name != "index.html")
+    return [page.name for page in pages if "&gt;&gt;&gt; " not in page.read_text()]
 
 
 if __name__ == "__main__":

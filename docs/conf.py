@@ -18,7 +18,8 @@ from sphinx.errors import NoUri
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from unidist.names import WHERE, load  # noqa: E402 - found by the line above
+import unidist  # noqa: E402 - found by the line above
+from unidist.names import WHERE, load  # noqa: E402
 
 project = "unidist"
 author = "the authors of unidist"
@@ -53,10 +54,19 @@ GROUPS = {
     "broadcast permute barrier",
     "Errors": " ".join(sorted(name for name in WHERE if name.endswith("Error"))),
 }
+# Methods that Keras calls, or that are the model's own, are left out.
+MEMBERS = {
+    "Checkpoint": "",
+    "Telemetry": "",
+    "TensorParallelKeras": "   :members: get_parallelism_info, get_gradient_sharding_info\n",
+}
 
 
 def write_api(app: Sphinx) -> None:
     """docs/api: an index, and a page for each public name."""
+    for name in WHERE:
+        # `ledger` is the name of a module too, which Sphinx would find in its place.
+        setattr(unidist, name, load(name))
     folder = HERE / "api"
     folder.mkdir(exist_ok=True)
     groups = {head: names.split() for head, names in GROUPS.items()}
@@ -94,8 +104,7 @@ def _summary(name: str) -> str:
 def _page(name: str) -> str:
     kind = "class" if name[0].isupper() else "function"
     kind = "exception" if name.endswith("Error") else kind
-    # A callback's methods are for Keras to call.
-    members = "" if kind == "function" or name in ("Checkpoint", "Telemetry") else "   :members:\n"
+    members = "" if kind == "function" else MEMBERS.get(name, "   :members:\n")
     return f"{name}\n{'=' * len(name)}\n\n.. auto{kind}:: unidist.{name}\n{members}"
 
 

@@ -38,6 +38,14 @@ def test_files_of_ours_that_are_named_exist(document: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_every_page_has_a_place_in_the_site() -> None:
+    trees = re.findall(r"^```{toctree}\n(.*?)^```$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    placed = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
+    written = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in DOCUMENTS if page.parent != ROOT}
+    assert sorted(placed) == sorted({*written, "api/index"} - {"index"})
+
+
 def test_the_table_of_options_is_that_of_the_command() -> None:
     text = (ROOT / "docs" / "launching.md").read_text()
     told = set(re.findall(r"`(--?[a-z-]+)`", "\n".join(line for line in text.splitlines() if line.startswith("| `-"))))
