@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,14 @@ def _page(name: str) -> str:
     return f"{name}\n{'=' * len(name)}\n\n.. auto{kind}:: unidist.{name}\n{members}"
 
 
+def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+    """What docs/contents.toml lists, at the end of the first page."""
+    if page == "index":
+        for caption, of in tomllib.loads((HERE / "contents.toml").read_text()).items():
+            listed = "\n".join(of["pages"])
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
+
+
 _NAMED = re.compile(r"unidist\.(\w+)(\(.*\))?$")
 
 
@@ -143,6 +152,7 @@ def read_tables(app: Sphinx, what: str, name: str, of: Any, options: Any, lines:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", write_api)
+    app.connect("source-read", add_contents)
     app.connect("autodoc-process-docstring", read_tables)
     app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -65,9 +65,9 @@ real = rng.normal(3.0, 0.5, size=(256, 1)).astype("float32")
 noise = rng.normal(size=(256, 4)).astype("float32")
 with unidist.DataParallel().scope():
     gan = Gan()
-    gan.compile(maker=keras.optimizers.Adam(0.005), judge=keras.optimizers.Adam(0.005))
+    gan.compile(maker=keras.optimizers.Adam(0.01), judge=keras.optimizers.Adam(0.01))
 before = float(gan.maker.predict(noise, verbose=0).mean())
-gan.fit((real, noise), batch_size=64, epochs=15, verbose=0)
+gan.fit((real, noise), batch_size=64, epochs=8, verbose=0)
 after = float(gan.maker.predict(noise, verbose=0).mean())
 if unidist.process_index() == 0:
     print(f"mean of what is made: before {before:.2f}, after {after:.2f}")

@@ -1,7 +1,7 @@
 """The examples of the pages run as they stand, and print what the pages show.
 
-A program without a name runs in a process that is forked with Keras imported. Files with names are written into one
-folder, and the page's commands run there as a reader would run them.
+A program without a name, and one that `python` starts, runs in a process that is forked with Keras imported. Files with
+names are written into one folder, and the page's other commands run there as a reader would run them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def test_a_program_runs_on_jax(page: str, block: Block, tmp_path: Path) -> None:
 def test_a_command_runs(page: str, block: Block, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     for command in block.text.strip().splitlines():
-        printed = run(command, tmp_path)
+        program = command.removeprefix("python ")
+        printed = (
+            run(command, tmp_path) if program == command else run_forked((tmp_path / program).read_text(), tmp_path)
+        )
     assert_printed(block, printed)
 
 
