@@ -50,10 +50,8 @@ def test_a_program_runs_on_jax(page: str, block: Block, tmp_path: Path) -> None:
 def test_a_command_runs(page: str, block: Block, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     for command in block.text.strip().splitlines():
-        program = command.removeprefix("python ")
-        printed = (
-            run(command, tmp_path) if program == command else run_forked((tmp_path / program).read_text(), tmp_path)
-        )
+        program = tmp_path / command.removeprefix("python ")
+        printed = run_forked(program.read_text(), tmp_path) if program.exists() else run(command, tmp_path)
     assert_printed(block, printed)
 
 
