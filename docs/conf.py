@@ -43,13 +43,17 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 # Single backticks in docstrings are code.
 default_role = "code"
-# What docstrings name that has no page: rows of a plan, and what Python says of a mapping's own methods.
-nitpick_ignore_regex = [("py:class", r"unidist\..*\.PlanRow|(a set-like object|an object) providing a view .*")]
+# What docstrings name that has no page: rows of a plan, an error of the launcher, and what Python says of a mapping's
+# own methods.
+nitpick_ignore_regex = [
+    ("py:class", r"unidist\..*\.PlanRow|(a set-like object|an object) providing a view .*"),
+    ("py:exc", "LaunchError"),
+]
 
 GROUPS = {
-    "Begin": "use backend backends register initialize shutdown process_index process_count list_devices",
+    "Begin": "use backend backends register initialize shutdown process_index process_count list_devices notebook_run",
     "Strategies": "DataParallel ModelParallel TensorParallelKeras parallelize LayoutMap plan Plan",
-    "Look": "describe gather_weights ledger Ledger Telemetry",
+    "Look": "describe draw Picture gather_weights ledger Ledger Telemetry",
     "Save and go on": "Checkpoint save restore",
     "Arrays": "Mesh Layout DistributedArray distribute from_local all_reduce reduce_scatter all_gather all_to_all "
     "broadcast permute barrier",
@@ -136,10 +140,11 @@ def link_names(app: Sphinx, tree: nodes.document, page: str) -> None:
         link += literal
 
 
-def read_tables(app: Sphinx, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
-    """Tables of docstrings are Markdown's; Sphinx reads docstrings as reStructuredText."""
+def as_restructured(app: Sphinx, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings have Markdown's tables, and names of arguments with their stars; Sphinx reads reStructuredText."""
     read: list[str] = []
     for line in lines:
+        line = re.sub(r"(?<![\w`*])\*{1,2}(?=\w+[,:])", "", line)
         if not line.startswith("|"):
             read.append(line)
         elif not line.startswith("|---"):
@@ -153,6 +158,6 @@ def read_tables(app: Sphinx, what: str, name: str, of: Any, options: Any, lines:
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", write_api)
     app.connect("source-read", add_contents)
-    app.connect("autodoc-process-docstring", read_tables)
+    app.connect("autodoc-process-docstring", as_restructured, priority=400)  # before napoleon reads them
     app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -11,6 +11,7 @@ import pytest
 
 from ci.prose import documents
 from unidist import cli
+from unidist.names import WHERE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "CHANGELOG.md", *documents(ROOT)]
@@ -37,6 +38,11 @@ def test_links_inside_the_project_lead_somewhere(document: Path) -> None:
 def test_files_of_ours_that_are_named_exist(document: Path) -> None:
     for path in re.findall(r"`((?:tests|ci|docs|unidist|benchmarks)/[\w/.-]*\w)`", document.read_text()):
         assert (ROOT / path).exists(), path
+
+
+def test_every_error_is_explained() -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(name for name in WHERE if name.endswith("Error") and name != "UnidistError")
 
 
 def test_every_page_has_a_place_in_the_site() -> None:

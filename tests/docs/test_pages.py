@@ -15,9 +15,9 @@ from tests.docs.forked import run_forked
 
 pytestmark = pytest.mark.processes
 
-# Those whose examples other tests run: test_readme.py, test_checkpoints_page.py, test_launching_page.py, and
-# tests/adapters/test_sockets.py.
-ELSEWHERE = {"README.md", "docs/checkpoints.md", "docs/launching.md", "docs/adapters.md"}
+# Those whose examples other tests run: test_readme.py, test_checkpoints_page.py, test_launching_page.py,
+# tests/adapters/test_sockets.py, and tests/drawing/test_documents.py.
+ELSEWHERE = {"README.md", "docs/checkpoints.md", "docs/launching.md", "docs/adapters.md", "docs/pictures.md"}
 PAGES = [page for page in pages() if page not in ELSEWHERE]
 # What the page on training says holds with Keras on JAX too.
 ALSO_ON_JAX = ("docs/training.md",)
