@@ -218,21 +218,24 @@ def environment() -> Path:
 
 def with_keras(python: Path, version: str) -> Path:
     """The Python of an environment that has another Keras and all else from the main one; a nightly is a week's."""
-    home = python.parents[1]
-    wanted = f"keras=={version}"
-    age = ""
     if version == "nightly":
-        wanted, age = "keras-nightly", time.strftime("%G-%V")
-    other = home.with_name(hashlib.sha256("\n".join([home.name, wanted, age]).encode()).hexdigest()[:16])
+        return layered(python, ["keras-nightly"], time.strftime("%G-%V"))
+    return layered(python, [f"keras=={version}"])
+
+
+def layered(python: Path, wanted: list[str], age: str = "") -> Path:
+    """The Python of an environment that has these packages, without what they need, and all else from the main one."""
+    home = python.parents[1]
+    other = home.with_name(hashlib.sha256("\n".join([home.name, *wanted, age]).encode()).hexdigest()[:16])
     with (home.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (other / "complete").exists():
             say(f"making {other}")
             venv.create(other, clear=True)
             (packages,), (behind,) = other.glob("lib/*/site-packages"), home.glob("lib/*/site-packages")
-            # Read after the environment's own packages, so that its Keras is found first.
+            # Read after the environment's own packages, so that these are found first.
             (packages / "main.pth").write_text(f"{behind}\n")
-            install = ("install", "--quiet", "--disable-pip-version-check", "--no-deps", wanted)
+            install = ("install", "--quiet", "--disable-pip-version-check", "--no-deps", *wanted)
             if code := run(python, "-m", "pip", "--python", other / "bin" / "python", *install):
                 sys.exit(code)
         (other / "complete").touch()

@@ -1,4 +1,4 @@
-"""`unidist demo`: trains on virtual devices, shows what lies and moves where, and compares with one device."""
+"""`unidist demo`: trains on virtual devices, shows what is where and what moves, and compares with one device."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _layouts(model: Any) -> str:
     body.append((f"optimizer: {len(slots)} variables", "", "", "", *_share(slots)))
     body.append((f"all {len(found)} variables", "", "", "", *_share(found)))
     head = ("variable", "layout", "shape", "on a device", "bytes", "share")
-    return _table("What lies on each device, and what share that is of the whole", head, body, numbers=2)
+    return _table("What each device holds, and what share that is of the whole", head, body, numbers=2)
 
 
 def _cuts(row: Row) -> str:

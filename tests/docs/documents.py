@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+
+from ci.prose import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_AS_SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _NAME = re.compile(r"# (\w+\.py)\n")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `file`: the name that its first line, a comment, gives it."""
+    """A fenced block.
+
+    Attributes:
+        file: the name that its first line, a comment, gives it.
+        printed: what it prints, where the next block is `text`; "..." stands for anything, as in doctest.
+    """
 
     language: str
     text: str
     line: int
+    printed: str | None = None
 
     @property
     def file(self) -> str | None:
@@ -29,9 +40,31 @@ class Block:
         return found[1] if found else None
 
 
+def pages() -> list[str]:
+    """README and the pages of docs."""
+    return [str(page.relative_to(ROOT)) for page in documents(ROOT)]
+
+
 def blocks(document: str) -> list[Block]:
+    """Those of code, each with what it prints."""
     text = (ROOT / document).read_text()
-    return [Block(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in _FENCE.finditer(text)]
+    found = list(_FENCE.finditer(text))
+    return [
+        Block(
+            m[1],
+            m[2],
+            text.count("\n", 0, m.start()) + 1,
+            following[2] if following and following[1] == "text" else None,
+        )
+        for m, following in zip_longest(found, found[1:])
+        if m[1] != "text"
+    ]
+
+
+def assert_printed(block: Block, found: str) -> None:
+    """What a block printed is what its page shows."""
+    if block.printed is not None:
+        assert doctest.OutputChecker().check_output(block.printed, found, _AS_SHOWN), f"it printed:\n{found}"
 
 
 def assert_demo(shown: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.docs.documents import blocks, run
+import pytest
 
+from tests.docs.documents import blocks
+from tests.docs.forked import run_forked
+
+pytestmark = pytest.mark.processes
 PAGE = "docs/checkpoints.md"
 
 
 def test_examples_run(tmp_path: Path) -> None:
     programs = [block.text for block in blocks(PAGE) if block.language == "python" and block.file is None]
     assert programs
-    setting = 'import os\n\nos.environ["KERAS_BACKEND"] = "torch"\n'
-    (tmp_path / "example.py").write_text("\n".join([setting, *programs]))
-    run("python example.py", tmp_path)
+    run_forked("\n".join(programs), tmp_path)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from ci.prose import documents
 from unidist import cli
+from unidist.names import WHERE
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+DOCUMENTS = [ROOT / "CHANGELOG.md", *documents(ROOT)]
 
 
 def name(path: Path) -> str:
@@ -35,6 +38,18 @@ def test_links_inside_the_project_lead_somewhere(document: Path) -> None:
 def test_files_of_ours_that_are_named_exist(document: Path) -> None:
     for path in re.findall(r"`((?:tests|ci|docs|unidist|benchmarks)/[\w/.-]*\w)`", document.read_text()):
         assert (ROOT / path).exists(), path
+
+
+def test_every_error_is_explained() -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(name for name in WHERE if name.endswith("Error") and name != "UnidistError")
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    contents = tomllib.loads((ROOT / "docs" / "contents.toml").read_text())
+    placed = [re.sub(r".*<(.*)>", r"\1", entry) for of in contents.values() for entry in of["pages"]]
+    written = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in DOCUMENTS if page.parent != ROOT}
+    assert sorted(placed) == sorted({*written, "api/index"} - {"index"})
 
 
 def test_the_table_of_options_is_that_of_the_command() -> None:

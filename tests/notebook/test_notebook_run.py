@@ -137,7 +137,7 @@ def test_names_that_a_function_makes_itself_are_not_looked_for(tmp_path) -> None
         (CELLS.returns_a_model, "returns_a_model uses MESH, a Mesh of the notebook"),
         (CELLS.uses_another_name, "which is plus_offset by another name"),
     ],
-    ids=str,
+    ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_what_cannot_stand_alone_is_an_error_before_anything_starts(function, words, monkeypatch) -> None:
     monkeypatch.setattr(unidist.launch, "run", lambda *_, **__: pytest.fail("a process was started"))

@@ -15,7 +15,7 @@ from tests.visible import WITH_TENSORFLOW
 pytestmark = pytest.mark.processes
 
 EVERY = ("sim", "torch", "jax", "tensorflow", "horovod")
-# The README's command runs on sim, torch and jax (tests/docs/test_readme.py).
+# The command of docs/guide/numbers.md runs on sim, torch and jax (tests/docs/test_pages.py).
 NAMES = unless_all(("sim", "tensorflow", "horovod"), EVERY)
 
 TRAIN = """

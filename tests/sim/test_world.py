@@ -216,7 +216,7 @@ def test_refusals(world: VirtualWorld) -> None:
         total(world, FOUR, 1)
     with pytest.raises(CapabilityError, match="no virtual rank of this world"):
         world.run(lambda rank: total(VirtualWorld(4), FOUR, rank))
-    with pytest.raises(MeshError, match=r"rank 0 called sum for the ranks \(1, 2\), of which it is none"):
+    with pytest.raises(MeshError, match=r"rank 0 called sum for the ranks \(1, 2\), and is none of them"):
         world.run(lambda rank: total(world, (1, 2), rank))
     for ranks in ((0, 0), (0, 4)):
         with pytest.raises(MeshError, match="no group of ranks of a world of 4"):

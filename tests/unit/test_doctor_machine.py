@@ -91,7 +91,7 @@ def test_a_healthy_machine() -> None:
     [
         ({}, {"OMP_NUM_THREADS": "16"}, "threads", "warning", "4 processes, 16 cores", "OMP_NUM_THREADS=4"),
         ({}, {"OMP_NUM_THREADS": "many"}, "threads", "failed", "'many' is no number", "OMP_NUM_THREADS=4"),
-        ({"quota": 2.0}, {}, "threads", "warning", "16 threads, of which 2 can run", "OMP_NUM_THREADS=1"),
+        ({"quota": 2.0}, {}, "threads", "warning", "16 threads, and 2 can run", "OMP_NUM_THREADS=1"),
         ({"memory": 3 * GIB}, {}, "memory", "warning", "3.0 GiB for 4 processes", "fewer processes"),
         ({"memory_limit": 2 * GIB}, {}, "memory", "warning", "2.0 GiB for 4", "fewer processes"),
         ({"shared": 64 * 2**20}, {}, "shared memory", "warning", "64 MiB", "--shm-size"),

@@ -33,7 +33,7 @@ class Entry:
     """What an adapter is, said without importing it: where it is found, whom it serves, how its processes start.
 
     Attributes:
-        target: "package.module:Class" of a DistributionBackend, constructed as Class(devices=..., **options).
+        target: "package.module:Class" of a DistributionBackend, constructed as `Class(devices=..., **options)`.
         hint: how to install what is missing.
         requires: top-level modules that must be importable.
         distribution: the distribution whose version `backends()` tells. "": that of the first module it requires.
@@ -149,7 +149,7 @@ def register(name: str, target: str, **declared: Any) -> None:
 
     Args:
         name: what `unidist.use` will call it.
-        target: "package.module:Class" of a DistributionBackend, constructed as Class(devices=..., **options).
+        target: "package.module:Class" of a DistributionBackend, constructed as `Class(devices=..., **options)`.
         declared: further fields of its `Entry`, as hint, requires and keras_backends.
 
     Example:

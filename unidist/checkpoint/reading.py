@@ -98,7 +98,7 @@ class Reader:
             self.tensors, self._places = self._whole_ones()
         for file_told, name in ((told.checksums, manifest.CHECKSUMS), (told.index, manifest.INDEX)):
             if file_told.name != name:
-                raise CheckpointError(f"{manifest.MANIFEST}: {name} is not told of", file=manifest.MANIFEST)
+                raise CheckpointError(f"{manifest.MANIFEST}: {name} is not in it", file=manifest.MANIFEST)
 
     def _whole_ones(self) -> tuple[dict[str, Tensor], Places]:
         """The tensors of files that hold them whole."""

@@ -105,7 +105,7 @@ def clocks(reports: Reports) -> Check:
     """Whether the machines' clocks agree: read at the end of a barrier."""
     asked = f"clocks agree to {_CLOCKS:g} s"
     if len(reports.joined) < reports.count:
-        found = "not all processes have told their time"
+        found = "not all processes have reported their time"
         return Check(name="clocks", asked=asked, status="not checked", found=found, advice=LATER)
     times = {process: report["clock"] for process, report in reports.joined.items()}
     first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)

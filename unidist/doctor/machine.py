@@ -78,7 +78,7 @@ def _usable(machine: Machine) -> float:
 
 
 def _cores(machine: Machine) -> Check:
-    quota = "" if machine.quota is None else f", of which its container may use {machine.quota:g} at a time"
+    quota = "" if machine.quota is None else f"; its container may use {machine.quota:g} at a time"
     return Check(name="cores", asked="cores are known", status="ok", found=f"{machine.cores}{quota}")
 
 
@@ -89,7 +89,7 @@ def _threads(machine: Machine, environ: Mapping[str, str], processes: int) -> Ch
     advice = f"export OMP_NUM_THREADS={share}"
     if text is None:
         if machine.quota is not None and machine.quota < machine.cores:
-            found = f"OMP_NUM_THREADS is not set: frameworks start {machine.cores} threads, of which {usable:g} can run"
+            found = f"OMP_NUM_THREADS is not set: frameworks start {machine.cores} threads, and {usable:g} can run"
             return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
         found = "OMP_NUM_THREADS is not set; `unidist run` shares the cores out to processes of torch and Horovod"
         return Check(name=name, asked=asked, status="ok", found=found)

@@ -158,7 +158,7 @@ class Description:
 
 
 def describe(model: Any) -> Description:
-    """How a model lies on the devices, measured from the arrays it holds, and what its layers do with cut weights.
+    """How a model is laid out on the devices, measured from the arrays it holds, and what layers do with cut weights.
 
     Args:
         model: a built model. Its optimizer's slots are listed once they exist.

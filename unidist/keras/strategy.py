@@ -133,7 +133,7 @@ class ModelParallel(UnidistDistribution):
     the mesh has one.
 
     With "auto" the plan (unidist.plan) is made when a model is whole: by parallelize, or at its first fit, evaluate or
-    predict. Variables made in the scope before that lie by their shapes alone, and are moved once, one by one.
+    predict. Variables made in the scope before that are laid out by their shapes alone, and are moved once, one by one.
 
     Args:
         mesh: a Mesh or Keras DeviceMesh; None: the layout map's mesh, or all devices on one axis, "model".

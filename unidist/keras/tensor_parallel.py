@@ -85,7 +85,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     # what it is ----------------------------------------------------------------------------------------------------
 
     def get_parallelism_info(self) -> dict[str, Any]:
-        """Where the model lies, measured from the arrays that are held.
+        """How the model is laid out, measured from the arrays that are held.
 
         Returns:
             backend, keras_backend, world_size, mesh (axis -> size), devices (names in the order of the mesh),
@@ -113,7 +113,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     def get_gradient_sharding_info(self) -> dict[str, Any]:
         """What a device holds of the gradients and of the optimizer's states.
 
-        A gradient lies as its variable does; so does a slot, measured once the optimizer is built (0 before).
+        A gradient is laid out as its variable is; so does a slot, measured once the optimizer is built (0 before).
 
         Returns:
             sharded_gradients, replicated_gradients (numbers of variables), gradient_bytes_per_device,

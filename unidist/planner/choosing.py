@@ -149,7 +149,7 @@ class Chooser:
         found: dict[str, set[Layout]] = {}
         for choice, variable in zip(out, variables, strict=True):
             found.setdefault(variable.path, set()).add(choice.layout)
-        clash = "replicated: another variable of this path lies differently"
+        clash = "replicated: another variable of this path has another layout"
         return [
             Choice(Layout(), clash) if len(found[v.path]) > 1 else choice
             for choice, v in zip(out, variables, strict=True)

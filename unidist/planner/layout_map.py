@@ -122,7 +122,7 @@ class LayoutMap(MutableMapping[str, Layout]):
 
         Raises:
             LayoutError: two rules match, the layout has more dims than the variable, or a dim does not divide and the
-            map is not uneven.
+                map is not uneven.
         """
         rule = self.match(path)
         found = self._rules[rule] if rule is not None else Layout()

@@ -1,4 +1,4 @@
-"""Plan: for each variable where it lies and why, what a device holds, and what a training step sends."""
+"""Plan: for each variable its layout and why, what a device holds, and what a training step sends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PlanRow:
         bytes_per_device: of the value; of the device that holds most.
         gradient_bytes_per_device: of its gradient, once it is reduced.
         slot_bytes_per_device: of the optimizer's slots.
-        reason: why it lies so.
+        reason: why it has these layouts.
     """
 
     path: str
@@ -52,7 +52,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model lies on a mesh.
+    """How a model is laid out on a mesh.
 
     Attributes:
         rows: one for each variable, in the model's order.
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def sharded_fraction(self) -> float:
-        """The part of the model's bytes that lies in sharded variables."""
+        """The part of the model's bytes that is in sharded variables."""
         total = sum(row.bytes for row in self.rows)
         return sum(row.bytes for row in self.rows if row.is_sharded) / total if total else 0.0
 

@@ -17,9 +17,9 @@ HEAD = (
 )
 TEXT = """# Models
 
-What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. Each row is measured, on the simulator with Keras on torch, by `python -m tests.keras.hub.table`, which writes this page: a model of two small blocks and a head is trained for 5 steps of AdamW on one device and on 2 and 4 virtual ones, and no weight and no loss may differ by more than 0.00001. Padding masks are part of the batch. The tests make some rows again and compare them.
+What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. Each row is measured, on the simulator with Keras on torch, by `python -m tests.keras.hub.table`, which writes this page. A model of two small blocks and a head is trained for 5 steps of AdamW, on one device and on 2 and 4 virtual ones. No weight and no loss may differ by more than 0.00001. Padding masks are part of the batch. The tests make some rows again and compare them.
 
-- **Parameters sharded**: the part of the model's bytes that lies in sharded variables. In models so small norms, biases and position tables weigh more than they do in large ones. Key and value heads that do not divide over the devices are cut by their features.
+- **Parameters sharded**: the part of the model's bytes that is in sharded variables. In models so small norms, biases and position tables weigh more than they do in large ones. Key and value heads that do not divide over the devices are cut by their features.
 - **Pairs**: sets of layers between which activations stay cut: proven on the first batch, of those that the plan found. In what is no pair outputs are gathered, so it is as exact and sends more.
 - **Collectives of a step**: of one forward and backward pass of the layers, on the model axis.
 - **Proven**: the number of training steps that were equal to one device's, and on which numbers of devices.
@@ -29,7 +29,7 @@ What `ModelParallel(mesh)` makes of keras_hub's backbones, with no rule given. E
 
 Other backbones work as well; where their attention counts heads in a way that unidist does not know it is gathered. Experts of mixtures (Mixtral, GPT-OSS) are gathered for each call.
 
-`generate` of a causal language model works on shards of the heads and of the cache where the cache is one array; Gemma 3 keeps a tuple, so there activations are gathered. `Gemma3CausalLM.generate` with `preprocessor=None` raises a dtype error in keras_hub 0.32 where it is given no `images`, on one device of plain Keras too: give it `images` of shape (rows, 0, height, width, 3).
+`generate` of a causal language model works on shards of the heads and of the cache where the cache is one array. Gemma 3 keeps a tuple, so there activations are gathered. `Gemma3CausalLM.generate` with `preprocessor=None` raises a dtype error in keras_hub 0.32 where it is given no `images`. It does so on one device of plain Keras too. Give it `images` of shape (rows, 0, height, width, 3).
 
 A model of yours: `unidist plan FILE.py:function --mesh model=4` ([planning](planning.md)).
 """

@@ -341,7 +341,7 @@ class _Run:
             raise Abort
         place = self.crew.places_of(ranks).get(rank)
         if place is None:
-            raise MeshError(f"rank {rank} called {tag} for the ranks {ranks}, of which it is none")
+            raise MeshError(f"rank {rank} called {tag} for the ranks {ranks}, and is none of them")
         meeting = self._joined(rank, ranks, tag)
         meeting.values[place] = value
         meeting.arrived.append(rank)

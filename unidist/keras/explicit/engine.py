@@ -142,7 +142,7 @@ class Engine:
             if self.world.is_virtual:
                 if isinstance(layer, TorchModuleWrapper):
                     raise CapabilityError(
-                        f"layer {layer.name!r} wraps a torch module, of which the simulator's ranks would share the "
+                        f"layer {layer.name!r} wraps a torch module, and the simulator's ranks would share its "
                         "one copy: use('torch') with real processes instead"
                     )
                 object.__setattr__(layer, "_losses", PerRankList())

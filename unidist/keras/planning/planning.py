@@ -28,8 +28,8 @@ def plan(
     sequence_parallel: bool = False,
 ) -> Plan:
     """The layouts of a model on a mesh, with reasons, bytes and the traffic of a step. Nothing is placed or sent, and
-    no device is needed: the model may have been built without values, inside keras.StatelessScope(
-    initialize_variables=False).
+    no device is needed. The model may have been built without values, inside of
+    `keras.StatelessScope(initialize_variables=False)`.
 
     Args:
         model: a built Keras model.

@@ -1,0 +1,57 @@
+"""A training that is killed, and goes on where it stood when it is started again.
+
+    python examples/resume.py --kill-at 13      # ends in the middle of an epoch, by SIGKILL
+    python examples/resume.py                   # goes on with batch 11, the last that was saved, and ends
+
+Both together come to the loss of a training that was not killed. To start again by itself:
+`unidist run -n 4 --max-restarts 3 examples/resume.py --kill-at 13 --once`.
+
+The second command prints:
+
+    goes on behind batch 10
+    loss ...
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import unidist
+
+unidist.use(devices=4)
+
+import keras
+import numpy as np
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--directory", default="run-of-resume")
+parser.add_argument("--kill-at", type=int, help="the batch behind which process 0 kills itself")
+parser.add_argument("--once", action="store_true", help="only if nothing was saved yet")
+options = parser.parse_args()
+
+
+class Killed(keras.callbacks.Callback):
+    seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if self.seen == options.kill_at and unidist.process_index() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+saved = sorted(path.name for path in Path(options.directory).glob("step-*"))
+if saved and unidist.process_index() == 0:
+    print("goes on behind batch", int(saved[-1].removeprefix("step-")))
+
+keras.utils.set_random_seed(0)
+x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+with unidist.DataParallel().scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+callbacks = [unidist.Checkpoint(options.directory, every=5)]
+if options.kill_at and not (options.once and saved):
+    callbacks.append(Killed())
+history = model.fit(x, x[:, :1] ** 2, batch_size=8, epochs=4, callbacks=callbacks, verbose=0)
+if unidist.process_index() == 0:
+    print(f"loss {history.history['loss'][-1]:.6f}")

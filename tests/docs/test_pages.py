@@ -1,0 +1,68 @@
+"""The examples of the pages run as they stand, and print what the pages show.
+
+A program without a name, and one that `python` starts, runs in a process that is forked with Keras imported. Files with
+names are written into one folder, and the page's other commands run there as a reader would run them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.documents import ROOT, Block, assert_printed, blocks, pages, run, write_files
+from tests.docs.forked import run_forked
+
+pytestmark = pytest.mark.processes
+
+# Those whose examples other tests run: test_readme.py, test_checkpoints_page.py, test_launching_page.py,
+# tests/adapters/test_sockets.py, and tests/drawing/test_documents.py.
+ELSEWHERE = {"README.md", "docs/checkpoints.md", "docs/launching.md", "docs/adapters.md", "docs/pictures.md"}
+PAGES = [page for page in pages() if page not in ELSEWHERE]
+# What the page on training says holds with Keras on JAX too.
+ALSO_ON_JAX = ("docs/training.md",)
+
+
+def _programs(*documents: str) -> list[tuple[str, Block]]:
+    return [(page, b) for page in documents for b in blocks(page) if b.language == "python" and b.file is None]
+
+
+def _commands() -> list[tuple[str, Block]]:
+    return [(page, b) for page in PAGES for b in blocks(page) if b.language == "bash" and not b.text.startswith("#!")]
+
+
+def _name(of: object) -> str:
+    return f"line{of.line}" if isinstance(of, Block) else Path(str(of)).stem
+
+
+@pytest.mark.parametrize(("page", "block"), _programs(*PAGES), ids=_name)
+def test_a_program_runs(page: str, block: Block, tmp_path: Path) -> None:
+    on_jax = 'unidist.use("jax"' in block.text.partition("import keras")[0]
+    assert_printed(block, run_forked(block.text, tmp_path, "jax" if on_jax else "torch"))
+
+
+@pytest.mark.parametrize(("page", "block"), _programs(*ALSO_ON_JAX), ids=_name)
+def test_a_program_runs_on_jax(page: str, block: Block, tmp_path: Path) -> None:
+    assert_printed(block, run_forked(block.text, tmp_path, "jax"))
+
+
+@pytest.mark.parametrize(("page", "block"), _commands(), ids=_name)
+def test_a_command_runs(page: str, block: Block, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
+    for command in block.text.strip().splitlines():
+        program = tmp_path / command.removeprefix("python ")
+        printed = run_forked(program.read_text(), tmp_path) if program.exists() else run(command, tmp_path)
+    assert_printed(block, printed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_file_with_a_name_is_run_by_a_command(page: str) -> None:
+    """Otherwise nobody would run it."""
+    commands = " ".join(b.text for b in blocks(page) if b.language == "bash")
+    assert [b.file for b in blocks(page) if b.file and b.file not in commands] == []
+
+
+def test_a_block_of_what_is_printed_follows_a_program() -> None:
+    for page in PAGES:
+        shown = (ROOT / page).read_text().count("\n```text\n")
+        assert shown == sum(block.printed is not None for block in blocks(page)), page
