@@ -139,6 +139,25 @@ def _decayed(**options: Any) -> Any:
     return optimizer
 
 
+class OfAllGradients(optimizers.SGD):
+    """Its `apply` looks at all gradients and at all weights."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = trainable_variables or self._trainable_variables
+        norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in grads))
+        size = sum(ops.sum(ops.abs(ops.convert_to_tensor(v))) for v in variables)
+        return super().apply([g * size / (10.0 + 100.0 * norm) for g in grads], trainable_variables)
+
+
+class OfWholeGradients(optimizers.Adam):
+    """Behind Keras's clipping each gradient is kept small against its weights."""
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        sizes = [ops.norm(ops.convert_to_tensor(v)) + 1e-3 for v in trainable_variables]
+        small = [g * ops.minimum(1.0, 0.1 * s / (ops.norm(g) + 1e-6)) for g, s in zip(grads, sizes, strict=True)]
+        return super()._backend_apply_gradients(small, trainable_variables)
+
+
 # Scales up at every second step, and down where gradients overflow: 2**126 times a loss does.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "clipnorm": lambda: _sgd(clipnorm=0.1, momentum=0.9),
@@ -171,6 +190,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "lamb": lambda: optimizers.Lamb(0.01, epsilon=1e-3),
     "muon": lambda: optimizers.Muon(0.01, epsilon=1e-3),
+    # Of all gradients:
+    "own apply": lambda: OfAllGradients(0.1, momentum=0.9),
+    "own gradients": lambda: OfWholeGradients(0.01, epsilon=1e-3),
+    "own apply, accumulation": lambda: OfAllGradients(0.1, gradient_accumulation_steps=2),
 }
 
 

@@ -144,6 +144,21 @@ class Scale(layers.Layer):
         return center(x) * self.factor
 
 
+class Deviation(layers.BatchNormalization):
+    """Keras's but for a method that its call uses: another measure of how the batch spreads."""
+
+    def _moments(self, inputs: Any, mask: Any) -> Any:
+        mean = ops.mean(inputs, axis=0)
+        return mean, 1.0 + ops.mean(ops.abs(inputs - mean), axis=0)
+
+
+class Centred(keras.losses.MeanSquaredError):
+    """Weighs and reduces by itself."""
+
+    def __call__(self, y: Any, p: Any, sample_weight: Any = None) -> Any:
+        return super().__call__(ops.cast(ops.reshape(y, (-1, 1)), "float32"), center(p), sample_weight)
+
+
 def _of_functions() -> list[Callable[[], Any]]:
     """Layers of Keras's that call a function of the user's own."""
     return [
@@ -219,6 +234,8 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "functions": (lambda: _stack(*_of_functions()), alone, {"stack/dense", "stack/lstm"}),
     "time": (lambda: _stack(*_in_time()), alone, {"stack/time/scale"}),
     "pairs": (_in_pairs, alone, {"reshape"}),
+    "helper": (lambda: _stack(lambda: Deviation(name="deviation")), alone, {"stack/deviation"}),
+    "reducing": (_stack, Centred, set()),
     "own": (Own, contrastive, {"own", "own/center", "loss contrastive"}),
 }
 

@@ -45,10 +45,13 @@ PROMISES = [
 ]
 # Which update their parts as ever, or are given whole variables.
 OTHERS = ["rmsprop", "lion", "adagrad", "nadam", "adafactor", "lamb", "muon"]
+# Which override what sees all gradients.
+OVERRIDDEN = ["own apply", "own gradients"]
 # Each promise everywhere, at every stage somewhere.
 OPTIMIZERS = [
     *((*place, 1 + (k + turn) % 3, name) for turn, place in enumerate(PLACES) for k, name in enumerate(PROMISES)),
     *((*PLACES[k % 4], 1 + k % 3, name) for k, name in enumerate(OTHERS)),
+    *((*place, zero, name) for place, zero in zip(PLACES[:3], (0, 1, 3), strict=True) for name in OVERRIDDEN),
 ]
 
 
@@ -75,6 +78,13 @@ def everywhere(worlds: Worlds, expected: Any) -> Any:
 @pytest.mark.parametrize(("setting", "kind", "zero", "name"), OPTIMIZERS)
 def test_optimizers(everywhere: Any, setting: str, kind: str, zero: int, name: str) -> None:
     everywhere((setting, kind, zero), "optimized", name)
+
+
+@pytest.mark.parametrize("name", ["sim-torch", "torch-2"])
+def test_all_gradients_of_an_accumulation_are_refused(name: str, worlds: Worlds) -> None:
+    for outcome in worlds.get(name).outcomes(RUN("optimized"), "dp", 0, "own apply, accumulation").values():
+        assert outcome.failure is not None
+        assert "OfAllGradients overrides apply, which is not given whole gradients with" in str(outcome.failure)
 
 
 def test_an_overflow_skips_the_step(expected: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.parity.compare import assert_same_values
-from tests.parity.test_contract import OTHERS, PROMISES
+from tests.parity.test_contract import OTHERS, OVERRIDDEN, PROMISES
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same, same_bits, same_in_half_precision
 from tests.support.sampling import unless_all
@@ -32,13 +32,16 @@ EVERYWHERE = [*WHERE, IN_PROCESSES]
 # Promises that one optimizer can keep at once, together: each program takes seconds to compile.
 TOGETHER = ["clipnorm, schedule, ema", "clipvalue, ema at the end", "global clipnorm, decay"]
 FEW = [*TOGETHER, "scaled accumulation", "scaled", "overflow"]
-# Each promise at one stage of DTensor. Over Horovod gradients are whole everywhere, and Keras does the rest.
+# Each promise at one stage of DTensor. Over Horovod gradients are whole everywhere, and Keras and its user do the rest.
 OPTIMIZERS = [
     *(
         ("tensorflow-4", "2x2", k % 4, name)
         for k, name in enumerate([*unless_all(FEW, PROMISES), *unless_all(OTHERS[3:], OTHERS)])
     ),
-    *(("horovod-2-tensorflow", "dp", 0, name) for name in unless_all((FEW[0], FEW[3]), PROMISES)),
+    *(
+        ("horovod-2-tensorflow", "dp", 0, name)
+        for name in unless_all((FEW[0], FEW[3], "own apply"), [*PROMISES, *OVERRIDDEN])
+    ),
 ]
 
 

@@ -17,10 +17,10 @@ RUN = "tests.keras.mixing:mixed"
 CASES = (
     *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone"),
     *("sampling", "center", "neighbour", "experts", "operations", "filtering", "own"),
-    *("penalty", "functions", "time", "pairs"),
+    *("penalty", "functions", "time", "pairs", "helper"),
 )
 # Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.
-ON_TENSORFLOW = ("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time")
+ON_TENSORFLOW = ("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time", "helper")
 PLACES = [
     *(("sim-torch", kind, zero) for kind in ("dp", "2x2") for zero in (0, 1, 3)),
     *(("torch-2", "dp", zero) for zero in (0, 3)),
@@ -62,6 +62,13 @@ def test_what_gives_other_rows_is_refused_on_tensorflow_over_horovod(worlds: Wor
         assert outcome.failure is not None
         assert "CapabilityError" in str(outcome.failure)
         assert "looks at several rows and gives another number of them" in str(outcome.failure)
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])
+def test_a_loss_that_reduces_by_itself_is_refused(setting: str, worlds: Worlds) -> None:
+    for outcome in worlds.get(setting).outcomes(RUN, "dp", 0, "reducing", False).values():
+        assert outcome.failure is not None
+        assert "loss 'mean_squared_error' overrides __call__" in str(outcome.failure)
 
 
 @pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
-from unidist.keras.compat import INSIDE, Functional, TorchModuleWrapper
+from unidist.keras.compat import INSIDE, Functional, TorchModuleWrapper, is_float_dtype
 
 # Whose routing loss is of all tokens.
 _MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
@@ -15,6 +16,14 @@ _MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
 _NOT_OF_ROWS = (
     *(keras.layers.Layer, keras.initializers.Initializer),
     *(keras.regularizers.Regularizer, keras.constraints.Constraint),
+)
+# Of a layer's methods those that its call uses for nothing.
+_NOT_CALLED = frozenset(
+    [
+        *("build", "get_config", "from_config", "get_build_config", "build_from_config", "add_weight"),
+        *("compute_output_shape", "compute_output_spec", "compute_mask", "quantize", "enable_lora"),
+        *("save_own_variables", "load_own_variables", "save_assets", "load_assets", "count_params"),
+    ]
 )
 
 
@@ -45,9 +54,37 @@ def is_known(layer: Any) -> bool:
         return False
     if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)) or _is_given_functions(layer):
         return False
+    if _overrides_helpers(type(layer)):
+        return False
     axis = getattr(layer, "axis", None)
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     return 0 not in axes or isinstance(layer, keras.layers.BatchNormalization)
+
+
+def keeps_numbers(layer: Any) -> bool:
+    """Whether a layer of the user's keeps numbers of what it is given: metrics, or others that are not trained.
+
+    Of slices it would keep other ones. State for each feature shows by its shape where features are cut.
+    """
+    if is_container(layer) or is_known(layer):
+        return False
+    numbers = [v for v in layer._non_trainable_variables if not v.shape and is_float_dtype(v.dtype)]
+    return bool(numbers or layer._metrics)
+
+
+def _overrides_helpers(kind: type) -> bool:
+    """Whether a class of the user's overrides a method that the call of Keras's may use."""
+    users = list(itertools.takewhile(lambda one: not _is_of_either(one), kind.__mro__))
+    given = kind.__mro__[len(users)]
+    return any(
+        callable(value) and not name.startswith("__") and name not in _NOT_CALLED and hasattr(given, name)
+        for one in users
+        for name, value in vars(one).items()
+    )
+
+
+def _is_of_either(kind: type) -> bool:
+    return is_of_keras(kind) or kind.__module__.startswith("keras_hub.")
 
 
 def _is_given_functions(layer: Any) -> bool:

@@ -91,6 +91,36 @@ def test_a_trap_is_gathered(trap):
     assert re.fullmatch(f"row, gathered: {reason}", said["b"]), said["b"]
 
 
+class Largest(layers.Layer):
+    """Keeps a number of what it is given, in a metric or in a variable that is not trained."""
+
+    def __init__(self, in_metric, **options):
+        super().__init__(**options)
+        self.metric = keras.metrics.Mean(name="largest") if in_metric else None
+
+    def build(self, shape):
+        self.kept = None if self.metric else self.add_weight(shape=(), trainable=False, name="kept")
+
+    def call(self, x):
+        if self.metric:
+            self.metric.update_state(ops.max(x))
+        else:
+            self.kept.assign(ops.maximum(self.kept, ops.max(x)))
+        return x
+
+
+@pytest.mark.parametrize("in_metric", [True, False], ids=["metric", "variable"])
+def test_what_a_layer_keeps_of_its_inputs_is_of_whole_ones(in_metric):
+    x, y = features()
+    build = lambda: mlp(lambda: Largest(in_metric, name="largest"))  # noqa: E731
+    found = train(build, x, y, model_parallel())
+    assert_equal(found, train(build, x, y))
+    assert pairs_of(found.model) == []
+    assert "reach what 'largest' keeps of its inputs" in said_of(found.model)["a"]
+    (first, *_) = unidist.plan(build(), unidist.Mesh({"model": 4})).rows
+    assert first.reason == "column: its outputs are gathered"
+
+
 def test_a_pair_is_proven_where_every_rank_says_so():
     """All ranks get the same reason: the lowest rank's, with its number where others have nothing against it."""
     world, told = rank_world(unidist.Mesh({"model": 4}), ()), []

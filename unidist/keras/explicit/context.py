@@ -114,7 +114,7 @@ class Frame:
 
     def reading_shards(self) -> AbstractContextManager[None]:
         """Every variable reads as the part that this rank updates and has its shape."""
-        return self._having(local=True)
+        return self._having(local=True, updating_whole=False)
 
     def updating_wholes(self) -> AbstractContextManager[None]:
         """Every variable reads whole and is assigned whole, between an optimizer's steps: collectives."""

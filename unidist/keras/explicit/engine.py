@@ -32,6 +32,7 @@ from unidist.keras.explicit import (
     losses,
     metrics,
     mixing,
+    overridden,
     pairs,
     placing,
     programs,
@@ -156,7 +157,9 @@ class Engine:
             heads.install_heads(layer, self.rules)
         if self.distribution.strategy.sequence_parallel:
             sequence.give_whole(self.model)
+        overridden.install(self.model)
         if self.world.data_axes:
+            mixing.check_losses(self.model)
             self.mixers = [*mixing.install_regions(self.model), *activity.install_regions(self.model)]
         telling.applied(self.model, self.distribution)
 

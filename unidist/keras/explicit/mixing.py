@@ -11,12 +11,13 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import torch
 
 from unidist.errors import CapabilityError
 from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage, without
-from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask
+from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask, tree
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
@@ -254,6 +255,18 @@ def is_known_loss(loss: Any) -> bool:
         return False
     axis = getattr(loss, "_fn_kwargs", {}).get("axis", -1)
     return axis != 0 and getattr(function, "__name__", "") not in _MIXING_LOSSES
+
+
+def check_losses(model: Any) -> None:
+    """Raises CapabilityError: a loss that a model was compiled with reduces and weighs rows by itself."""
+    for loss in tree.flatten(getattr(model, "loss", None)):
+        if isinstance(loss, keras.losses.Loss):
+            owner = next(kind for kind in type(loss).__mro__ if "__call__" in vars(kind))
+            if not is_of_keras(owner):
+                raise CapabilityError(
+                    f"loss {loss.name!r} overrides __call__, which is given the rows of one device alone: override "
+                    "call, which is given those of all, and let Keras reduce and weigh what it gives"
+                )
 
 
 def give_region_to_loss(loss: Any) -> None:

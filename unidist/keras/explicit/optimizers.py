@@ -197,7 +197,13 @@ def _check_finite(self: Any, grads: Any) -> Any:
 
 def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
     object.__setattr__(self, "_unidist_clipped", list(trainable_variables))
-    return _originals["gradients"](self, grads, trainable_variables)
+    frame = context.frame()
+    if frame is None or frame.local:
+        return _originals["gradients"](self, grads, trainable_variables)
+    # A method of the user's own was given whole gradients (overridden.py).
+    with frame.reading_shards():
+        own = [_own_part(frame, g, v) for g, v in zip(grads, trainable_variables, strict=True)]
+        return _originals["gradients"](self, own, trainable_variables)
 
 
 def _clip_gradients(self: Any, grads: Any) -> Any:

@@ -29,6 +29,7 @@ from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.rules import Rule
 from unidist.keras.explicit.verdicts import KINDS, Verdict, agreed, unfit
+from unidist.keras.known import keeps_numbers
 from unidist.keras.layers import more_than_its_kernel
 from unidist.keras.telling import listed
 
@@ -218,6 +219,9 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
     def note(layer: Any, taken: list[torch.Tensor]) -> None:
         known = clean.seeded[id(layer)]
         hit = not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in known)
+        if keeps_numbers(layer):
+            reach.leaks += [f"what {layer.name!r} keeps of its inputs"] if hit else []
+            return
         calls.setdefault(id(layer), []).append(hit)
         if hit:
             reach.random.append(layer)
@@ -261,14 +265,16 @@ def _is_within(where: torch.Tensor, dim: int, part: tuple[int, int]) -> bool:
 @contextlib.contextmanager
 def _seeded_layers(model: Any, frame: Frame, note: Callable[[Any, list[torch.Tensor]], None]) -> Iterator[None]:
     """Calls note(layer, what it takes) at each call of a layer with random numbers: those that a change reaches will
-    work on shards, and must draw apart."""
+    work on shards, and must draw apart. So with layers that keep numbers of what they take, which shards would change.
+    """
 
     def before(layer: Any, args: Any) -> None:
         # Virtual ranks share the layer: each notes its own calls.
         if context.frame() is frame:
             note(layer, [t.detach() for t in _floats(args)])
 
-    seeded = [m for m in model._flatten_layers(include_self=False) if getattr(m, "seed_generator", None) is not None]
+    inside = model._flatten_layers(include_self=False)
+    seeded = [m for m in inside if getattr(m, "seed_generator", None) is not None or keeps_numbers(m)]
     hooks = [layer.register_forward_pre_hook(before) for layer in seeded]
     try:
         yield

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
+from unidist.keras.known import keeps_numbers
 from unidist.keras.planning import samples
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.reaching import Reacher
@@ -41,7 +42,9 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     held = {id(v) for v in variables}
     candidates = [c for c in candidates if id(c.kernel) in held]
     known = {id(c.layer) for c in candidates}
-    runner = Runner(candidates, [x for x in layers if id(x) not in known and any(id(y) in known for y in inside(x))])
+    others = [x for x in layers if id(x) not in known]
+    composites = [x for x in others if any(id(y) in known for y in inside(x))]
+    runner = Runner(candidates, composites, [x for x in others if keeps_numbers(x)])
     with runner.installed():
         runs = _run(runner, model, inputs)
         reaches = Reacher(runner, model, parts, runs.near).all() if parts > 1 else []

@@ -86,9 +86,10 @@ class Trace:
 class Runner:
     """Runs a model or layers of it, with their candidates' calls replaced while `installed`."""
 
-    def __init__(self, candidates: list[Candidate], composites: list[Any]) -> None:
+    def __init__(self, candidates: list[Candidate], composites: list[Any], keeping: list[Any]) -> None:
         self.candidates = candidates
         self.composites = composites
+        self.keeping = keeping
         self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.read_elsewhere: set[int] = set()
         self._owners = {id(v): k for k, c in enumerate(candidates) for v in c.variables}
@@ -114,6 +115,7 @@ class Runner:
                 (found.layer, self._random_output, k) for k, found in enumerate(self.candidates)
             ]
             inside += [(layer, self._through, layer) for layer in self.composites]
+            inside += [(layer, self._keeping, layer) for layer in self.keeping]
             for layer, function, subject in inside:
                 link = functools.partial(functools.partial, function, subject)
                 stack.callback(around(layer, Stage.PLANNED, link))
@@ -135,8 +137,14 @@ class Runner:
         self._measuring = measure
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
-        self._trace.outputs = [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
+        self._trace.outputs += [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
+
+    def _keeping(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
+        # What it keeps numbers of goes out of the model, as its outputs do.
+        given = [t for t in tree.flatten((args, kwargs)) if is_tensor(t) and not jax_utils.is_in_jax_tracing_scope(t)]
+        self._trace.outputs += [_numpy(t) for t in given if is_float_dtype(keras.backend.standardize_dtype(t.dtype))]
+        return rest(*args, **kwargs)
 
     def _through(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from unidist.errors import CapabilityError
-from unidist.keras import entrances, files, numbers, sessions
+from unidist.keras import entrances, files, numbers, overridden, sessions
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
@@ -93,6 +93,8 @@ def _engine_outside_of_sessions(model: Any) -> engine.Engine | None:
 
 @contextlib.contextmanager
 def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    # An `apply` of the user's own is given what Keras's is.
+    overridden.install(found.model, _with_reduced)
     with found.session():
         yield engine.processes(), engine.peers
 
@@ -102,18 +104,22 @@ def _of_all_ranks(original: Any) -> Any:
 
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        here = engine.current()
-        if here is None or here.is_reducing:
-            return original(self, grads, trainable_variables)
-        here.is_reducing = True
-        try:
-            given = trainable_variables if trainable_variables is not None else self._trainable_variables
-            reduced = here.traced.mean_gradients(list(grads), [tuple(v.shape) for v in given])
-            return original(self, reduced, trainable_variables)
-        finally:
-            here.is_reducing = False
+        return _with_reduced(self, functools.partial(original, self), grads, trainable_variables)
 
     return apply
+
+
+def _with_reduced(optimizer: Any, call: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    here = engine.current()
+    if here is None or here.is_reducing:
+        return call(grads, trainable_variables)
+    here.is_reducing = True
+    try:
+        given = trainable_variables if trainable_variables is not None else optimizer._trainable_variables
+        reduced = here.traced.mean_gradients(list(grads), [tuple(v.shape) for v in given])
+        return call(reduced, trainable_variables)
+    finally:
+        here.is_reducing = False
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:
