@@ -144,7 +144,7 @@ class Engine:
             if current() is not self or self.in_call or in_symbolic_scope():
                 return rest(*args, **kwargs)
             if self.mixers is None:  # the first call of a built model
-                self.mixers = mixing.install(self)
+                self.mixers = mixing.install(self, current)
             self.total = total = _row_count((args, kwargs))
             start, length = self.traced.rows(total)
             own_args, own_kwargs = tree.map_structure(lambda x: _cut(x, start, length), (args, kwargs))

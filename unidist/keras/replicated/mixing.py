@@ -7,7 +7,7 @@ layers are unknown. What treats each row alone stays with this rank's rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -87,15 +87,20 @@ class Mixer:
             return tf.identity(x)
 
 
-def install(engine: Engine) -> list[Mixer]:
-    """Lets what may mix rows in the engine's model see those of all ranks. The model itself is first, if it may."""
+def install(engine: Engine, current: Callable[[], Engine | None]) -> list[Mixer]:
+    """Lets what may mix rows in the engine's model see those of all ranks. The model itself is first, if it may.
+
+    Args:
+        current: the engine at work, which a model's layers may have another one of later.
+    """
     model = engine.model
     found = [] if is_container(model) else [Mixer(engine, model.name)]
     for subject in _subjects(model) if is_container(model) else ():
         mixer = Mixer(engine, getattr(subject, "path", None) or subject.name)
         around(subject, Stage.REGION, functools.partial(_link, mixer))
         found.append(mixer)
-    list(activity.given(model, lambda layer, name: _Look(engine, name)))
+    for _ in activity.given(model, lambda layer, name: _Look(current, name)):
+        pass
     return found
 
 
@@ -116,12 +121,12 @@ def _subjects(container: Any) -> Iterator[Any]:
 class _Look:
     """Shows one activity regularizer the rows of all ranks."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
-        self._engine, self._name = engine, name
+    def __init__(self, current: Callable[[], Engine | None], name: str) -> None:
+        self._current, self._name = current, name
 
     def __call__(self, own: Any, output: Any) -> Any:
-        here = self._engine
-        if not here.in_call or here.sees_all or here.is_trying or not here.has_rows(output):
+        here = self._current()
+        if here is None or not here.in_call or here.sees_all or here.is_trying or not here.has_rows(output):
             return own(output)
         loss = tf.convert_to_tensor(own(here.gather(output, f"rows of {self._name}")))
         # Keras divides by this rank's rows, and the losses of the ranks count by their rows.
