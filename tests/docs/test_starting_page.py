@@ -78,5 +78,7 @@ def test_the_manifest_is_one_service_and_one_job() -> None:
 
 def test_commands_that_are_shown_can_be_parsed() -> None:
     text = (ROOT / PAGE).read_text()
-    for line in re.findall(r"^unidist run (.*?)(?: +#.*)?$", text, flags=re.MULTILINE):
+    lines = re.findall(r"^unidist run (.*?)(?: +#.*)?$", text, flags=re.MULTILINE)
+    assert lines
+    for line in lines:
         _run_parser().parse_args(shlex.split(line))

@@ -8,23 +8,27 @@ the mean activation of a batch does (A. Ng, "Sparse autoencoder", 2011).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import keras
 
 _LINEAR = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 # (the regularizer, the layer's output) -> the loss
-Look = Callable[[Any, Any], Any]
+_Look = TypeVar("_Look", bound=Callable[[Any, Any], Any])
 
 
-def given(model: Any, look_of: Callable[[Any, str], Look]) -> Iterator[Look]:
+def given(model: Any, look_of: Callable[[Any, str], _Look]) -> list[_Look]:
     """Lets the activity regularizers of a model's layers be called through a function, where they may look at several
     rows.
 
     Args:
         look_of: (layer, name) -> the function; asked once for each layer.
+
+    Returns:
+        The functions.
     """
+    found: list[_Look] = []
     for layer in model._flatten_layers():
         own = layer.activity_regularizer
         if own is None or type(own) in _LINEAR:
@@ -32,7 +36,8 @@ def given(model: Any, look_of: Callable[[Any, str], Look]) -> Iterator[Look]:
         if type(own) is not Looking:
             own = Looking(own, look_of(layer, f"activity regularizer of {layer.path or layer.name}"))
             object.__setattr__(layer, "activity_regularizer", own)
-        yield own.look()
+        found.append(own.look())
+    return found
 
 
 class Looking:
@@ -42,16 +47,15 @@ class Looking:
 
     __slots__ = ("_look", "_own")
 
-    def __init__(self, own: Any, look: Look) -> None:
+    def __init__(self, own: Any, look: Callable[[Any, Any], Any]) -> None:
         object.__setattr__(self, "_own", own)
         object.__setattr__(self, "_look", look)
 
     def __call__(self, output: Any) -> Any:
         return self._look(self._own, output)
 
-    def look(self) -> Look:
-        look: Look = self._look
-        return look
+    def look(self) -> Any:
+        return self._look
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

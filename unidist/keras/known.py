@@ -45,6 +45,11 @@ def is_of_keras(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith(INSIDE)
 
 
+def overrides(thing: Any, method: str) -> bool:
+    """Whether a class of the user's, and not of Keras, defines a method of an object."""
+    return not is_of_keras(next(kind for kind in type(thing).__mro__ if method in vars(kind)))
+
+
 def is_known(layer: Any) -> bool:
     """Whether a layer is known to treat each row alone (or, as BatchNormalization, to ask for the others itself)."""
     home = type(layer).call.__module__

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unidist.keras.compat import BaseOptimizer
-from unidist.keras.known import is_of_keras
+from unidist.keras.known import overrides
 
 _METHODS = ("apply", "_backend_apply_gradients")
 _MARK = "_unidist_overridden"
@@ -29,5 +29,4 @@ def install(model: Any, given: Callable[..., Any]) -> None:
 
 def overridden(optimizer: Any) -> list[str]:
     """The methods among those that see all gradients which a class of the user's defines."""
-    owners = {name: next(kind for kind in type(optimizer).__mro__ if name in vars(kind)) for name in _METHODS}
-    return [name for name, kind in owners.items() if not is_of_keras(kind)]
+    return [name for name in _METHODS if overrides(optimizer, name)]

@@ -159,7 +159,6 @@ def test_copies_of_a_value_are_the_same_to_the_last_bit(pair: ProcessWorld) -> N
         assert len(set(digests)) == 1, key
 
 
-@pytest.mark.skipif(unless_all(True, False), reason="with --all: who writes is one rule of all backends")
 @pytest.mark.processes
 def test_tensorboard_is_written_once(tmp_path: Path) -> None:
     env = with_tensorflow()

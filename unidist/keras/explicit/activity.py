@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from unidist.keras.explicit import context, mixing
 from unidist.keras.explicit.context import Rows
 
 
-def install_regions(model: Any) -> Iterator[mixing.Mixer]:
+def install_regions(model: Any) -> list[mixing.Mixer]:
     """Lets the activity regularizers of a model's layers see the rows of all shards, where that may change them."""
-    for look in activity.given(model, _Look):
-        assert isinstance(look, _Look)
-        yield look.mixer
+    return [look.mixer for look in activity.given(model, _Look)]
 
 
 class _Look:

@@ -22,7 +22,7 @@ from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
 from unidist.keras.explicit.rowparts import RowPart, own_rows
-from unidist.keras.known import is_container, is_known, is_of_keras, operations_of
+from unidist.keras.known import is_container, is_known, is_of_keras, operations_of, overrides
 
 # Losses of all rows at once.
 _MIXING_LOSSES = ("dice", "tversky", "circle")
@@ -260,13 +260,11 @@ def is_known_loss(loss: Any) -> bool:
 def check_losses(model: Any) -> None:
     """Raises CapabilityError: a loss that a model was compiled with reduces and weighs rows by itself."""
     for loss in tree.flatten(getattr(model, "loss", None)):
-        if isinstance(loss, keras.losses.Loss):
-            owner = next(kind for kind in type(loss).__mro__ if "__call__" in vars(kind))
-            if not is_of_keras(owner):
-                raise CapabilityError(
-                    f"loss {loss.name!r} overrides __call__, which is given the rows of one device alone: override "
-                    "call, which is given those of all, and let Keras reduce and weigh what it gives"
-                )
+        if isinstance(loss, keras.losses.Loss) and overrides(loss, "__call__"):
+            raise CapabilityError(
+                f"loss {loss.name!r} overrides __call__, which is given the rows of one device alone: override "
+                "call, which is given those of all, and let Keras reduce and weigh what it gives"
+            )
 
 
 def give_region_to_loss(loss: Any) -> None:

@@ -54,11 +54,13 @@ class Pair:
 
 @dataclass
 class _Clean:
-    """An undisturbed run: what each row layer took and each column layer gave, what came out, and what each layer with
-    random numbers took."""
+    """An undisturbed run: what each row layer took and each column layer gave, what came out, and what each layer took
+    that is watched: for its random numbers, or since it keeps numbers of what it takes."""
 
+    watched: list[Any]
+    keeping: frozenset[int]  # ids of those that keep
     seen: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    seeded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -172,16 +174,19 @@ def _probing(frame: Frame, probe: Callable[[Rule, torch.Tensor], torch.Tensor]) 
 
 
 def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
-    clean = _Clean()
+    inside = list(model._flatten_layers(include_self=False))
+    keeping = frozenset(id(layer) for layer in inside if keeps_numbers(layer))
+    seeded = {id(layer) for layer in inside if getattr(layer, "seed_generator", None) is not None}
+    clean = _Clean([layer for layer in inside if id(layer) in seeded | keeping], keeping)
 
     def record(rule: Rule, value: torch.Tensor) -> torch.Tensor:
         clean.seen.setdefault(id(rule), []).append(value.detach())
         return value
 
     def note(layer: Any, taken: list[torch.Tensor]) -> None:
-        clean.seeded.setdefault(id(layer), []).extend(taken)
+        clean.taken.setdefault(id(layer), []).extend(taken)
 
-    with _probing(frame, record), _seeded_layers(model, frame, note), torch.no_grad():
+    with _probing(frame, record), _watching(clean.watched, frame, note), torch.no_grad():
         clean.outputs = _floats(_forward(model, x))
     return clean
 
@@ -217,16 +222,16 @@ def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) ->
     calls: dict[int, list[bool]] = {}
 
     def note(layer: Any, taken: list[torch.Tensor]) -> None:
-        known = clean.seeded[id(layer)]
+        known = clean.taken[id(layer)]
         hit = not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in known)
-        if keeps_numbers(layer):
+        if id(layer) in clean.keeping:
             reach.leaks += [f"what {layer.name!r} keeps of its inputs"] if hit else []
             return
         calls.setdefault(id(layer), []).append(hit)
         if hit:
             reach.random.append(layer)
 
-    with _probing(frame, probe), _seeded_layers(model, frame, note), torch.no_grad():
+    with _probing(frame, probe), _watching(clean.watched, frame, note), torch.no_grad():
         outputs = _floats(_forward(model, x))
     # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
     mixed = [repr(layer.name) for layer in reach.random if not all(calls[id(layer)])]
@@ -263,19 +268,16 @@ def _is_within(where: torch.Tensor, dim: int, part: tuple[int, int]) -> bool:
 
 
 @contextlib.contextmanager
-def _seeded_layers(model: Any, frame: Frame, note: Callable[[Any, list[torch.Tensor]], None]) -> Iterator[None]:
-    """Calls note(layer, what it takes) at each call of a layer with random numbers: those that a change reaches will
-    work on shards, and must draw apart. So with layers that keep numbers of what they take, which shards would change.
-    """
+def _watching(layers: list[Any], frame: Frame, note: Callable[[Any, list[torch.Tensor]], None]) -> Iterator[None]:
+    """Calls note(layer, what it takes) at each call of one of the layers: those that a change reaches will work on
+    shards. Random numbers must be drawn apart there, and what is kept of shards would be another number."""
 
     def before(layer: Any, args: Any) -> None:
         # Virtual ranks share the layer: each notes its own calls.
         if context.frame() is frame:
             note(layer, [t.detach() for t in _floats(args)])
 
-    inside = model._flatten_layers(include_self=False)
-    seeded = [m for m in inside if getattr(m, "seed_generator", None) is not None or keeps_numbers(m)]
-    hooks = [layer.register_forward_pre_hook(before) for layer in seeded]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
     try:
         yield
     finally:

@@ -99,8 +99,7 @@ def install(engine: Engine, current: Callable[[], Engine | None]) -> list[Mixer]
         mixer = Mixer(engine, getattr(subject, "path", None) or subject.name)
         around(subject, Stage.REGION, functools.partial(_link, mixer))
         found.append(mixer)
-    for _ in activity.given(model, lambda layer, name: _Look(current, name)):
-        pass
+    activity.given(model, lambda layer, name: _Look(current, name))
     return found
 
 

@@ -95,24 +95,9 @@ class Traced:
     def of_ranks(self, values: list[Tensor]) -> list[Tensor]:
         """Of each tensor those of all ranks, stacked and fanned out: gradients come back summed. One all_gather."""
         row = tf.stack(values)
-        cut = Sharding(self.mesh, Layout(self.axes), (self.count, *row.shape))
-        fan = cut.with_layout(Layout(fanout=self.axes))
-        back_from, back_to = (s.with_layout(s.layout.dual()) for s in (fan, cut))
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def gather(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-            def move(x: Tensor) -> Tensor:
-                return self.backend.redistribute(x, cut, fan)
-
-            def back(x: Tensor) -> Tensor:
-                return self.backend.redistribute(x, back_from, back_to)
-
-            whole = self._called(move, "batch statistics", [value], value.dtype, fan.shape)
-            return whole, lambda gradient: self._called(
-                back, "batch statistics", [gradient], value.dtype, [1, *row.shape]
-            )
-
-        return tf.unstack(gather(row[tf.newaxis]), axis=1)  # type: ignore[no-any-return]
+        whole = self.gather_rows(row[tf.newaxis], self.count, "batch statistics")
+        whole.set_shape([self.count, *row.shape])
+        return tf.unstack(whole, axis=1)  # type: ignore[no-any-return]
 
     def mean(self, x: Tensor, what: str) -> Tensor:
         """The mean over the ranks; not differentiable."""
