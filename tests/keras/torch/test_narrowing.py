@@ -33,8 +33,6 @@ def read(narrowed: Narrowed) -> list[tuple[list[float], int]]:
     return [(batch.tolist(), total) for batch, total in narrowed]
 
 
-# An earlier test of this process may have begun threads of JAX's; a worker does not use them.
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "in_order": False}], ids=["none", "two"])
 def test_batches_come_in_their_order_with_the_rows_that_are_wanted(workers) -> None:
     narrowed = Narrowed(DataLoader(Slow(), 4, **workers), lambda rows: rows[2:], 0)
