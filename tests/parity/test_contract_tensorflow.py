@@ -219,3 +219,13 @@ def test_a_state_of_whole_batches_over_horovod(worlds: Worlds) -> None:
     for kind, message in worlds.get("horovod-2-tensorflow").call("tests.parity.mistakes:stateful_layer"):
         assert kind == "CapabilityError"
         assert "built for, but each of 2 devices gets 3, and no device" in message
+
+
+@pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])
+@pytest.mark.parametrize("name", ["clipping", "penalized"])
+def test_a_step_of_ones_own_sees_the_gradients_of_all_rows(
+    name: str, setting: str, alone: Alone, worlds: Worlds
+) -> None:
+    wanted = alone.world("tensorflow").call("tests.keras.tape:stepped", None, 0, name)[0]
+    for found in worlds.get(setting).call("tests.keras.tape:stepped", "dp", 0, name):
+        same(found, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import keras
 import numpy as np
@@ -336,3 +337,126 @@ def test_several_steps_an_execution_are_refused_not_left_out():
     compiled = {"loss": "mse", "steps_per_execution": 2}
     with pytest.raises(unidist.CapabilityError, match=r"steps_per_execution=2: .* leave it out of compile"):
         train(own(keras.Sequential), x, y, unidist.DataParallel(), compiled=compiled)
+
+
+class TorchStep(keras.Sequential):
+    """A step whose gradients go where a case says."""
+
+    finish: Any = None
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        self.finish(loss)
+        return {"loss": loss.detach()}
+
+
+def finishing(finish):
+    return type("Finishing", (TorchStep,), {"finish": finish})
+
+
+def by_torch(make):
+    def finish(self, loss):
+        loss.backward()
+        if not hasattr(self, "_made"):
+            self._made = make(self)
+        self._made.step()
+
+    return finish
+
+
+REFUSED = {
+    "a second derivative": (
+        lambda self, loss: torch.autograd.grad(loss, [v.value for v in self.trainable_weights], create_graph=True),
+        r"create_graph=True\) of a variable was called in train_step",
+    ),
+    "of a part of a loss": (
+        lambda self, loss: torch.autograd.grad(loss * loss, [v.value for v in self.trainable_weights]),
+        r"or a part of it, by itself",
+    ),
+    "a hook": (
+        lambda self, loss: self.trainable_weights[0].value.register_hook(print),
+        r"register_hook was called on Value\('.*/kernel', shape=\(12, 16\)\), which is cut among the ranks",
+    ),
+    "another shape": (
+        lambda self, loss: setattr(self.trainable_weights[0].value, "grad", loss.detach()),
+        r"has shape \(12, 16\); found a value or a gradient for it of shape \(\)",
+    ),
+    "torch's optimizer": (
+        by_torch(lambda model: torch.optim.SGD(list(model.parameters()), 0.1)),
+        r"torch.optim.SGD was given Value\(.*its states would be whole. Use an optimizer of keras.optimizers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_meaning_on_a_part_is_refused(name):
+    finish, text = REFUSED[name]
+    x, y = features()
+    with pytest.raises((unidist.CapabilityError, ValueError), match=text):
+        train(own(finishing(finish)), x, y, unidist.DataParallel(zero=2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "text"),
+    [
+        (
+            "dp",
+            lambda held: torch.optim.SGD(held[1], 0.1),
+            r"in the simulator, where it would do so once for each rank",
+        ),
+        ("zero 1", lambda held: torch.optim.SGD(held[0], 0.1), r"before the model was distributed"),
+    ],
+)
+def test_torchs_optimizers_of_parameters_without_gradients_are_refused(strategy, make, text):
+    x, y = features()
+    model = own(keras.Sequential)()
+    before = list(model.parameters())
+    unidist.parallelize(model, STRATEGIES[strategy]())
+    optimizer = make((before, list(model.parameters())))
+    model.compile("sgd", loss="mse")
+    model.fit(x, y, verbose=0)
+    with pytest.raises(unidist.CapabilityError, match=text):
+        optimizer.step()
+
+
+def test_what_ranks_assign_on_their_one_model_is_said_once():
+    class Counting(OwnStep):
+        def train_step(self, data):
+            self.steps = getattr(self, "steps", 0) + 1
+            return super().train_step(data)
+
+    x, y = features()
+    with pytest.warns(
+        UserWarning, match=r"train_step of Counting assigns self.steps. In the simulator 4 ranks"
+    ) as said:
+        train(own(Counting), x, y, unidist.DataParallel())
+    assert sum("on one model object" in str(warning.message) for warning in said) == 1
+
+
+class Centred(keras.Sequential):
+    """Predicts what is left of each row without the mean of all."""
+
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        p = self(x, training=False)
+        return {"left": p - ops.mean(p, axis=0, keepdims=True), "right": p}
+
+
+class Doubled(keras.Sequential):
+    def predict_step(self, data):
+        return 2 * super().predict_step(data)
+
+
+@pytest.mark.parametrize("kind", [Centred, Doubled])
+def test_a_predict_step_of_ones_own_sees_all_rows(kind, strategy):
+    x, y = features()
+    wanted, found = (train(own(kind), x, y, given).model for given in (None, strategy))
+    for _ in range(2):
+        a, b = (keras.tree.flatten(model.predict(x, batch_size=7, verbose=0)) for model in (found, wanted))
+        for one, other in zip(a, b, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+    if strategy.strategy.data_axes:
+        (says,) = (why for name, why in unidist.describe(found).why.items() if name.startswith("predict_step of"))
+        assert says.startswith("given the rows of all" if kind is Centred else "called with each shard's own rows")

@@ -62,6 +62,10 @@ class Bucket:
         # ids of the leaves whose gradients another reducer sees to in the backward that is going on
         self.left: set[int] = set()
 
+    def give_away(self) -> None:
+        """What was reduced belongs to whoever has it now: the next launch has memory of its own."""
+        raise NotImplementedError
+
     def grads(self) -> list[torch.Tensor | None]:
         """What is to be reduced."""
         return [None if id(m.leaf) in self.left else m.leaf.grad for m in self.members]
@@ -84,14 +88,28 @@ class WholeBucket(Bucket):
     def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
         super().__init__(world, rank, members)
         leaves = [m.leaf for m in members]
-        self._flat = leaves[0].new_zeros(sum(p.numel() for p in leaves)).detach()
-        flats = self._flat.split([p.numel() for p in leaves])
-        self._views = [flat.view(p.shape) for flat, p in zip(flats, leaves, strict=True)]
+        self._leaves = leaves
+        self._make()
+        self._is_given = False
         self._is_large = [p.numel() * p.element_size() >= LARGE_BYTES for p in leaves]
         self._handle: Any = None
 
+    def _make(self) -> None:
+        self._flat = self._leaves[0].new_zeros(sum(p.numel() for p in self._leaves)).detach()
+        flats = self._flat.split([p.numel() for p in self._leaves])
+        self._views = [flat.view(p.shape) for flat, p in zip(flats, self._leaves, strict=True)]
+
+    def give_away(self) -> None:
+        self._is_given = True
+
+    def _renew(self) -> None:
+        if self._is_given:
+            self._make()
+            self._is_given = False
+
     def take(self, place: int) -> None:
         """A large one is moved at once: what backward made of it is let go before the next one comes."""
+        self._renew()
         leaf, view = self.members[place].leaf, self._views[place]
         grad = leaf.grad
         if grad is None or grad is view or not self._is_large[place] or id(leaf) in self.left:
@@ -101,6 +119,7 @@ class WholeBucket(Bucket):
         leaf.grad = view
 
     def launch(self) -> None:
+        self._renew()
         grads = self.grads()
         self.had = [g is not None for g in grads]
         missing = [v for v, g in zip(self._views, grads, strict=True) if g is None]
@@ -146,6 +165,9 @@ class CutBucket(Bucket):
         for member, had in zip(self.members, self.had, strict=True):
             if had:
                 member.leaf.grad = None
+
+    def give_away(self) -> None:
+        self._row = None
 
     def finish(self) -> list[torch.Tensor]:
         backend = self.world.backend

@@ -18,6 +18,7 @@ from unidist.keras.compat import AutocastScope
 if TYPE_CHECKING:
     from unidist.keras.explicit.engine import Engine
     from unidist.keras.explicit.mixing import Region
+    from unidist.keras.explicit.seen import Seen
     from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.units import Fetcher
     from unidist.keras.explicit.world import RankWorld
@@ -59,7 +60,10 @@ class Frame:
         updating_whole: variables read whole, from the parts that optimizers write to.
         accumulating: this step's gradients stay on their rank until the accumulation is full.
         keeps_gradients: what leaves hold waits to be reduced with this step's gradients.
-        backward_done: gradients are there: read outside of a layer, a variable is the shard that has the gradient.
+        backward_done: gradients are there, and Keras's step hands them to the optimizer: read outside of a layer, a
+            variable is the part that has the gradient.
+        own_step: the step is the user's own: outside of layers a cut variable reads whole, and so does its gradient.
+        lent: whole tensors of which such a step has views, and their versions (seen.py).
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         tells_losses: the step is the model's own: losses are those of all rows, not this rank's contributions.
@@ -85,6 +89,8 @@ class Frame:
     accumulating: bool = False
     keeps_gradients: bool = False
     backward_done: bool = False
+    own_step: bool = False
+    lent: list[tuple[Seen, torch.Tensor, int]] = field(default_factory=list)
     exact_loss: bool = False
     gathered_loss: bool = False
     tells_losses: bool = False

@@ -26,6 +26,7 @@ from unidist.keras.compat import (
 )
 from unidist.keras.explicit import (
     activity,
+    attributes,
     context,
     data,
     heads,
@@ -37,6 +38,7 @@ from unidist.keras.explicit import (
     placing,
     programs,
     rules,
+    seen,
     sequence,
     statistics,
 )
@@ -192,7 +194,7 @@ class Engine:
         else:
             rows, local = data.rows_already_local(self.world, batch), batch
         total = data.row_count(batch) if rows is None else rows.total
-        own_step = bool(self.world.data_axes) and _is_own_step(self.model, kind)
+        own_step = _is_own_step(self.model, kind)
 
         def on_rank(frame: Frame) -> Any:
             mine = rows if rows is not None else data.rows_of(self.world, frame.rank, total)
@@ -200,17 +202,25 @@ class Engine:
             frame.rows = mine
             traffic = self._traffic()
             frame.shared = traffic.shared(frame)
-            frame.tells_losses = own_step
+            frame.tells_losses = own_step and bool(self.world.data_axes)
+            frame.own_step = own_step and kind == "train"
             try:
                 with traffic.step(frame, kind):
                     self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
                     out = function([own])
+                    seen.settle()
                     return self._joined(out, mine) if kind == "predict" else metrics.logs_of_all(frame, out)
             finally:
                 # What it holds leads back to the frame, and would live until Python looks for cycles.
                 frame.shared = None
 
-        return self.world.run(on_rank)
+        several = self.world.is_virtual and self.world.mesh.size > 1
+        with self._watched.step() if several and own_step else contextlib.nullcontext():
+            return self.world.run(on_rank)
+
+    @functools.cached_property
+    def _watched(self) -> attributes.Watch:
+        return attributes.Watch(self.model, self.world.mesh.size)
 
     def _traffic(self) -> Traffic:
         if self.traffic is None:

@@ -18,8 +18,10 @@ from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer
 from unidist.keras.compat import backend as keras_backend
 from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.explicit import (
+    clipping,
     context,
     data,
+    derivatives,
     devices,
     distribution_lib,
     engine,
@@ -28,7 +30,6 @@ from unidist.keras.explicit import (
     losses,
     metrics,
     natively,
-    norms,
     optimizers,
     placing,
     programs,
@@ -36,6 +37,7 @@ from unidist.keras.explicit import (
     saving,
     state_dicts,
     statistics,
+    torch_optimizers,
 )
 from unidist.keras.explicit.world import leave_worlds, rank_world
 from unidist.keras.interception import Hook, Table, by
@@ -54,6 +56,7 @@ _MAKERS = (
 def prepare() -> None:
     """Keras computes on the device of the adapter in use. (Asked again when a world is joined.)"""
     devices.settle()
+    torch_optimizers.watch()
 
 
 def table() -> Table:
@@ -72,7 +75,8 @@ def table() -> Table:
             *data.hooks(),
             *saving.hooks(),
             *optimizers.hooks(),
-            *norms.hooks(),
+            *clipping.hooks(),
+            *derivatives.hooks(),
             *generation.hooks(),
             *_of_trainers(),
             *_of_layers(),
@@ -102,6 +106,7 @@ def leave() -> None:
     """Models that are distributed raise from here on, where they would train alone."""
     leave_worlds()
     devices.put_back()
+    torch_optimizers.leave()
 
 
 def align_seeds() -> None:
@@ -202,6 +207,7 @@ def _of_layers() -> Iterator[Hook]:
     yield Hook(TorchLayer, "_track_variables", by(_track_variables), why)
     yield Hook(TorchLayer, "_post_track_variable", by(_post_track_variable), why)
     yield Hook(TorchLayer, "zero_grad", _zeroing, why)
+    yield Hook(TorchLayer, "named_parameters", _naming, why)
 
 
 def _track_variables(self: Any) -> None:
@@ -211,6 +217,20 @@ def _track_variables(self: Any) -> None:
 def _post_track_variable(self: Any, variable: Any) -> None:
     if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
         self.torch_params.add(variable)
+
+
+def _naming(original: Any) -> Any:
+    """In a step of the user's own they have the values and gradients of the rank at work, whole where these are cut."""
+
+    @functools.wraps(original)
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        found, frame = original(self, *args, **kwargs), context.frame()
+        if frame is None or not frame.own_step:
+            return found  # type: ignore[no-any-return]
+        placed = {id(v._storage.parameter()): v for v in self.variables if placing.is_placed(v)}
+        return ((name, placed[id(one)].value if id(one) in placed else one) for name, one in found)
+
+    return named_parameters
 
 
 def _zeroing(original: Any) -> Any:

@@ -157,9 +157,8 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
     """A loss is looked at where backward begins; what rematerialization starts within has gradients given."""
     here = frame()
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    begins = all(t.numel() == 1 for t in roots) and all(g is None for g in _as_list(grad_tensors))
-    if begins and here is not None and here.exact_loss and _is_cut(here) and any(map(is_own, roots)):
-        raise CapabilityError(OWN_LOSS)
+    if here is not None and here.exact_loss:
+        check_roots(here, roots, grad_tensors)
     if here is None and not any(t.requires_grad for t in roots) and _is_simulated():
         raise CapabilityError(
             "backward was called outside of fit on what has no gradient: in the simulator, whose ranks work only "
@@ -167,6 +166,17 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
             "into the model's train_step"
         )
     _originals["backward"](tensors, grad_tensors, *args, **kwargs)
+
+
+def check_roots(here: Frame, roots: list[torch.Tensor], grads: Any) -> None:
+    """To be called where a gradient begins.
+
+    Raises:
+        CapabilityError: what it is asked of is not, or not alone, a loss of all rows.
+    """
+    begins = all(t.numel() == 1 for t in roots) and all(g is None for g in _as_list(grads))
+    if begins and _is_cut(here) and (not here.exact_loss or any(map(is_own, roots))):
+        raise CapabilityError(OWN_LOSS)
 
 
 def _is_cut(here: Frame) -> bool:

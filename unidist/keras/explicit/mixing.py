@@ -7,6 +7,7 @@ at other rows. If not, it too is called with this shard's rows from then on.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from unidist.errors import CapabilityError
 from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage, without
 from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.explicit import context
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
@@ -28,6 +30,8 @@ from unidist.keras.known import is_container, is_known, is_of_keras, operations_
 _MIXING_LOSSES = ("dice", "tversky", "circle")
 # On a tensor: it has no rows, whatever its first dim.
 _ROWLESS = "_unidist_rowless"
+# On a step of the user's own: its Mixer.
+_MIXER = "_unidist_mixer"
 
 
 @dataclass
@@ -57,6 +61,8 @@ def install_regions(model: Any) -> list[Mixer]:
     unknown = [layer for layer in inner if not is_known(layer)]
     unknown += [op for layer in layers if is_container(layer) for op in operations_of(layer)]
     found = [_give_region(layer, getattr(layer, "path", None) or layer.name) for layer in unknown]
+    if overrides(model, "predict_step"):
+        found.append(_give_region_to_step(model))
     if found:
         for layer in inner:
             if is_known(layer):
@@ -171,6 +177,23 @@ def _give_region(layer: Any, name: str) -> Mixer:
     mixer = Mixer(layer, name)
     around_call(layer, Stage.REGION, mixer.call)
     object.__setattr__(layer, "_unidist_mixer", mixer)
+    return mixer
+
+
+def _give_region_to_step(model: Any) -> Mixer:
+    """Lets a predict_step of the user's own see the rows of all shards."""
+    known: Mixer | None = getattr(model.predict_step, _MIXER, None)
+    if known is not None:
+        return known
+    mixer, original = Mixer(model, f"predict_step of {model.name}"), model.predict_step
+
+    @functools.wraps(original)
+    def predict_step(data: Any) -> Any:
+        frame = context.frame()
+        return original(data) if frame is None else mixer.call(frame, original, (data,), {})
+
+    setattr(predict_step, _MIXER, mixer)
+    object.__setattr__(model, "predict_step", predict_step)
     return mixer
 
 

@@ -11,7 +11,7 @@ from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.errors import CapabilityError
 from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer
-from unidist.keras.explicit import context, fused, norms, placing
+from unidist.keras.explicit import context, fused, norms, placing, seen
 from unidist.keras.explicit.context import Frame
 from unidist.keras.interception import Hook, kept
 
@@ -50,7 +50,10 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = context.frame()
     if frame is None:
         return _apply_outside(self, grads, trainable_variables)
+    seen.settle()
     _settle(frame, trainable_variables if trainable_variables is not None else self._trainable_variables)
+    # What is read behind it is a value, no longer what has a gradient.
+    frame.backward_done = False
     if frame.accumulating:
         return _accumulate(self, frame)
     if trainable_variables is not None:
@@ -82,6 +85,8 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
         return grad
     storage = variable._storage
     state = storage.shardings.state
+    if isinstance(grad, seen.Seen):
+        return seen.part_of(grad, storage)
     if grad.shape == storage.own(frame).shape or tuple(grad.shape) != state.shape:
         return grad
     return grad[state.slices(frame.rank)]
@@ -183,7 +188,7 @@ def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_r
 
 def _check_finite(self: Any, grads: Any) -> Any:
     """Whether all gradients are finite, on every rank."""
-    finite = _originals["finite"](self, grads)
+    finite = _originals["finite"](self, [g.part if isinstance(g, seen.Gradient) else g for g in grads])
     placed = [v for v in self._trainable_variables if placing.is_placed(v)]
     axes = tuple(dict.fromkeys(a for v in placed for a in v._storage.shardings.state.layout.sharded_axes))
     if not axes:

@@ -11,7 +11,7 @@ from typing import Any
 from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras import overridden
-from unidist.keras.explicit import context, placing
+from unidist.keras.explicit import context, placing, seen
 from unidist.keras.explicit.context import Frame
 
 
@@ -44,5 +44,7 @@ def _with_wholes(optimizer: Any, call: Callable[..., Any], grads: Any, trainable
 def _whole(frame: Frame, grad: Any, variable: Any) -> Any:
     if grad is None or not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
         return grad
+    if isinstance(grad, seen.Seen):
+        return grad.whole()
     # A part may have the shape of the whole on one rank, where the others have none: all must gather it.
     return variable._storage.joined(grad) if grad.shape == variable._storage.own(frame).shape else grad

@@ -16,7 +16,6 @@ from unidist.keras.compat import backend
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
 
-_CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
@@ -159,7 +158,7 @@ def _fits(first: Part, x: Any) -> bool:
         return x.ndim <= first.ndim and (dim < 0 or x.shape[dim] in (1, first.shape[first.DIM]))
     if isinstance(x, (list, tuple)):
         return all(isinstance(entry, int) for entry in x)
-    return x is None or isinstance(x, _CONSTANTS)
+    return x is None or isinstance(x, rowwise.CONSTANTS)
 
 
 def _wholes(value: Any) -> Any:

@@ -252,6 +252,8 @@ class Reducer:
             elif member.target.grad is not view:
                 member.target.grad = view
         bucket.missing = len(bucket.members)
+        if self._is_own_loop or (self.frame is not None and self.frame.own_step):
+            bucket.give_away()  # a loop or a step of the user's own may keep gradients from step to step
         self._finished += 1
 
     @_untraced

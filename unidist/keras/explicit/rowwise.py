@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+# What a function is given beside tensors, the same for a part and the whole.
+CONSTANTS = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 Condition = Callable[[int, Sequence[Any], dict[str, Any]], bool]
 
 # Each element alone, and what it is broadcast with.
@@ -101,6 +103,18 @@ def table(dim: int) -> dict[Any, Condition]:
         **dict.fromkeys(named(_NORMALIZING), functools.partial(_normalizing, dim)),
         torch.where: _where,
     }
+
+
+def each() -> dict[Any, Condition]:
+    """function -> the condition under which it treats each element alone."""
+    return {**dict.fromkeys(named(_EACH), _each), **dict.fromkeys(named(_ALONE), _alone), torch.where: _where}
+
+
+def each_in_place() -> frozenset[Any]:
+    """Functions that write into each element of their first argument what they compute of it alone."""
+    names = [name for name in _EACH if not name.startswith("__")]
+    operators = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")]
+    return frozenset(named([*(f"{name}_" for name in names), *operators, "copy_", "zero_", "fill_"]))
 
 
 OF_THE_SHAPE = frozenset(

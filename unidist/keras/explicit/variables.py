@@ -19,7 +19,7 @@ from unidist.keras.compat import (
     to_torch_dtype,
 )
 from unidist.keras.compat import torch_convert_to_numpy as convert_to_numpy
-from unidist.keras.explicit import context
+from unidist.keras.explicit import context, seen, torch_optimizers
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.storage import Shardings, Storage
 from unidist.keras.explicit.world import RankWorld
@@ -90,8 +90,13 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             return override
         if frame.updating_whole:
             return storage.updated(frame)
-        if frame.local or (frame.backward_done and not _in_layer()):
+        if frame.local:
             return storage.own(frame)
+        if (frame.own_step or frame.backward_done) and not _in_layer():
+            if frame.own_step and storage.shardings.state.layout.dims:
+                return seen.Value.of(storage)
+            if frame.backward_done:
+                return storage.own(frame)
         return storage.whole(frame, differentiable=True) if storage.is_sharded else storage.local(frame)
 
     def _symbolic(self, value: torch.Tensor | None) -> torch.Tensor:
@@ -107,7 +112,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._check_shape(value.shape, self._shape)
             self._storage.assign_parts(lambda index: self._convert_to_tensor(value.part(index), dtype=self._dtype))
             return value
-        value = self._convert_to_tensor(value, dtype=self._dtype)
+        value = seen.whole(self._convert_to_tensor(value, dtype=self._dtype))
         frame = context.frame()
         if frame is not None and frame.written:
             frame.note_write(self)
@@ -230,6 +235,7 @@ def place(
         held.keep(parameter)
     else:
         held.fill(value, trainable=variable._trainable)
+        torch_optimizers.note_replaced(parameter, variable.path)
     del variable.__dict__["_value"]
     variable.__class__ = DistributedVariable
     lay(variable, held)

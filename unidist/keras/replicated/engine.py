@@ -59,6 +59,7 @@ class Engine:
         self.share: Any = None
         self.mixers: list[mixing.Mixer] | None = None
         self.is_reducing = False
+        self.has_reduced = False  # gradients, as soon as a tape gave them
         self._same = False
         self._cut_call()
         # What was traced before knows nothing of us.

@@ -27,6 +27,7 @@ from unidist.keras.compat import (
     data_adapters,
 )
 from unidist.keras.interception import Hook, Table, kept
+from unidist.keras.known import overrides
 from unidist.keras.processes import Processes
 from unidist.keras.replicated import engine
 from unidist.keras.replicated.engine import align_seeds as align_seeds
@@ -35,6 +36,8 @@ from unidist.strategies import Strategy
 from unidist.strategies.zero import STAGES
 
 _originals: dict[str, Any] = {}
+# On a gradient: it is the mean over the ranks.
+_REDUCED = "_unidist_reduced"
 
 
 def prepare() -> None:
@@ -69,6 +72,8 @@ def _of_training() -> Iterator[Hook]:
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
+    why = "a step of the user's own sees the gradients of all ranks"
+    yield Hook(tf.GradientTape, "gradient", kept(_originals, "gradient", _gradient), why)
     moments = kept(_originals, "_moments", _moments)
     yield Hook(BatchNormalization, "_moments", moments, "batch statistics of all rows")
     yield Hook(SeedGenerator, "next", kept(_originals, "next", _next), "random numbers differ where rows do")
@@ -116,10 +121,41 @@ def _with_reduced(optimizer: Any, call: Any, grads: Any, trainable_variables: An
     here.is_reducing = True
     try:
         given = trainable_variables if trainable_variables is not None else optimizer._trainable_variables
-        reduced = here.traced.mean_gradients(list(grads), [tuple(v.shape) for v in given])
+        reduced = _reduced(here, list(grads), list(given))
         return call(reduced, trainable_variables)
     finally:
         here.is_reducing = False
+
+
+def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> list[Any]:
+    """Means over the ranks. Those that a step of the user's own has from its tape are means: a dense one stays what it
+    is by another mean, a sparse one would not."""
+    left = [
+        k
+        for k, grad in enumerate(grads)
+        if not hasattr(grad, _REDUCED) and not (here.has_reduced and isinstance(grad, tf.IndexedSlices))
+    ]
+    found = here.traced.mean_gradients([grads[k] for k in left], [tuple(variables[k].shape) for k in left])
+    for k, grad in zip(left, found, strict=True):
+        grads[k] = grad
+    return grads
+
+
+def _gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    """A tape's gradients of a model's weights, in a step of the user's own: it may look at them."""
+    found = _originals["gradient"](self, target, sources, *args, **kwargs)
+    here = engine.current()
+    if here is None or here.in_call or not overrides(here.model, "train_step"):
+        return found
+    weights = {id(x): v for v in here.model.trainable_variables for x in (v, v.value)}
+    flat, grads = tf.nest.flatten(sources), tf.nest.flatten(found, expand_composites=False)
+    of = [k for k, (x, grad) in enumerate(zip(flat, grads, strict=True)) if id(x) in weights and grad is not None]
+    reduced = here.traced.mean_gradients([grads[k] for k in of], [tuple(weights[id(flat[k])].shape) for k in of])
+    here.has_reduced = here.has_reduced or bool(of)
+    for k, grad in zip(of, reduced, strict=True):
+        setattr(grad, _REDUCED, True)
+        grads[k] = grad
+    return tf.nest.pack_sequence_as(sources, grads)
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:

@@ -1,0 +1,71 @@
+"""torch.autograd.grad of variables, in a step of the user's own: gradients are summed over the data shards, as those of
+loss.backward() are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Sharding
+from unidist.errors import CapabilityError
+from unidist.keras.explicit import context, losses, norms, seen
+from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.storage import Storage
+from unidist.keras.interception import Hook
+
+
+def hooks() -> Iterator[Hook]:
+    yield Hook(torch.autograd, "grad", _summed, "gradients of all data shards' rows", imported=True)
+
+
+def _summed(original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None or not frame.own_step or frame.trial is not None:
+            return original(outputs, inputs, *args, **kwargs)
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        of = [_storage_of(frame, x) for x in given]
+        if not any(of):
+            return original(outputs, inputs, *args, **kwargs)
+        _check(frame, outputs, args, kwargs)
+        leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
+        found = original(outputs, leaves, *args, **kwargs)
+        return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
+
+    return grad
+
+
+def _storage_of(frame: Frame, x: torch.Tensor) -> Storage | None:
+    if isinstance(x, seen.Value):
+        return x.kept
+    return next((one for one in norms.placed if one.leaves.get(frame.rank) is x), None)
+
+
+def _check(frame: Frame, outputs: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises CapabilityError where the gradients of the ranks' rows do not add up to that of all rows."""
+    names = ("grad_outputs", "retain_graph", "create_graph")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if frame.world.data_axes and options.get("create_graph"):
+        raise CapabilityError(
+            "torch.autograd.grad(..., create_graph=True) of a variable was called in train_step: the gradient is that "
+            "of this rank's rows until the ranks sum it, and torch cannot differentiate what it becomes. Compute the "
+            "penalty in a layer, or of the inputs' gradient"
+        )
+    losses.check_roots(frame, roots, options.get("grad_outputs"))
+
+
+def _reduced(frame: Frame, grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
+    if grad is None:
+        return None
+    held, state = storage.sharding, storage.shardings.state
+    axes = tuple(a for a in frame.world.data_axes if held.layout.state(a) == "I")
+    partial = Sharding(held.mesh, held.layout.with_axis(axes, "P"), held.shape)
+    with events.for_purpose("gradient"), torch.no_grad():
+        part = frame.world.backend.redistribute(grad, partial, state) if axes else grad
+    return seen.Gradient.of(storage, part) if state.layout.dims else part
