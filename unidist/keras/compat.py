@@ -41,6 +41,7 @@ _PLACES = {
     "DTypePolicy": "keras.src.dtype_policies.dtype_policy:DTypePolicy",
     "BaseConv": "keras.src.layers.convolutional.base_conv:BaseConv",
     "Layer": "keras.src.layers.layer:Layer",
+    "DataLayer": "keras.src.layers.preprocessing.data_layer:DataLayer",
     "BatchNormalization": "keras.src.layers.normalization.batch_normalization:BatchNormalization",
     "RNN": "keras.src.layers.rnn.rnn:RNN",
     "legacy_h5_format": "keras.src.legacy.saving.legacy_h5_format:",
@@ -96,6 +97,7 @@ _MOVED = {
         "keras.src.backend.torch.core:convert_to_numpy",
         "keras.src.backend.torch.ops.core:convert_to_numpy",
     ),
+    "torch_numpy": ("keras.src.backend.torch.numpy:", "keras.src.backend.torch.ops.numpy:"),
     "torch_core": ("keras.src.backend.torch.core:", "keras.src.backend.torch.ops.core:"),
     "get_device": ("keras.src.backend.torch.core:get_device", "keras.src.backend.torch.ops.core:get_device"),
     "to_torch_dtype": (

@@ -12,6 +12,14 @@ from unidist.keras.compat import INSIDE, Functional, TorchModuleWrapper, is_floa
 
 # Whose routing loss is of all tokens.
 _MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
+# What of Keras's and keras_hub's looks at several rows: what mixes images, the likeness of each row to all others,
+# codebooks that follow what they are given.
+_MIXING = frozenset(
+    [
+        *("MixUp", "CutMix", "CLIPHead", "SigLIPHead", "MetaCLIP2Head"),
+        *("VectorQuantizerEMA", "ResidualVectorQuantizer"),
+    ]
+)
 # A layer is looked at by itself; the others are given weights, an activity regularizer the output (activity.py).
 _NOT_OF_ROWS = (
     *(keras.layers.Layer, keras.initializers.Initializer),
@@ -56,6 +64,8 @@ def is_known(layer: Any) -> bool:
     if not (is_of_keras(type(layer).call) or home.startswith("keras_hub.")) or any(
         f".{name}." in home for name in _MIXTURES
     ):
+        return False
+    if any(kind.__name__ in _MIXING and _is_of_either(kind) for kind in type(layer).__mro__):
         return False
     if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)) or _is_given_functions(layer):
         return False

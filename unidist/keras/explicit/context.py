@@ -58,6 +58,7 @@ class Frame:
         inputs: while a program is traced, id of a place -> what stands in for its value (programs.py).
         local: variables read as the part that this rank updates (in optimizers).
         updating_whole: variables read whole, from the parts that optimizers write to.
+        wholes: id of a storage -> its whole value, while one variable is updated; None: gathered for each read.
         accumulating: this step's gradients stay on their rank until the accumulation is full.
         keeps_gradients: what leaves hold waits to be reduced with this step's gradients.
         backward_done: gradients are there, and Keras's step hands them to the optimizer: read outside of a layer, a
@@ -86,6 +87,7 @@ class Frame:
     inputs: dict[int, torch.Tensor] | None = None
     local: bool = False
     updating_whole: bool = False
+    wholes: dict[int, torch.Tensor] | None = None
     accumulating: bool = False
     keeps_gradients: bool = False
     backward_done: bool = False
@@ -125,6 +127,11 @@ class Frame:
     def updating_wholes(self) -> AbstractContextManager[None]:
         """Every variable reads whole and is assigned whole, between an optimizer's steps: collectives."""
         return self._having(local=False, updating_whole=True)
+
+    def updating_one(self) -> AbstractContextManager[None]:
+        """As `updating_wholes`, for one variable and its slots: each is gathered once, and what is assigned is written
+        into the tensor that was read, as on one device."""
+        return self._having(local=False, updating_whole=True, wholes={})
 
     def widened(self) -> AbstractContextManager[None]:
         """Layers of low precision compute in float32."""

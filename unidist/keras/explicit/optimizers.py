@@ -161,7 +161,7 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
         if not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
             self.update_step(grad, variable, learning_rate)
             continue
-        with frame.updating_wholes(), events.for_purpose("whole variable"):
+        with frame.updating_one(), events.for_purpose("whole variable"):
             self.update_step(variable._storage.joined(grad), variable, learning_rate)
     return None
 

@@ -7,14 +7,16 @@ wrong that is not in the table: it only sends more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 
 from unidist.keras.compat import backend
-from unidist.keras.explicit import rowwise
+from unidist.keras.explicit import context, rowwise
 from unidist.keras.explicit.context import Frame
+from unidist.keras.interception import Hook
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -100,6 +102,21 @@ class Part(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(f"{func} reached a {cls.__name__} past its __torch_function__")
+
+
+def hooks() -> Iterator[Hook]:
+    yield Hook(torch, "vmap", _of_wholes, "torch's transforms know nothing of parts", imported=True)
+
+
+def _of_wholes(original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def vmap(*args: Any, **kwargs: Any) -> Any:
+        function = original(*args, **kwargs)
+        if context.frame() is None:
+            return function
+        return functools.wraps(function)(lambda *given, **more: function(*_wholes(given), **_wholes(more)))
+
+    return vmap
 
 
 def whole(x: Any) -> Any:

@@ -89,7 +89,11 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         if override is not None:
             return override
         if frame.updating_whole:
-            return storage.updated(frame)
+            if frame.wholes is None or not storage.shardings.state.layout.dims:
+                return storage.updated(frame)
+            if id(storage) not in frame.wholes:
+                frame.wholes[id(storage)] = storage.updated(frame)
+            return frame.wholes[id(storage)]
         if frame.local:
             return storage.own(frame)
         if (frame.own_step or frame.backward_done) and not _in_layer():
@@ -129,6 +133,9 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._storage.world.check()
             self._check_shape(shape, self._shape)
             self._storage.assign(value)
+        if frame is not None and frame.wholes and (read := frame.wholes.get(id(self._storage))) is not None:
+            with torch.no_grad():
+                read.copy_(value)
         return value
 
     def _check_shape(self, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

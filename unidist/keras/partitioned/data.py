@@ -1,7 +1,8 @@
 """Batches: placed on the mesh, padded where their rows do not divide, and cut to the true rows inside the step.
 
 A batch of 10 rows on 4 devices is padded to 12 and sharded; the compiled step first takes rows 0 to 9 of the global
-array. The compiler then works on uneven shards, so that every mean, statistic and metric is that of the true rows.
+array. The compiler then works on uneven shards, so that every mean, statistic and metric is that of the true rows. On a
+mesh of several axes it is given the rows whole.
 """
 
 from __future__ import annotations
@@ -35,13 +36,24 @@ class Padded:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def cut(tree: Any) -> Any:
-    """The tree with every padded array cut to its true rows."""
-    return jax.tree.map(
-        lambda leaf: leaf.cut() if isinstance(leaf, Padded) else leaf,
-        tree,
-        is_leaf=is_padded_leaf,
-    )
+def cut(tree: Any, distribution: Any) -> Any:
+    """The tree with every padded array cut to its true rows.
+
+    On a mesh that cuts variables too they are whole on every device from there on. XLA's partitioner adds the rows that
+    it pads itself to what is scattered over two axes, as the gradient of an embedding (JAX 0.10).
+    """
+    is_whole = distribution is not None and len(_cutting(distribution.device_mesh.backend_mesh)) > 1
+
+    def true(leaf: Any) -> Any:
+        if not isinstance(leaf, Padded):
+            return leaf
+        return replicate(leaf.cut(), distribution) if is_whole else leaf.cut()
+
+    return jax.tree.map(true, tree, is_leaf=is_padded_leaf)
+
+
+def _cutting(mesh: Any) -> list[str]:
+    return [axis for axis, size in mesh.shape.items() if size > 1]
 
 
 def is_padded_leaf(leaf: Any) -> bool:

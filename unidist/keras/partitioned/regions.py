@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from keras import StatelessScope
 from keras.layers import RNN, Wrapper
 
@@ -40,10 +40,22 @@ class Region:
 
     def __init__(self, cuts: dict[int, fanning.Cut], values: dict[int, Any]) -> None:
         self.cuts = cuts
+        self._held: dict[int, Any] | None = None
         # Once a step, so that a variable's gradient is reduced once however often it is used.
         self.values = {
             key: values[key] if cut.stored else fanning.stacked(cut, values[key]) for key, cut in cuts.items()
         }
+
+    def begin(self) -> None:
+        """To be called before the first layer's call: notes what variables hold in the model's."""
+        if self._held is None:
+            self._held = dict(get_stateless_scope().state_mapping)
+
+    def was_written(self, layer: Any) -> bool:
+        """Whether the call has assigned something to a variable of a layer: what the region holds of it is old."""
+        scope, held = get_stateless_scope(), self._held or {}
+        own = [variable for variable in layer.variables if id(variable) in self.cuts]
+        return any(scope.get_current_value(variable) is not held.get(id(variable)) for variable in own)
 
 
 @contextlib.contextmanager
@@ -61,10 +73,12 @@ def calling_layer(original: Any) -> Any:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 (Keras's name)
         region = getattr(_active, "region", None)
+        if region is not None:
+            region.begin()
         if region is None or not any(id(v) in region.cuts for v in _of_unit(self)):
             return original(self, *args, **kwargs)
         call = _Call.of(self, functools.partial(original, self), args, kwargs)
-        if call is not None and call.is_row_wise():
+        if call is not None and not region.was_written(self) and call.is_row_wise():
             return call.on_shards(region)
         # No collectives inside of a loop over time.
         with entering(None if isinstance(self, RNN) else region):
@@ -197,7 +211,7 @@ class _Call:
             local = jax.checkpoint(local, policy=_is_kept)
         takes = [_spec(own) for own in cuts], [rows if own else PartitionSpec() for own in self.has_rows]
         mapped = fanning.by_shard(cut, local, takes, rows)
-        outputs, masks = jax.tree.map(lambda array: array[: self.rows], mapped(values, arrays))
+        outputs, masks = jax.tree.map(lambda array: _cut(array, self.rows, cut.mesh), mapped(values, arrays))
         for output, mask in zip(outputs, masks, strict=True):
             if mask is not None:
                 set_keras_mask(output, mask)
@@ -229,6 +243,15 @@ def _whole(cut: fanning.Cut | None, value: Any) -> Any:
 def _padded(array: Any, missing: int) -> Any:
     """With the last row repeated: of zeros a layer might make what is no number; and no gradient comes back of them."""
     return array if not missing else jnp.concatenate([array, jnp.repeat(array[-1:], missing, axis=0)])
+
+
+def _cut(array: Any, rows: int, mesh: Any) -> Any:
+    """Its first rows; whole on every device where they are uneven on a mesh of several axes (data.cut says why)."""
+    if array.shape[0] == rows:
+        return array
+    cut = array[:rows]
+    several = sum(size > 1 for size in mesh.shape.values()) > 1
+    return jax.lax.with_sharding_constraint(cut, NamedSharding(mesh, PartitionSpec())) if several else cut
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -40,8 +40,8 @@ def compiling(original: Any) -> Any:
     def jit(function: Any, **options: Any) -> Any:
         @functools.wraps(function)
         def step(*arguments: Any) -> Any:
-            result = function(*data.cut(arguments))
             distribution = placing.current()
+            result = function(*data.cut(arguments, distribution))
             if distribution is None or "donate_argnums" not in options:
                 return result
             if not (processes.several() or data.is_padded(arguments)):
@@ -171,7 +171,7 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
         if traffic is not None:
             outputs, state = step_function(state, placed)
             return outputs, state
-        outputs, state = step_function(state, data.cut(placed))
+        outputs, state = step_function(state, data.cut(placed, distribution))
         return data.replicate(outputs, distribution), state
 
     return step
