@@ -18,7 +18,7 @@ KINDS = {
     "row": ("c1", "cut by its inputs"),
     "table": ("c3", "a table, cut by its entries or features"),
     "gathered": ("c6", "cut, and gathered for each call"),
-    "cut": ("c5", "cut in another way"),
+    "cut": ("c5", "cut, as its layout says"),
     "rests": ("c2", "rests in parts over the data axes"),
     "whole": ("gr", "replicated"),
 }

@@ -30,6 +30,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 _LOOPBACK, _OURS = "127.0.0.1", "unidist-loopback"
+# The signals that torch makes exceptions of.
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # What torch's static rendezvous waits.
 _SECONDS = 600
 
@@ -132,9 +134,11 @@ def main(task: dict[str, Any]) -> int:
         except ChildFailedError:
             return 0
         except SignalException as error:
-            # It ends by itself now. A second one would raise in whatever runs at Python's exit, and print that.
-            signal.signal(error.sigval, signal.SIG_IGN)
             return 128 + error.sigval
+        finally:
+            # It ends by itself now. A signal would raise in whatever runs at Python's exit, and print that.
+            for one in _ENDING:
+                signal.signal(one, signal.SIG_IGN)
     return 0
 
 
