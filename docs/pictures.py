@@ -46,7 +46,7 @@ def column_then_row() -> Picture:
     mesh = Mesh({"model": 4})
     found = {
         "up/kernel, by its outputs": (Layout(None, "model"), (12, 32)),
-        "what lies between stays cut": (Layout(None, "model"), (20, 32)),
+        "what is between stays cut": (Layout(None, "model"), (20, 32)),
         "down/kernel, by its inputs": (Layout("model"), (32, 12)),
         "down's products, to be summed": (Layout(partial="model"), (20, 12)),
         "down's outputs, behind an all_reduce": (Layout(), (20, 12)),

@@ -21,7 +21,7 @@ class DistributedArray:
     """A value spread over a mesh. Immutable: every operation gives a new one.
 
     Attributes:
-        data: the backend's own array or arrays; what they mean is told by `sharding`.
+        data: the backend's own array or arrays; `sharding` says what they mean.
 
     Example:
         >>> import numpy as np, unidist

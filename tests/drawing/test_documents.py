@@ -1,4 +1,4 @@
-"""The documents' pictures are what the code makes; models are drawn as they lie; the command writes its report."""
+"""The documents' pictures are what the code makes; models are drawn as laid out; the command writes its report."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ def few(kind: str | None, zero: int) -> Result:
 
 
 def called_back(kind: str | None, zero: int, folder: str) -> Result:
-    """Callbacks that write and that decide, twice: the second training starts where a backup of the first lies."""
+    """Callbacks that write and that decide, twice: the second training starts where a backup of the first is."""
     fresh()
     x, y = rows()
     place = Path(folder)

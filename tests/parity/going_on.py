@@ -1,4 +1,4 @@
-"""What is told of a training that is interrupted, and of one that is not (tests/parity/interrupted.py trains them)."""
+"""Records of a training that is interrupted, and of one that is not (tests/parity/interrupted.py trains them)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Told:
     """What a training came to, seen by one process.
 
     Attributes:
-        steps: (epoch, batch) that callbacks were told of.
-        asked: the rows of each batch that were read, where the source tells.
+        steps: (epoch, batch) that callbacks saw.
+        asked: the rows of each batch that were read, where the source knows.
         resumed: steps that were made before it was resumed, as this process's record says.
     """
 

@@ -47,7 +47,7 @@ PLACES: list[tuple[str, Spec | None, str]] = [
 
 
 def call(setting: str, alone: Alone, worlds: Worlds | None = None) -> Any:
-    """Calls the program in the setting's processes; each tells what it came to."""
+    """Calls the program in the setting's processes; each returns what it came to."""
     name = setting.removesuffix("-alone")
     world = alone.world(name) if worlds is None or name != setting else worlds.get(setting)
     return lambda *args, **options: world.call(RUN, *args, **options)

@@ -55,7 +55,7 @@ class Layer:
         kind: one of KINDS.
         detail: its largest variable's shape and layout.
         held, whole: bytes on the device that holds most, and of all variables.
-        why: why it lies so.
+        why: why it is laid out so.
         pair: (number of its pair, how far its pair's last layer is behind it), where it is in one.
     """
 

@@ -79,7 +79,7 @@ def gather_weights(model: Any) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` tells.
+    """What `describe` gives.
 
     Attributes:
         rows: one for each variable, the model's first, then the optimizer's.

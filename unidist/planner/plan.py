@@ -176,7 +176,7 @@ def make_plan(
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
     Args:
-        strategy: the mesh, the data axes, and how states and activations lie. Its rule is not asked.
+        strategy: the mesh, the data axes, and how states and activations are laid out. Its rule is not asked.
         axes: the axes that may cut variables, where they are chosen.
 
     Raises:

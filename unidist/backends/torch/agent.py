@@ -1,4 +1,4 @@
-"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and tells which failed.
+"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and reports which failed.
 
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
@@ -76,7 +76,7 @@ class Loopback(StaticTCPRendezvous):
 
 
 def configuration(task: dict[str, Any]) -> LaunchConfig:
-    """One node: at a free port of the loopback. Several: they meet at node 0's address, ranked as told."""
+    """One node: at a free port of the loopback. Several: they meet at node 0's address, ranked as asked."""
     several = task["nodes"] > 1
     return LaunchConfig(
         min_nodes=task["nodes"],

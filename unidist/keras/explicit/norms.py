@@ -89,7 +89,7 @@ def _owners() -> dict[int, Storage]:
 
 
 def _norms(cut: Sequence[tuple[torch.Tensor, Storage]], p: float) -> Iterator[torch.Tensor]:
-    """The norm of each whole gradient, of which this rank has a part."""
+    """The norm of each whole gradient; this rank has a part of it."""
     op: ReduceOp = "max" if p == _INF else "min" if p == -_INF else "sum"
     came = of_wholes([_summand(grad, p) for grad, _ in cut], [storage for _, storage in cut], op)
     yield from (came if op != "sum" or p == 0 else (one ** (1 / p) for one in came))

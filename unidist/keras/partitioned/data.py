@@ -118,7 +118,7 @@ def _padded(array: Any, missing: int) -> Any:
 
 
 def _place_part(part: Part, distribution: Any) -> Any:
-    """The global array of which every process has its own rows."""
+    """The global array, made of each process's own rows."""
     array = np.asarray(part.array)
     sharding = layouts.of_batch(array.shape, distribution)
     places = rows_by_process(sharding)

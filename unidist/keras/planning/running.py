@@ -1,7 +1,7 @@
 """Running a model without its kernels: every candidate's output is random numbers, whatever its input is.
 
 So a run needs no large variable, and a change of one candidate's output arrives at other candidates only through what
-lies between them.
+stands between them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """In place of a tensor of which the shape alone is asked for."""
+    """In place of a tensor whose shape alone is asked for."""
 
     shape: tuple[int, ...]
 
