@@ -437,7 +437,7 @@ def streamed(kind: str | None, zero: int, source: str) -> Result:
 
 
 def raising() -> None:
-    """A program of two processes, of which one's data raises in the second step."""
+    """A program of two processes. The data of one raises in the second step."""
     x, y = rows()
 
     class Faulty(keras.utils.PyDataset):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROWS, BATCH, EPOCHS = 22, 4, 3
-# Kinds of data, of which each Keras backend takes all.
+# Kinds of data; each Keras backend takes all.
 ARRAYS = ("arrays", "arrays by batches", "short epochs", "counted epochs")
 OF_PYTHON = ("PyDataset", "generator")
 OF_TORCH = ("DataLoader", "DataLoader with a generator")

@@ -24,7 +24,7 @@ RUN = "tests.parity.interrupted:run"
 INSIDE, BETWEEN = (1, 3), (2, -1)
 # Sources with an order that hangs on the seed of the program, since it is chosen before fit begins.
 SEEDED = OF_TENSORFLOW
-# Sources of which every epoch is all rows, each once.
+# Sources whose every epoch is all rows, each once.
 WHOLE = ["arrays", "arrays by batches", "PyDataset", "DataLoader", "DataLoader with a generator", "tf.data"]
 
 VIRTUAL = ("sim-torch", "jax-4", "tensorflow-4")

@@ -134,7 +134,7 @@ def files_of(tensors: Iterable[Tensor], largest: int = LARGEST, *, has_stamp: bo
     Args:
         tensors: with names of their own, whatever their kind.
         largest: bytes of a file at most, unless one tensor alone has more.
-        has_stamp: whether the files say of which step they are.
+        has_stamp: whether the files name their step.
 
     Raises:
         CheckpointError: two tensors of one name.

@@ -19,7 +19,7 @@ from unidist.keras.processes import Processes, taking_part
 
 
 class Clock:
-    """A clock that the test moves, and what two processes tell each other, of which the other one is `other`."""
+    """A clock that the test moves, and what two processes send to each other; the other one is `other`."""
 
     def __init__(self) -> None:
         self.now = 0.0

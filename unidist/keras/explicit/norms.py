@@ -96,7 +96,7 @@ def _norms(cut: Sequence[tuple[torch.Tensor, Storage]], p: float) -> Iterator[to
 
 
 def of_wholes(numbers: Sequence[torch.Tensor], storages: Sequence[Storage], op: ReduceOp) -> list[torch.Tensor]:
-    """A number of each gradient, of which this rank has that of its part. A collective for each way in which some are
+    """A number of each gradient; this rank has that of its part. A collective for each way in which some are
     cut.
 
     Args:

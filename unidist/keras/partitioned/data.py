@@ -147,7 +147,7 @@ def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
 
 
 def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
-    """The true rows of an array of which process p filled the first counts[p] rows of its parts, each part once."""
+    """The true rows of an array where process p filled the first counts[p] rows of its parts, each part once."""
     filled: dict[int, int] = {}
     for own, count in zip(places, counts, strict=True):
         for place, unit in enumerate(own):
