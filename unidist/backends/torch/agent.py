@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 _LOOPBACK, _OURS = "127.0.0.1", "unidist-loopback"
+_ELASTIC = "torch.distributed.elastic"
 # The signals that torch makes exceptions of.
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # What torch's static rendezvous waits.
@@ -122,7 +123,9 @@ def telling(
 def main(task: dict[str, Any]) -> int:
     runpy.run_path(task["program"])["watch"](sys.stdin.fileno())
     sys.unraisablehook = sent_again
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Each of its modules has given its logger a level of its own.
+    for name in [_ELASTIC, *(name for name in logging.root.manager.loggerDict if name.startswith(f"{_ELASTIC}."))]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
     logging.raiseExceptions = False
     rendezvous_handler_registry.register(_OURS, lambda parameters: Loopback(parameters.run_id))
