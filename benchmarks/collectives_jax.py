@@ -2,7 +2,7 @@
 
     python benchmarks/collectives_jax.py [--devices 8] [--rounds 400]
 
-Raw call and backend call take turns in the same loop (paired), and the median of the differences is told, in
+Raw call and backend call take turns in the same loop (paired), and the median of the differences is printed, in
 microseconds. The arrays are small, so that the time is that of the calls; each call is waited for. `jit(x + 1)`, which
 sends nothing, shows what of the raw call is JAX's own dispatch. `again` is what a new jit would cost each time.
 """

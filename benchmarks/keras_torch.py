@@ -75,7 +75,7 @@ def torch_under_ddp(compiled: bool = False) -> Step:
 def torch_tensor_parallel(compiled: bool = False) -> Step:
     mesh = init_device_mesh("cpu", (2,))
     model = parallelize_module(torch_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    # Fused updates refuse a model of which some parameters are DTensors and some are not.
+    # Fused updates refuse a model where some parameters are DTensors and some are not.
     return by_hand(model, foreach=False, compiled=compiled)
 
 

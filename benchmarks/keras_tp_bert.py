@@ -118,7 +118,7 @@ def by_hand(compiled: bool = False) -> Step:
         rows = {f"layers.{k}.{name}": RowwiseParallel() for name in ("output", "down")}
         plan |= columns | rows
     model = parallelize_module(Bert(), mesh, plan)
-    # Fused updates refuse a model of which some parameters are DTensors and some are not.
+    # Fused updates refuse a model where some parameters are DTensors and some are not.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.004, foreach=False)
     called: Any = torch.compile(model) if compiled else model
     return step_by_hand(called, optimizer, *batch())

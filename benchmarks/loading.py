@@ -40,7 +40,7 @@ def options() -> argparse.Namespace:
 
 
 def width(megabytes: int) -> int:
-    """Of square float32 kernels of which eight have this size."""
+    """Of square float32 kernels; eight have this size."""
     return round((megabytes * MB / 8 / 4) ** 0.5) // 16 * 16
 
 

@@ -1,6 +1,6 @@
 """Planning time and memory of large models, each in a process of its own: `python benchmarks/planning.py`.
 
-Built without values, planned for data=2,model=4. The peak is the process's, imports included; these alone are told too.
+Built without values, planned for data=2,model=4. The peak is the process's, imports included; these are printed too.
 keras_hub imports TensorFlow wherever it finds it; here it finds none, unless `--with-tensorflow` is said.
 """
 
@@ -45,7 +45,7 @@ def measure(name: str) -> None:
     done, cpu = time.perf_counter(), time.process_time() - cpu
     print(
         f"{name}: built in {built - began:.1f} s, planned in {done - built:.1f} s, {cpu:.1f} s of CPU; "
-        f"peak {_peak():.0f} MB, of which imports {imports:.0f} MB; "
+        f"peak {_peak():.0f} MB, {imports:.0f} MB of it imports; "
         f"{plan.sharded_fraction:.1%} sharded, {len(plan.pairs)} pairs, {plan.predicted.count()} collectives a step"
     )
 

@@ -13,8 +13,8 @@ function goes to the room that its code belongs to, and that of C++ to what is d
     collectives      calls of process groups: starting them, and waiting for them (what is exposed)
 
 cProfile makes calls slower: the cost of an empty call and of an empty builtin under it is measured here and taken off
-each row by its number of calls. What is left is told beside the time of the step as it is. torch.profiler tells how
-much of the C++ is in the operations themselves (it has a cost too, which is told).
+each row by its number of calls. What is left is printed beside the time of the step as it is. torch.profiler shows how
+much of the C++ is in the operations themselves (it has a cost too, which is printed).
 --by-hand: the same of the program that the step is compared with, where it has one.
 """
 

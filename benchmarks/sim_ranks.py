@@ -1,7 +1,7 @@
 """What simulating costs: 8, 64 and 512 virtual ranks against one device, on the same total batch.
 
 A small network is trained by hand, data-parallel: each rank computes its rows, all-reduces one flat gradient and
-updates its own replica. Told for each number of ranks: the fastest step, its ratio to one device, and what handing
+updates its own replica. Printed for each number of ranks: the fastest step, its ratio to one device, and what handing
 over costs. Compared with one device at the end, so that nothing fast is wrong.
 
     python benchmarks/sim_ranks.py --ranks 8 64 512 --batch 2048 --width 128 --steps 10

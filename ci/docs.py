@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ci.prose import documents, problems  # noqa: E402 - found by the line above
+from ci.prose import avoided, documents, of_words_alone, problems  # noqa: E402 - found by the line above
 from ci.test import PYTEST, environment, layered, run, say, turn_to_optimized_python  # noqa: E402
 
 PACKAGES = ROOT / "ci" / "docs.txt"
@@ -27,6 +27,7 @@ BUILT = ROOT / "docs" / "_build"
 
 def main(arguments: list[str]) -> int:
     found = [problem for page in documents(ROOT) for problem in problems(page)]
+    found += [problem for file in of_words_alone(ROOT) for problem in avoided(file)]
     for problem in found:
         say(problem)
     if found or "--prose" in arguments:

@@ -1,10 +1,12 @@
 """What the documents' prose has to keep to be easy to read: short paragraphs, short sentences, plain words.
 
-`problems` reads one Markdown page. Code does not count: fences, indented blocks; a span of code is one word.
+`problems` reads one Markdown page. Code does not count: fences, indented blocks; a span of code is one word. `avoided`
+looks at the words alone: in the changes, and in what the package itself says, as its errors and its docstrings do.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ from pathlib import Path
 CHARACTERS = 600
 WORDS = 40
 # What is written instead: "reported", "is laid out", "and".
-AVOIDED = re.compile(r"\b(told|lies|of which)\b", re.IGNORECASE)
+AVOIDED = re.compile(r"\b(told|tells|lies|of which)\b", re.IGNORECASE)
+# In a docstring a name may be one of them: an argument, a function.
+_AVOIDED_IN_CODE = re.compile(r"\b(told(?![:(])|tells|lies)\b", re.IGNORECASE)
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _ITEM = re.compile(r"^ *(?:[-*+]|\d+\.) +")
@@ -77,7 +81,45 @@ def problems(page: Path) -> list[str]:
             if (count := len(sentence.split())) > WORDS:
                 found.append(f"{where}: a sentence of {count} words, over {WORDS}: {sentence[:60]}...")
         found += [f"{where}: {word!r} is a word that we avoid" for word in AVOIDED.findall(paragraph.plain)]
+    for line, length in items(page.read_text()):
+        if length > CHARACTERS:
+            found.append(f"{page.name}:{line}: an item of a list of {length} characters, over {CHARACTERS}")
     return found
+
+
+def items(text: str) -> Iterator[tuple[int, int]]:
+    """(line, characters) of each item of a list, with all its paragraphs; an item inside of another is one itself."""
+    begun, length, in_fence = 0, 0, False
+    for number, line in enumerate([*text.splitlines(), "end"], 1):
+        is_fence = bool(_FENCE.match(line))
+        in_fence = in_fence != is_fence
+        if in_fence or is_fence or not line.strip():
+            continue
+        starts = bool(_ITEM.match(line))
+        if begun and (starts or not line.startswith("  ")):
+            yield begun, length
+            begun = 0
+        if starts:
+            begun, length = number, 0
+        length += len(line.strip())
+
+
+def avoided(file: Path) -> list[str]:
+    """The words that we avoid, in a page or in what a module says: its docstrings, and its strings of several words."""
+    if file.suffix != ".py":
+        found = [(p.line, word) for p in paragraphs(file.read_text()) for word in AVOIDED.findall(p.plain)]
+    else:
+        found = []
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+                plain = _INLINE[0][0].sub("Code", node.value)
+                found += [(node.lineno, word) for word in _AVOIDED_IN_CODE.findall(plain)]
+    return [f"{file.name}:{line}: {word!r} is a word that we avoid" for line, word in found]
+
+
+def of_words_alone(root: Path) -> list[Path]:
+    """What is looked at for its words alone: the changes, and the package."""
+    return [root / "CHANGELOG.md", *sorted((root / "unidist").rglob("*.py"))]
 
 
 def documents(root: Path) -> list[Path]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def column_then_row() -> Picture:
     mesh = Mesh({"model": 4})
     found = {
         "up/kernel, by its outputs": (Layout(None, "model"), (12, 32)),
-        "what lies between stays cut": (Layout(None, "model"), (20, 32)),
+        "what is between stays cut": (Layout(None, "model"), (20, 32)),
         "down/kernel, by its inputs": (Layout("model"), (32, 12)),
         "down's products, to be summed": (Layout(partial="model"), (20, 12)),
         "down's outputs, behind an all_reduce": (Layout(), (20, 12)),
@@ -163,47 +164,62 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
 )
 
 
-@lru_cache
-def _transformer() -> Any:
+@dataclass(frozen=True)
+class _Block:
+    """What the blocks of a decoder are made of. `feedforward`: of what it takes, and its layers' common name."""
+
+    name: str
+    norm: Callable[..., Any]
+    attention: Callable[..., Any]
+    feedforward: Callable[[Any, str], Any]
+
+
+def _decoder(name: str, words: int, width: int, count: int, block: _Block, use_bias: bool) -> Any:
+    """A model without values, of `count` blocks that are alike."""
     import keras
 
     with keras.StatelessScope(initialize_variables=False):
         given = keras.Input((None,), dtype="int32")
-        x = keras.layers.Embedding(2000, 128, name="words")(given)
-        for k in range(2):
-            y = keras.layers.LayerNormalization(name=f"block_{k}_norm")(x)
-            x = x + keras.layers.MultiHeadAttention(4, 32, name=f"block_{k}_attention")(y, y)
-            y = keras.layers.LayerNormalization(name=f"block_{k}_norm_of_up")(x)
-            y = keras.layers.Dense(512, "gelu", name=f"block_{k}_up")(y)
-            x = x + keras.layers.Dense(128, name=f"block_{k}_down")(y)
-        y = keras.layers.LayerNormalization(name="norm")(x)
-        return keras.Model(given, keras.layers.Dense(2000, name="scores")(y), name="transformer")
+        x = keras.layers.Embedding(words, width, name="words")(given)
+        for k in range(count):
+            at = f"{block.name}_{k}"
+            y = block.norm(name=f"{at}_norm")(x)
+            x = x + block.attention(name=f"{at}_attention")(y, y)
+            x = x + block.feedforward(block.norm(name=f"{at}_feedforward_norm")(x), at)
+        scores = keras.layers.Dense(words, use_bias=use_bias, name="scores")(block.norm(name="norm")(x))
+        return keras.Model(given, scores, name=name)
+
+
+@lru_cache
+def _transformer() -> Any:
+    from keras import layers
+
+    def feedforward(x: Any, at: str) -> Any:
+        return layers.Dense(128, name=f"{at}_down")(layers.Dense(512, "gelu", name=f"{at}_up")(x))
+
+    attention = partial(layers.MultiHeadAttention, 4, 32)
+    return _decoder(
+        "transformer", 2000, 128, 2, _Block("block", layers.LayerNormalization, attention, feedforward), True
+    )
 
 
 @lru_cache
 def _llama() -> Any:
-    import keras
+    from keras import layers
 
-    with keras.StatelessScope(initialize_variables=False):
-        given = keras.Input((None,), dtype="int32")
-        x = keras.layers.Embedding(32000, 4096, name="token_embedding")(given)
-        for k in range(4):
-            at = f"transformer_layer_{k}"
-            y = keras.layers.RMSNormalization(name=f"{at}_norm")(x)
-            y = keras.layers.GroupQueryAttention(128, 32, 8, use_bias=False, name=f"{at}_attention")(y, y)
-            x = x + y
-            y = keras.layers.RMSNormalization(name=f"{at}_feedforward_norm")(x)
-            gate = keras.layers.Dense(14336, "silu", use_bias=False, name=f"{at}_gate")(y)
-            up = keras.layers.Dense(14336, use_bias=False, name=f"{at}_up")(y)
-            x = x + keras.layers.Dense(4096, use_bias=False, name=f"{at}_down")(gate * up)
-        y = keras.layers.RMSNormalization(name="norm")(x)
-        scores = keras.layers.Dense(32000, use_bias=False, name="scores")(y)
-        return keras.Model(given, scores, name="llama-like")
+    def feedforward(x: Any, at: str) -> Any:
+        gate = layers.Dense(14336, "silu", use_bias=False, name=f"{at}_gate")(x)
+        up = layers.Dense(14336, use_bias=False, name=f"{at}_up")(x)
+        return layers.Dense(4096, use_bias=False, name=f"{at}_down")(gate * up)
+
+    attention = partial(layers.GroupQueryAttention, 128, 32, 8, use_bias=False)
+    block = _Block("transformer_layer", layers.RMSNormalization, attention, feedforward)
+    return _decoder("llama-like", 32000, 4096, 4, block, False)
 
 
 def _plan(model: Any, sizes: dict[str, int], zero: int = 0) -> Plan:
     axes = {"data_axis": "data"} if "data" in sizes else {}
-    return unidist.plan(model, Mesh(sizes), zero=zero, sequence=2048, **axes)  # type: ignore[arg-type]
+    return unidist.plan(model, Mesh(sizes), zero=zero, batch=8, sequence=2048, **axes)  # type: ignore[arg-type]
 
 
 def made() -> dict[str, str]:

@@ -21,7 +21,7 @@ class DistributedArray:
     """A value spread over a mesh. Immutable: every operation gives a new one.
 
     Attributes:
-        data: the backend's own array or arrays; what they mean is told by `sharding`.
+        data: the backend's own array or arrays; `sharding` says what they mean.
 
     Example:
         >>> import numpy as np, unidist
@@ -398,13 +398,15 @@ def barrier(axis: str | Axes | None = None, mesh: Any = None) -> None:
         mesh: the mesh; None: with an axis that of the strategy in use, else the whole world.
 
     Raises:
-        LayoutError: an axis without a mesh, and no strategy is in use.
+        LayoutError: an axis without a mesh, and no strategy is in use; a mesh in the place of an axis.
 
     Example:
         >>> import unidist
         >>> _ = unidist.use("sim", devices=2)
         >>> unidist.barrier()
     """
+    if isinstance(axis, Mesh):
+        raise LayoutError(f"barrier({axis!r}): an axis was expected, found a mesh: write barrier(mesh=mesh)")
     backend = registry.current()
     grid = None if mesh is None else as_mesh(mesh)
     if grid is None and axis is not None and _mesh_in_use is not None:

@@ -36,7 +36,7 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command's entry point. Exit code 2: a typed error, told in one paragraph."""
+    """The command's entry point. Exit code 2: a typed error, reported in one paragraph."""
     parser = argparse.ArgumentParser(prog="unidist", description="Any Keras 3 model on many devices.")
     parser.add_argument("--version", action="version", version=f"unidist {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -72,7 +72,7 @@ def commands() -> list[Command]:
         ),
         Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
         Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
-        Command("plan", "Show how a model would lie on a mesh, and what it costs", _add_rest, _plan, passes_on=True),
+        Command("plan", "Show a model's layouts on a mesh, and what they cost", _add_rest, _plan, passes_on=True),
         Command("run", "Start a script in several processes", _add_run, _run),
     ]
 

@@ -1,4 +1,4 @@
-"""Log: what unidist decides, told to Python's logging under the name "unidist". Nobody hears it until asked.
+"""Log: what unidist decides, through Python's logging under the name "unidist". Nobody hears it until asked.
 
 UNIDIST_LOG=info (or debug, warning) writes it to standard error: of the first process alone, or with
 UNIDIST_LOG_RANKS=all of every process.
@@ -45,7 +45,7 @@ class _Lines(logging.Handler):
         try:
             print(f"unidist {self._known} {record.levelname}: {record.getMessage()}", file=sys.stderr, flush=True)
         except Exception:
-            # As Python's own handlers: what is told must not end what it is told of.
+            # As Python's own handlers: what is logged must not end what it is about.
             self.handleError(record)
 
 

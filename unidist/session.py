@@ -92,7 +92,7 @@ def initialize(
         address: "host:port" of process 0.
         process_count: number of processes.
         process_index: this process's number.
-        timeout: seconds to wait for the others, here and from now on in each collective. None: what `use` was told,
+        timeout: seconds to wait for the others, here and from now on in each collective. None: what `use` was given,
             else UNIDIST_TIMEOUT (`unidist run --timeout`), else 300. Under a launcher `use` joins the world: there
             it holds for the joining too only if `initialize` is what comes first.
 

@@ -1,4 +1,4 @@
-"""Writing in a process of its own: what is written, what is told, and that it ends with its parent."""
+"""Writing in a process of its own: what is written, what is reported, and that it ends with its parent."""
 
 from __future__ import annotations
 

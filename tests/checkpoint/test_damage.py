@@ -166,9 +166,9 @@ def test_a_folder_that_is_a_link_is_refused(directory: Path, tmp_path: Path) -> 
     ("call", "text"),
     [
         (lambda reader: reader.read("none"), "has no tensor 'none'"),
-        (lambda reader: reader.read("dense/bias", ((0, 97),)), r"does not lie in the shape \(96,\)"),
-        (lambda reader: reader.read("dense/bias", ()), r"does not lie in the shape \(96,\)"),
-        (lambda reader: reader.read("dense/bias", ((0, 2**62),)), r"does not lie in the shape \(96,\)"),
+        (lambda reader: reader.read("dense/bias", ((0, 97),)), r"is not inside of the shape \(96,\)"),
+        (lambda reader: reader.read("dense/bias", ()), r"is not inside of the shape \(96,\)"),
+        (lambda reader: reader.read("dense/bias", ((0, 2**62),)), r"is not inside of the shape \(96,\)"),
         (lambda reader: reader.read_into("dense/bias", None, np.zeros(5, np.uint8)), "the region has 384 bytes"),
         (lambda reader: reader.read_into("dense/bias", None, np.zeros(384, np.int8)), "the array is of int8"),
         (lambda reader: reader.read_bytes("dense/bias", 380, 5), r"has 384 bytes, and 380\.\.385 were asked for"),
@@ -315,7 +315,7 @@ def test_a_header_that_does_not_parse_is_refused(text: bytes) -> None:
 
 
 def sign_header(directory: Path, content: bytes) -> None:
-    """Another file of tensors, which the manifest tells of as of its own."""
+    """Another file of tensors, which the manifest describes as its own."""
     folder = directory / "step-00000005"
     (folder / MODEL).write_bytes(content)
     told = json.loads((folder / manifest.MANIFEST).read_bytes())
@@ -341,7 +341,7 @@ def test_a_tensor_in_two_files_is_refused(directory: Path) -> None:
 
 
 def changed_checksums(directory: Path, tensor: str, change: Callable[[np.ndarray], None]) -> None:
-    """Other numbers in the checksums' file, which the manifest tells of as of its own."""
+    """Other numbers in the checksums' file, which the manifest describes as its own."""
     folder = directory / "step-00000005"
     content = bytearray((folder / manifest.CHECKSUMS).read_bytes())
     spec = parsed(manifest.CHECKSUMS, bytes(content[: 8 + int.from_bytes(content[:8], "little")]), len(content))

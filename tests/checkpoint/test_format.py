@@ -54,7 +54,7 @@ def test_runs_of_a_long_column_come_in_batches() -> None:
 
 @pytest.mark.parametrize("region", [((0, 3),), ((0, 3), (2, 3)), ((-1, 2), (0, 1)), ((0, -1), (0, 1))])
 def test_a_region_outside_of_its_tensor_is_refused(region: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(CheckpointError, match=r"does not lie in the shape \(3, 4\)"):
+    with pytest.raises(CheckpointError, match=r"is not inside of the shape \(3, 4\)"):
         list(runs((3, 4), 1, region))
 
 

@@ -32,7 +32,7 @@ BYTES_OF = contents(OF)
 
 
 def begun(directory: Path, *ranges: tuple[int, str, int, int], places: int = 2) -> Path:
-    """A step of which the places have written (place, tensor, begin, end)."""
+    """A step whose places have written (place, tensor, begin, end)."""
     folder = writing.prepare(directory, 1, FILES)
     for place in range(places):
         with writing.PartWriter(folder, FILES, place) as part:

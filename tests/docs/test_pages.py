@@ -66,3 +66,12 @@ def test_a_block_of_what_is_printed_follows_a_program() -> None:
     for page in PAGES:
         shown = (ROOT / page).read_text().count("\n```text\n")
         assert shown == sum(block.printed is not None for block in blocks(page)), page
+
+
+def test_a_script_for_one_device_needs_three_lines_more() -> None:
+    """What ci/newcomer.py measures."""
+    (script,) = [block.text for block in blocks("docs/coming-from/keras.md") if block.file == "train.py"]
+    added = [line.partition("#")[0].strip() for line in script.splitlines() if "# new" in line]
+    assert len(added) == 3
+    assert all("unidist" in line for line in added)
+    assert "unidist" not in "".join(line for line in script.splitlines() if "# new" not in line)

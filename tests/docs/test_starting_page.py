@@ -8,11 +8,9 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.docs.documents import ROOT, blocks
+from tests.docs.manifests import read
 from unidist import cli
 
 PAGE = "docs/guide/starting.md"
@@ -59,9 +57,8 @@ def test_the_batch_script_puts_a_job_back_that_was_asked_to_end(tmp_path: Path) 
 
 
 def test_the_manifest_is_one_service_and_one_job() -> None:
-    yaml: Any = pytest.importorskip("yaml")
     (text,) = [block.text for block in blocks(PAGE) if block.language == "yaml"]
-    service, job = yaml.safe_load_all(text)
+    service, job = read(text)
     pod = job["spec"]["template"]
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()

@@ -1,4 +1,4 @@
-"""The documents' pictures are what the code makes; models are drawn as they lie; the command writes its report."""
+"""The documents' pictures are what the code makes; models are drawn as laid out; the command writes its report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_model_is_drawn_as_it_lies(world) -> None:
     kinds = {rect.title.partition(": ")[0].rpartition("/")[2]: rect.kind for rect in rects(found["description"])}
     assert kinds == {"up": "c0", "down<b>": "c1"}
     assert "paired with" in "".join(rect.title for rect in rects(found["model"]))
-    assert "net as it lies on the devices" in texts(found["model"])
+    assert "net as it is laid out on the devices" in texts(found["model"])
     # What a step sends is a plan's to predict.
     assert "sent by a rank" not in said(found["model"])
     assert f"slots {int(found['slots']):,} bytes" in "".join(rect.title for rect in rects(found["memory"]))

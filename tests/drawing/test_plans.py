@@ -16,7 +16,7 @@ from unidist import DrawingError, Ledger, Plan, draw
 from unidist.drawing.layers import KINDS, Layer, Sent, folded, of_plan
 from unidist.drawing.page import report
 from unidist.planner.choosing import size_text
-from unidist.planner.facts import VariableFact
+from unidist.planner.facts import Activation, Affine, VariableFact
 
 EVIL = ("<script>alert(1)</script>_{}", "]]>&amp;\"'\x00\u202e_{}", "</svg><b>")
 
@@ -162,17 +162,22 @@ def test_many_layers_are_told_by_number() -> None:
 
 
 def test_bars_of_memory_have_the_lengths_of_their_bytes() -> None:
-    plans = [plan_of(chain(1), {"data": 4}, zero=zero) for zero in (0, 1, 3)]
+    facts = replace(chain(1), activations=(Activation((Affine(1), Affine(500)), 4),))
+    plans = [plan_of(facts, {"data": 4}, zero=zero) for zero in (0, 1, 3)]
     svg = draw(plans).svg
     bars = rects(svg)
-    assert len(bars) == 9
+    assert len(bars) == 12
     scale = bars[0].w / plans[0].bytes_per_device
-    sizes = [n for p in plans for n in (p.bytes_per_device, p.gradient_bytes_per_device, p.slot_bytes_per_device)]
+    assert plans[0].activation_bytes_per_device == 2 * 500 * 4  # 8 rows on 4 devices
+    sizes = []
+    for p in plans:
+        held = (p.bytes_per_device, p.gradient_bytes_per_device, p.slot_bytes_per_device)
+        sizes += [*held, p.activation_bytes_per_device]
     for bar, size in zip(bars, sizes, strict=True):
         assert bar.w == pytest.approx(size * scale, abs=0.02)
         assert bar.title.endswith(f"{size:,} bytes")
     assert {"data=4", "data=4, zero 1", "data=4, zero 3"} <= set(texts(svg))
-    assert "Activations" in said(svg)
+    assert "Activations: an estimate, for a batch of 8 rows" in said(svg)
 
 
 def test_the_line_of_a_devices_memory(plan) -> None:

@@ -28,7 +28,7 @@ def test_bars_have_the_heights_of_their_seconds(tmp_path: Path) -> None:
     for low, high in zip(computing, waiting, strict=True):
         assert low.y == pytest.approx(high.y + high.h, abs=0.02)
     words = texts(draw(tmp_path).svg)
-    # The first line compiles: it is told, and would hide the others.
+    # The first line compiles: it is shown apart, and would hide the others.
     assert "first line: 9 s" in words
     assert "median 600 ms a step" in words
     assert "350 ms exposed, 58%" in words

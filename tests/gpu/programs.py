@@ -278,7 +278,7 @@ def adam(fuses: bool) -> tuple[dict[str, Any], int]:
         return found
 
     with mock.patch.object(fused, "_fits", counting):
-        # A bias before a norm has no gradient but rounding, of which Adam makes whole steps.
+        # A bias before a norm has no gradient but rounding, and Adam makes whole steps of it.
         step, model = _stepping(0, norm=False)
         for _ in range(5):
             step()

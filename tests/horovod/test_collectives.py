@@ -326,7 +326,7 @@ def test_a_world_that_does_not_come_together() -> None:
 
 
 def disagree() -> str:
-    """Rank 1 comes with another shape: both are told, and the world goes on."""
+    """Rank 1 comes with another shape: both get the error, and the world goes on."""
     import torch
 
     group = everyone()
@@ -376,7 +376,7 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_lost_peer_is_told(how: str) -> None:
-    """Horovod tells of a process that ended. Of one that lives and does not come it says nothing: we do."""
+    """Horovod reports a process that ended. Of one that lives and does not come it says nothing: we do."""
     timeout = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(2, setup=join, setup_args=(timeout,), env=RARELY, preload=preloaded.TORCH) as processes:
         outcomes = processes.outcomes(lose, how)
@@ -396,7 +396,7 @@ def test_a_lost_peer_is_told(how: str) -> None:
 
 
 def stall_in_fit(seconds: float) -> str:
-    """Rank 1 stops in the middle of fit, alive; rank 0 is told within the timeout."""
+    """Rank 1 stops in the middle of fit, alive; rank 0 gets the error within the timeout."""
     import keras
 
     class Stall(keras.callbacks.Callback):

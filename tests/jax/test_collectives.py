@@ -262,7 +262,7 @@ def collectives_in_a_traced_program_are_not_events() -> None:
 
 
 def uneven_parts_go_where_the_reference_puts_them() -> None:
-    """Parts that are cut twice do not lie one after the other: 9 over 2 and 4 is 2 2 1 0 and 1 1 1 1."""
+    """Parts that are cut twice do not come one after the other: 9 over 2 and 4 is 2 2 1 0 and 1 1 1 1."""
     both, swapped = ("data", "model"), ("model", "data")
     backend: Any = unidist.backend()
     for src, dst in (

@@ -51,7 +51,7 @@ def test_gloo_is_told_where_to_listen(host: str, where: str, monkeypatch: pytest
 
 
 def late_for(seconds: float) -> str:
-    """Process 1 comes to the barrier too late for process 0; what that is told."""
+    """Process 1 comes to the barrier too late for process 0; what that one raises."""
     # One that is new would be compared first, and waited for there.
     unidist.backend().barrier()
     unidist.initialize(timeout=seconds)
@@ -185,7 +185,7 @@ def test_what_is_waited_for_is_in_the_record(two: ProcessWorld) -> None:
 
 
 def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
-    """The processes come to different collectives; what each is told, and a collective of both afterwards."""
+    """The processes come to different collectives; what each raises, and a collective of both afterwards."""
     backend: Any = unidist.backend()
     backend.set_timeout(20.0)
     mesh, first = Mesh({"x": -1}), unidist.process_index() == 0
@@ -223,7 +223,7 @@ def part_ways(how: str, rows: int) -> tuple[str, tuple[int, ...], float]:
     ],
 )
 def test_what_processes_run_is_compared(two: ProcessWorld, how: str, words: tuple[str, ...]) -> None:
-    """When it is new, or, where they are told to, each time."""
+    """When it is new, or, where they are asked to, each time."""
     rows = {"dtype": 12, "root": 13, "collective": 14, "again": 15}[how]
     for text, ranks, total in two.call(part_ways, how, rows):
         assert all(word in text for word in words), text
@@ -273,7 +273,7 @@ def leave_and_join_again(port: int, timeout: float) -> Any:
 
 
 class TwoByHand:
-    """Two processes without a launcher, which are told their index."""
+    """Two processes without a launcher, which are given their index."""
 
     def __init__(self) -> None:
         self.worlds = [

@@ -1,4 +1,4 @@
-"""Processes of which the last was given something else, and what all are told of it."""
+"""Processes whose last one was given something else, and what all raise."""
 
 from __future__ import annotations
 

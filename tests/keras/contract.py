@@ -349,7 +349,7 @@ def few(kind: str | None, zero: int) -> Result:
 
 
 def called_back(kind: str | None, zero: int, folder: str) -> Result:
-    """Callbacks that write and that decide, twice: the second training starts where a backup of the first lies."""
+    """Callbacks that write and that decide, twice: the second training starts where a backup of the first is."""
     fresh()
     x, y = rows()
     place = Path(folder)
@@ -437,7 +437,7 @@ def streamed(kind: str | None, zero: int, source: str) -> Result:
 
 
 def raising() -> None:
-    """A program of two processes, of which one's data raises in the second step."""
+    """A program of two processes. The data of one raises in the second step."""
     x, y = rows()
 
     class Faulty(keras.utils.PyDataset):

@@ -1,4 +1,4 @@
-"""Data that the processes see otherwise, and what they are told of it."""
+"""Data that the processes see otherwise, and the errors that they get."""
 
 from __future__ import annotations
 

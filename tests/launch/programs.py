@@ -129,7 +129,7 @@ count = int(next(os.environ[n] for n in ("WORLD_SIZE", "JAX_NUM_PROCESSES", "HOR
     reduce="",
 )
 
-# What a module is told.
+# What a module is given.
 TELLS = """
 import os, sys
 print("name", __name__, os.path.basename(sys.argv[0]), os.environ["UNIDIST_BACKEND"], os.environ["KERAS_BACKEND"])

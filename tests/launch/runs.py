@@ -56,7 +56,7 @@ def start(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], limit: float = LIMIT) -> Done:
-    """Waits for it. One that takes longer than `limit` seconds is told to end, and fails the test."""
+    """Waits for it. One that takes longer than `limit` seconds is asked to end, and fails the test."""
     begun = time.monotonic()
     try:
         out, err = process.communicate(timeout=limit)

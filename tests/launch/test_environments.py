@@ -1,4 +1,4 @@
-"""Scripts under other people's launchers: torchrun for real, and processes that see what srun tells."""
+"""Scripts under other people's launchers: torchrun for real, and processes that see what srun sets."""
 
 from __future__ import annotations
 

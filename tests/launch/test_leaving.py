@@ -35,7 +35,7 @@ def test_a_launcher_that_is_asked_ends_with_75(tmp_path: Path) -> None:
     assert left.code == LEFT, left.err
     said = "unidist: SIGUSR1: all processes have saved and left; started again the training goes on"
     assert left.err.splitlines()[-1] == said
-    # Inside of the epoch, of which no end was seen.
+    # Inside of the epoch, whose end was not seen.
     steps = folders.steps(tmp_path / "steps")
     assert len(steps) == 1
     assert 3 <= steps[0] < 60

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 BACKENDS = ("torch", "jax", "tensorflow", "horovod")
 LISTENS = "0A"
 
-# Joins, sends something, tells which of its sockets are bound to the loopback's interface, and waits.
+# Joins, sends something, reports which of its sockets are bound to the loopback's interface, and waits.
 PROGRAM = """
 import json, os, pathlib, socket, time
 import unidist

@@ -1,4 +1,4 @@
-"""What is told of a training that is interrupted, and of one that is not (tests/parity/interrupted.py trains them)."""
+"""Records of a training that is interrupted, and of one that is not (tests/parity/interrupted.py trains them)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROWS, BATCH, EPOCHS = 22, 4, 3
-# Kinds of data, of which each Keras backend takes all.
+# Kinds of data; each Keras backend takes all.
 ARRAYS = ("arrays", "arrays by batches", "short epochs", "counted epochs")
 OF_PYTHON = ("PyDataset", "generator")
 OF_TORCH = ("DataLoader", "DataLoader with a generator")
@@ -18,8 +18,8 @@ class Told:
     """What a training came to, seen by one process.
 
     Attributes:
-        steps: (epoch, batch) that callbacks were told of.
-        asked: the rows of each batch that were read, where the source tells.
+        steps: (epoch, batch) that callbacks saw.
+        asked: the rows of each batch that were read, where the source knows.
         resumed: steps that were made before it was resumed, as this process's record says.
     """
 

@@ -475,7 +475,7 @@ def _interleaved(parts: list[tuple[int, int]], size: int) -> Any:
 
 def own_data_apart(kind: str) -> tuple[str, str]:
     """The second process's own data raises, holds nothing, or differs from that of the first, which it must not: what
-    a process is told."""
+    a process raises."""
     import unidist
 
     x, y = _data()

@@ -24,7 +24,7 @@ from unidist.keras import leaving, turns
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")
-# The first column tells the row.
+# The first column names the row.
 Y = np.stack([np.arange(ROWS) / ROWS, RNG.normal(size=ROWS)], 1).astype("float32")
 
 
@@ -178,7 +178,7 @@ def run(
     asked: int | None = None,
 ) -> Told:
     """Trains from the beginning, or from what is in the folder, to the end or to the stop; where process `asked` is
-    told to end, that is seen at the next step."""
+    asked to end, that is seen at the next step."""
     keras.utils.clear_session(free_memory=False)
     if seed is not None:
         keras.utils.set_random_seed(seed)

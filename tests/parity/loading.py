@@ -28,7 +28,7 @@ class Loaded:
 
     Attributes:
         values: of its weights.
-        largest: items at most that were read at once of what lies in a file; 0: no range was.
+        largest: items at most that were read at once of what is in a file; 0: no range was.
         peak: bytes of Python's and NumPy's memory at most, while it was loaded a second time.
         local: the shape of what a device holds of the first kernel, before the model was used.
         predict: of some rows.
@@ -89,7 +89,7 @@ def _by_file(path: Path) -> Any:
 
 
 def _largest_read(path: Path) -> int:
-    """Items that are read at once of what lies in a file."""
+    """Items that are read at once of what is in a file."""
     from unidist.keras.ranges import Stored
 
     sizes = [0]

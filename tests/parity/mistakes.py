@@ -1,4 +1,4 @@
-"""Mistakes that users make with Keras and unidist; each returns what they are told."""
+"""Mistakes that users make with Keras and unidist; each returns the error that they get."""
 
 from __future__ import annotations
 

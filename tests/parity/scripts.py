@@ -129,7 +129,7 @@ def what_keras_tells() -> Told:
 
 
 def initialize_first() -> int:
-    """What a script of several processes calls first; the launcher has told the rest."""
+    """What a script of several processes calls first; the launcher has set the rest."""
     import keras
 
     keras.distribution.initialize()

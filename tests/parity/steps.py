@@ -13,7 +13,7 @@ from tests.support.runs import Result, fresh, scope, told
 
 
 class Trackers(keras.Sequential):
-    """Its own loss, and metrics that it tells and resets by itself."""
+    """Its own loss, and metrics that it updates and resets by itself."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

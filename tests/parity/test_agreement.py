@@ -1,4 +1,4 @@
-"""Processes that were given another model, optimizer, loss, argument or weights than the others are told so."""
+"""Processes that were given another model, optimizer, loss, argument or weights than the others get an error."""
 
 from __future__ import annotations
 

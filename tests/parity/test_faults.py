@@ -1,4 +1,4 @@
-"""Checkpoints of several processes where something goes wrong: all are told, nothing half counts, and all goes on."""
+"""Checkpoints of processes where something goes wrong: all get an error, nothing half counts, and all goes on."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ RUN = "tests.parity.interrupted:run"
 INSIDE, BETWEEN = (1, 3), (2, -1)
 # Sources with an order that hangs on the seed of the program, since it is chosen before fit begins.
 SEEDED = OF_TENSORFLOW
-# Sources of which every epoch is all rows, each once.
+# Sources whose every epoch is all rows, each once.
 WHOLE = ["arrays", "arrays by batches", "PyDataset", "DataLoader", "DataLoader with a generator", "tf.data"]
 
 VIRTUAL = ("sim-torch", "jax-4", "tensorflow-4")
@@ -47,7 +47,7 @@ PLACES: list[tuple[str, Spec | None, str]] = [
 
 
 def call(setting: str, alone: Alone, worlds: Worlds | None = None) -> Any:
-    """Calls the program in the setting's processes; each tells what it came to."""
+    """Calls the program in the setting's processes; each returns what it came to."""
     name = setting.removesuffix("-alone")
     world = alone.world(name) if worlds is None or name != setting else worlds.get(setting)
     return lambda *args, **options: world.call(RUN, *args, **options)

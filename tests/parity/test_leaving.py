@@ -1,4 +1,4 @@
-"""A training of which one process is asked to end: all save at the same step and end, and started again they give the
+"""A training with one process that is asked to end: all save at the same step and end, and started again they give the
 numbers of one that nobody asked."""
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ def written(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_a_process_reads_its_shards(
     name: str, setting: str, spec: Spec, written: tuple[Path, Any], worlds: Worlds
 ) -> None:
-    """Bit for bit; each of two processes reads halves, of which it may hold two. The second load is measured: the first
+    """Bit for bit; each of two processes reads halves, and may hold two. The second load is measured: the first
     imports."""
     folder, wanted = written
-    # Halves of a kernel, of which two are held at a time. JAX and TensorFlow hold shards in NumPy's memory, and on
+    # Halves of a kernel; two are held at a time. JAX and TensorFlow hold shards in NumPy's memory, and on
     # TensorFlow process 0 sends a model's first values.
     halves = {"torch": 2, "jax": 4, "tensorflow": 6}[SETTINGS[setting].keras]
     x = np.random.default_rng(1).normal(size=(4, SIZE)).astype("float32")

@@ -1,4 +1,4 @@
-"""What users do wrong is told by a typed error that says what was asked, what was found and what to do."""
+"""What users do wrong is reported by a typed error that says what was asked, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_state_of_whole_batches_in_data_parallel(worlds: Worlds) -> None:
 
 
 def test_a_mesh_that_leaves_a_process_out_on_tensorflow(worlds: Worlds) -> None:
-    """There TensorFlow itself would crash. All processes are told alike, so that none waits."""
+    """There TensorFlow itself would crash. All processes get the same error, so that none waits."""
     world = worlds.get("tensorflow-2x2")
     for kind, message in world.call("tests.parity.mistakes:mesh_without_a_process"):
         assert (kind, "no rank of process 1" in message) == ("MeshError", True), message

@@ -20,7 +20,7 @@ from tests.support.sampling import pairwise, unless_all
 pytestmark = pytest.mark.processes
 
 # JAX and DTensor compile every training anew, for seconds: there each strategy meets the cases that can break it.
-# Not functional on TensorFlow: test_tensorflow.py tells why.
+# Not functional on TensorFlow: test_tensorflow.py says why.
 _COMPILED: dict[str, dict[Spec, tuple[str, ...]]] = {
     "sim-tensorflow": {GRID: ("mlp_ragged_adam",)},
     "tensorflow-4": {

@@ -1,4 +1,4 @@
-"""Processes that read other data than the others are told so, and generators that can be shared are."""
+"""Processes that read other data than the others get an error, and generators that can be shared are."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_training_equals_one_device(one, four, name, mesh, in_scope) -> None:
     assert found["planned"]
     weights = {path: layout for path, layout in found["layouts"].items() if path in found["planned"]}
     assert weights == found["planned"]
-    # AdamW's two slots of each lie as it does.
+    # AdamW's two slots of each are laid out as it is.
     assert len(found["layouts"]) == 3 * len(found["planned"])
     np.testing.assert_allclose(found["outputs"], expected["outputs"], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(found["losses"], expected["losses"], atol=1e-5, rtol=1e-5)

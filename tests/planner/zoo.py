@@ -33,7 +33,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXBackbone", _HEADS),
     "falcon": ("FalconBackbone", {**_TEXT, "num_attention_heads": 4, "hidden_dim": 32, "intermediate_dim": 64}),
 }
-# Of which at least 95 % must lie in sharded variables.
+# At least 95 % of it must be in sharded variables.
 MOSTLY_SHARDED = ("bert", "roberta", "gpt2", "opt", "llama", "llama_mqa", "mistral", "gemma", "gemma_mqa", "t5")
 
 

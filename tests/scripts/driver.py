@@ -18,7 +18,7 @@ STRATEGIES = {
 
 
 def trained(program: str, kind: str | None) -> dict[str, Any]:
-    """What `program` ("module" or "module:function") tells, and what was sent; None: on one device."""
+    """What `program` ("module" or "module:function") gives, and what was sent; None: on one device."""
     module, _, function = program.partition(":")
     run = getattr(importlib.import_module(f"tests.scripts.{module}"), function or "run")
     keras.utils.clear_session()

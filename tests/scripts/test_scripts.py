@@ -1,5 +1,5 @@
 """Programs as users write them, in the spirit of keras.io's examples: under a strategy they come to the numbers of one
-device, or are told why not. They have no word of unidist in them.
+device, or get an error that says why not. They have no word of unidist in them.
 
 Each program runs in each place, and under each strategy in one of them; ci/test.py --all runs all.
 """
@@ -59,7 +59,7 @@ _TURNS = (
     {"data": "sim", "zero": "jax", "found": "torch"},
 )
 _OWN = {"siamese": 0, "transfer": 0, "adversarial": 0, "looping": 1}
-# Variants that are told apart on torch alone.
+# Variants that differ on torch alone.
 _ON_TORCH = (
     *("contrastive", "variational", "variational:run_half_by_hand", "variational:run_as_a_graph"),
     "filtering:run_of_the_batch",
@@ -84,7 +84,7 @@ def worlds() -> Iterator[dict[str, ProcessWorld]]:
 
 @pytest.fixture(scope="module")
 def wanted(worlds: dict[str, ProcessWorld]) -> Any:
-    """What a program tells on one device of a Keras backend."""
+    """What a program gives on one device of a Keras backend."""
     place = {"sim": "alone", "torch": "alone", "jax": "jax"}
     run = cache(lambda where, program: worlds[where].call("tests.scripts.driver:trained", program, None)[0]["told"])
     return lambda where, program: run(place[where], program)

@@ -1,4 +1,4 @@
-"""VirtualWorld: virtual ranks take turns, meet, and are told at once when they disagree."""
+"""VirtualWorld: virtual ranks take turns, meet, and get an error at once when they disagree."""
 
 from __future__ import annotations
 

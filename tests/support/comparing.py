@@ -1,4 +1,4 @@
-"""Comparison of what two runs told."""
+"""Comparison of what two runs recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same numbers of every kind that the expected run told."""
+    """The same numbers of every kind that the expected run recorded."""
     kinds = [key for key in NUMBERS if key in expected]
     assert "weights" in kinds
     for key in kinds:

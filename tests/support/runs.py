@@ -1,4 +1,4 @@
-"""Runs of a model that processes of the tests make, on every backend: under which strategy, and what is told of it."""
+"""Runs of a model that processes of the tests make, on every backend: their strategies and their records."""
 
 from __future__ import annotations
 

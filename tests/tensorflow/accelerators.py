@@ -16,7 +16,7 @@ from unidist.errors import UnidistError
 
 
 class Config:
-    """What TensorFlow is told."""
+    """What TensorFlow is given."""
 
     def __init__(self, count: int, has_started: bool) -> None:
         self.seen = [f"GPU:{k}" for k in range(count)]

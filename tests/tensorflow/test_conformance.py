@@ -126,7 +126,7 @@ def join_for_seconds(seconds: float) -> None:
 
 
 def late_for(seconds: float) -> str:
-    """Process 1 comes to the barrier too late for process 0; what that is told."""
+    """Process 1 comes to the barrier too late for process 0; what that one raises."""
     name = "all_reduce of int32 (16,) over ('rank',) of processes 0, 1 for 'entries'"
     with events.for_purpose("entries"):
         found = flights.since(unidist.backend().barrier)

@@ -463,7 +463,7 @@ def _place_of_process(world: ProcessWorld, port: int) -> list[Any]:
 
 
 def test_joining_by_address_and_leaving() -> None:
-    # JAX's launcher tells each process its index; without the address that is no launch.
+    # JAX's launcher gives each process its index; without the address that is no launch.
     with ProcessWorld(2, launcher="jax", env={"JAX_COORDINATOR_ADDRESS": None}, preload=preloaded.TORCH) as processes:
         for _ in range(2):
             found = _place_of_process(processes, free_port())

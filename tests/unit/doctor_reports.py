@@ -1,4 +1,4 @@
-"""What processes of a world may have told `unidist doctor`, made up."""
+"""What processes of a world may have sent to `unidist doctor`, made up."""
 
 from __future__ import annotations
 

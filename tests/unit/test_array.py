@@ -160,6 +160,7 @@ def cuts() -> list[slice]:
             "a mean of int64 values",
         ),
         (lambda: unidist.barrier("data"), LayoutError, r"give the mesh that has it, as barrier\('data', mesh=mesh\)"),
+        (lambda: unidist.barrier(MESH), LayoutError, r"found a mesh: write barrier\(mesh=mesh\)"),
         (lambda: unidist.broadcast(placed(), "model", 0.5), LayoutError, r"root 0\.5 is not a place of 0\.\.2"),
         (lambda: unidist.broadcast(placed(), "model", True), LayoutError, "root True is not a place"),
         (lambda: unidist.permute(placed(), "model", [(0, 0.5)]), LayoutError, r"pairs of places.* found \[\(0, 0\.5"),

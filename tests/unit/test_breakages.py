@@ -12,7 +12,7 @@ import pytest
 from ci.mutants import ROOT, Breakage, breakages
 
 ALL = breakages()
-# Where each room's files lie.
+# Where each room's files are.
 ROOMS = {
     "algebra": "unidist/algebra/",
     "array": "unidist/array.py",

@@ -1,4 +1,4 @@
-"""What `unidist doctor -n` makes of what the processes told: worlds that were made up, most of them broken."""
+"""What `unidist doctor -n` makes of what the processes sent: worlds that were made up, most of them broken."""
 
 from __future__ import annotations
 
@@ -254,5 +254,5 @@ def test_a_node_tells_of_the_links_that_it_sees() -> None:
     told += [link(2, (1, 2)), link(3, (0, 3)), link(3, (1, 3))]
     seen = reports(told, 4, nodes=2, node_rank=1)
     found = {each.pair: (each.status, each.found) for each in matrix.links(seen)}
-    assert found.pop((0, 1)) == ("not checked", "both its ranks are on other nodes, whose own output tells")
+    assert found.pop((0, 1)) == ("not checked", "both its ranks are on other nodes: look at their output")
     assert {status for status, _ in found.values()} == {"ok"}

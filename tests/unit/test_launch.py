@@ -1,4 +1,4 @@
-"""The launcher without worlds: what processes are told, what a run comes to, how processes end. Jobs are planted."""
+"""The launcher without worlds: what processes are given, what a run comes to, how processes end. Jobs are planted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, split_address
 
 COMMAND = ("-m", "train")
 
-# what processes are told
+# what processes are given
 
 
 def told(backend: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[dict[str, str]]:

@@ -28,7 +28,7 @@ LAUNCHERS = (
 
 
 class World(SimBackend):
-    """A backend that can join a world of processes and remembers what it was told."""
+    """A backend that can join a world of processes and remembers what it was given."""
 
     name = "worldly"
     capabilities = Capabilities(view="local", differentiable=False)

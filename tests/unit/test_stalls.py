@@ -1,4 +1,4 @@
-"""Who holds up the others, told from made-up records: the judgement alone."""
+"""Who holds up the others, found from made-up records: the judgement alone."""
 
 from __future__ import annotations
 

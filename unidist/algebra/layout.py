@@ -18,7 +18,7 @@ REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "max", "min", "prod")
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """How a tensor lies on a mesh: for each axis sharded, partial, fan-out or (by default) invariant.
+    """How a tensor is laid out on a mesh: for each axis sharded, partial, fan-out or (by default) invariant.
 
     - S(dim): cut along a dimension, torch.chunk's sizes. Several axes on one dim are nested, major first.
     - P: partial: the value is the sum (or mean, max, min, prod) over the axis of what the ranks hold.

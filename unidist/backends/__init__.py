@@ -1,6 +1,6 @@
 """The protocol, the registry, and one adapter a framework.
 
-`unidist.backends()` tells what is installed.
+`unidist.backends()` lists what is installed.
 Importing this package makes `unidist.backends` name it: so it is callable.
 """
 

@@ -1,4 +1,4 @@
-"""What ranks are told when they disagree: who waits where, for whom and what for."""
+"""What is reported to ranks that disagree: who waits where, for whom and what for."""
 
 from __future__ import annotations
 

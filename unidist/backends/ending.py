@@ -11,7 +11,7 @@ _raised: list[str] = []
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """Around work that all processes take part in: what this one raises in it is told to others that wait for it."""
+    """Around work of all processes: what this one raises in it is reported to those that wait for it."""
     try:
         yield
     except BaseException as error:

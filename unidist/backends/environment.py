@@ -44,7 +44,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """The variables by which a launcher tells a process its place in the world.
+    """The variables by which a launcher gives a process its place in the world.
 
     Attributes:
         name: what `Launch` calls it.

@@ -310,14 +310,14 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         return True
 
     def record(self, op: str, axes: Axes, group: Group, x: A) -> None:
-        """Tells the ledger of a collective whose full tensor is `x`."""
+        """Reports to the ledger a collective whose full tensor is `x`."""
         if events.listening() and self.reports:
             full = prod(x.shape) * itemsize(dtype_name(x))  # type: ignore[attr-defined]
             sent = Fraction(0) if op == "barrier" else ring_bytes(op, group.size, full)
             events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
 
     def record_step(self, step: Step, group: Group, x: A) -> None:
-        """Tells the ledger of a step of a plan that starts from `x`."""
+        """Reports to the ledger a step of a plan that starts from `x`."""
         if step.is_collective and self.reports:
             sent = step.bytes(itemsize(dtype_name(x)), self.rank)
             events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))

@@ -1,4 +1,4 @@
-"""Noting: what this process waits in for others is told in its record (unidist.flight), always.
+"""Noting: what this process waits in for others is noted in its record (unidist.flight), always.
 
 An adapter looks up the number of a text by a key that is at hand, and makes the text once. The line of the program that
 called is costly to find: the recorder finds it where a wait has lasted for half a second, and never before.

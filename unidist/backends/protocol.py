@@ -66,7 +66,7 @@ class DistributionBackend(Protocol):
     """One framework's way to place arrays on a mesh and to move them. Adapters inherit it, for what has a default.
 
     `X` below is the adapter's own data: for a local view this process's shard (the simulator: a mapping of all
-    ranks' shards), for a global view the framework's global array. What it means is told by a Sharding.
+    ranks' shards), for a global view the framework's global array. A Sharding says what it means.
     """
 
     name: ClassVar[str]  # as it is registered

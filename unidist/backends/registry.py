@@ -36,7 +36,7 @@ class Entry:
         target: "package.module:Class" of a DistributionBackend, constructed as `Class(devices=..., **options)`.
         hint: how to install what is missing.
         requires: top-level modules that must be importable.
-        distribution: the distribution whose version `backends()` tells. "": that of the first module it requires.
+        distribution: the distribution whose version `backends()` shows. "": that of the first module it requires.
         keras_backends: the Keras backends that it can serve, the best first; `use` chooses among them before the
             adapter is imported. (): `use` leaves Keras as it is.
         prefers_first: whether the first of them is taken where the environment names none, whatever Keras's own
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """What `unidist.backends()` tells of one backend. `capabilities` is None where it is not installed."""
+    """What `unidist.backends()` shows of one backend. `capabilities` is None where it is not installed."""
 
     name: str
     installed: bool

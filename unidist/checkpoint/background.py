@@ -247,7 +247,7 @@ def _gone() -> NoReturn:
 
 
 class _Worker:
-    """The other process: writes what it is told to, until its parent ends."""
+    """The other process: writes what it is asked to, until its parent ends."""
 
     def __init__(self, channel: socket.socket, parent: int) -> None:
         self._channel, self._parent = channel, parent

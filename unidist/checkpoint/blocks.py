@@ -163,7 +163,7 @@ class Blocks:
         raise CheckpointError(f"{file}: tensor {tensor.name!r} {text}", file=file, tensor=tensor.name)
 
     def ahead(self, ranges: Ranges, begin: int, end: int, most: int) -> None:
-        """Reads the checksums of all that lies in [begin, end) at once, if they have at most so many bytes."""
+        """Reads the checksums of all that is in [begin, end) at once, if they have at most so many bytes."""
         first = ranges.block_of(begin)
         count = ranges.block_of(end - 1) - first + 1
         if count * 4 <= most:

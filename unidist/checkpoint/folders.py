@@ -127,7 +127,7 @@ def folder_of(directory: Path, step: int, suffix: str = "") -> Path:
 
 
 def named(folder: Path) -> tuple[int, str] | None:
-    """(step, suffix) of which a folder has the name; None where it has another."""
+    """(step, suffix) of a folder's name; None where it has another."""
     found = _NAME.fullmatch(folder.name)
     if found is None:
         return None

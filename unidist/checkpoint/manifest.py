@@ -37,7 +37,7 @@ _HEAD = b'{\n "crc32c": "'
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the manifest tells of a file: its size; length and CRC32C of its header, or of all of it."""
+    """What the manifest says of a file: its size; length and CRC32C of its header, or of all of it."""
 
     name: str
     size: int
@@ -151,7 +151,7 @@ def _tensor(row: object) -> Tensor:
     match row:
         case [str() as name, str() as dtype, list() as shape, str() as kind]:
             return Tensor(name, dtype, tuple(shape), kind)
-    raise CheckpointError(f"{MANIFEST}: tells of no tensor: {row!r:.200}", file=MANIFEST)
+    raise CheckpointError(f"{MANIFEST}: describes no tensor: {row!r:.200}", file=MANIFEST)
 
 
 def _told(row: object) -> Told:
@@ -159,7 +159,7 @@ def _told(row: object) -> Told:
         case {"name": str() as name, "size": int() as size, "length": int() as length, "crc32c": int() as number}:
             if 0 <= length <= size < 1 << 63:
                 return Told(name, size, length, number)
-    raise CheckpointError(f"{MANIFEST}: tells of no file: {row!r:.200}", file=MANIFEST)
+    raise CheckpointError(f"{MANIFEST}: describes no file: {row!r:.200}", file=MANIFEST)
 
 
 def checksums_of(tensors: int, ranges: int, blocks: int) -> FileSpec:

@@ -80,7 +80,7 @@ class Opened:
         text: the manifest's.
 
     Attributes:
-        manifest: what it tells.
+        manifest: what it says.
         bytes_read: of tensors' data.
         bytes_beside: of manifest, headers and checksums.
     """
@@ -127,7 +127,7 @@ class Opened:
         if name != manifest.CHECKSUMS and crc(found) != told.crc32c:
             raise CheckpointError(f"{name}: its header is damaged: the checksum differs", file=name)
         if int.from_bytes(found[:8], "little") != told.length - 8:
-            raise CheckpointError(f"{name}: its header does not have the length that it tells", file=name)
+            raise CheckpointError(f"{name}: its header does not have the length that it names", file=name)
         return parsed(name, found, size)
 
     def _beginning(self, name: str, count: int) -> bytes:

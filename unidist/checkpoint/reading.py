@@ -47,7 +47,7 @@ class Reader:
     Attributes:
         folder: of the step; its address in an object store.
         step: its number.
-        facts: what the caller of `commit` told.
+        facts: what the caller of `commit` gave.
         tensors: name -> the tensor.
 
     Raises:
@@ -161,7 +161,7 @@ class Reader:
             at += len(offsets) * length
 
     def _asked(self, name: str, region: Region | None) -> tuple[Tensor, Region, int]:
-        """The tensor, the region that lies in it, and the region's bytes."""
+        """The tensor, the region that is in it, and the region's bytes."""
         tensor = self._tensor(name)
         region = whole(tensor.shape) if region is None else region
         check(tensor.shape, region)
@@ -211,7 +211,7 @@ class Reader:
     def _read_piece(
         self, name: str, ranges: Ranges, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes
     ) -> None:
-        """Those bytes of the runs that lie in [begin, end), which is read and verified."""
+        """Those bytes of the runs that are in [begin, end), which is read and verified."""
         first = max(int(offsets.searchsorted(begin, "right")) - 1, 0) if len(offsets) > 1 else 0
         at = int(offsets[first])
         if at <= begin and end <= at + length:

@@ -70,8 +70,8 @@ def whole(shape: Sequence[int]) -> Region:
 
 
 def check(shape: Sequence[int], region: Region) -> None:
-    """Raises CheckpointError where a region does not lie in a tensor of this shape."""
+    """Raises CheckpointError where a region is not inside of a tensor of this shape."""
     if len(region) != len(shape) or not all(
         first >= 0 and n >= 0 and first + n <= size for (first, n), size in zip(region, shape, strict=True)
     ):
-        raise CheckpointError(f"the region {region} does not lie in the shape {tuple(shape)}")
+        raise CheckpointError(f"the region {region} is not inside of the shape {tuple(shape)}")

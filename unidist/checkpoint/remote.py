@@ -175,7 +175,7 @@ class RemoteDirectory:
 
 class RemoteWriter:
     """What one process writes of a step (writing.PartWriter's likeness). It is gathered in a file on this machine: a
-    store takes an object from its first byte to its last, and that tells of all others."""
+    store takes an object from its first byte to its last, and that one describes all others."""
 
     def __init__(self, store: Store, folder: str, files: Sequence[FileSpec], place: int) -> None:
         self._store, self._folder, self._place = store, folder, place
@@ -205,7 +205,7 @@ class RemoteWriter:
             ) from error
 
     def finish(self) -> None:
-        """The part, and then what tells of it.
+        """The part, and then its description.
 
         Raises:
             CheckpointError: the store cannot write them.

@@ -113,7 +113,7 @@ class Store:
 
 
 class StoreFiles:
-    """The files of one step in a store (opened.Files). What is read is asked for in windows, of which some are held."""
+    """The files of one step in a store (opened.Files). What is read is asked for in windows; some are held."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, folder

@@ -134,7 +134,7 @@ def files_of(tensors: Iterable[Tensor], largest: int = LARGEST, *, has_stamp: bo
     Args:
         tensors: with names of their own, whatever their kind.
         largest: bytes of a file at most, unless one tensor alone has more.
-        has_stamp: whether the files tell of which step they are.
+        has_stamp: whether the files name their step.
 
     Raises:
         CheckpointError: two tensors of one name.
@@ -162,7 +162,7 @@ def files_of(tensors: Iterable[Tensor], largest: int = LARGEST, *, has_stamp: bo
 
 
 def file_of(name: str, tensors: Sequence[Tensor], *, has_stamp: bool = True) -> FileSpec:
-    """A file of these tensors; without a stamp, one of which nothing but its tensors is known."""
+    """A file of these tensors; without a stamp nothing but its tensors is known."""
     ordered = sorted(tensors, key=lambda tensor: (-tensor.itemsize, tensor.name))
     entries: dict[str, object] = {_METADATA: _BLANK} if has_stamp else {}
     offsets, end = [], 0
@@ -198,7 +198,7 @@ def stamp_of(header: bytes) -> tuple[int, str] | None:
 
 
 def parsed(name: str, header: bytes, size: int) -> FileSpec:
-    """The file that a header tells of, which anybody may have written.
+    """The file that a header describes, which anybody may have written.
 
     Raises:
         CheckpointError: tensors that cannot be, that overlap, or that are not the file's bytes, all of them.
@@ -219,14 +219,14 @@ def parsed(name: str, header: bytes, size: int) -> FileSpec:
             raise CheckpointError(f"{name}: tensor {tensor.name!r:.200} {text}", file=name, tensor=tensor.name)
         end = its_end
     if len(header) + end != size:
-        text = f"its header tells of {len(header) + end} bytes, the file has {size}"
+        text = f"its header counts {len(header) + end} bytes, the file has {size}"
         raise CheckpointError(f"{name}: {text}", file=name)
     begins = {tensor.name: len(header) + begin for begin, _, tensor in placed}
     return FileSpec(name, header, begins, size, {tensor.name: tensor for *_, tensor in placed})
 
 
 def file_told(told: Sequence[Any]) -> FileSpec:
-    """The file of which `FileSpec.told` has told."""
+    """The file that `FileSpec.told` has described."""
     name, size, text = told
     encoded = text.encode()
     return parsed(name, len(encoded).to_bytes(8, "little") + encoded, size)

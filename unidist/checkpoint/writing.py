@@ -2,7 +2,7 @@
 
 All happens in `step-00000012.tmp`. What a process wrote is on the disk before it says so (`part-<place>.json`); the
 manifest is written when all have said so, and then the folder gets its name. Until then nothing of it counts. What only
-tells processes of each other is gone by then, and need not come to the disk.
+informs processes of each other is gone by then, and need not come to the disk.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Examination:
     Attributes:
         sections: title -> its checks.
         links: the links of the world that was started; none where none was.
-        reports: what its processes told; None where none was started.
+        reports: what its processes reported; None where none was started.
     """
 
     sections: Mapping[str, list[Check]]
@@ -44,7 +44,7 @@ def examine(request: Request | None, *, say: Callable[[str], None] = lambda text
 
     Args:
         request: of `doctor.request`: the world to start. None: this machine alone, and each backend on it.
-        say: told what is being done now.
+        say: called with what is being done now.
 
     Raises:
         BackendNotAvailableError, CapabilityError, LaunchError: the world cannot be started; the text says why.
@@ -79,7 +79,7 @@ def _network(request: Request | None, environ: Mapping[str, str]) -> list[Check]
     host = split_address(address)[0] if address else LOOPBACK
     try:
         own = network.addresses(name)
-    except OSError:  # told by the check of the hostname
+    except OSError:  # reported by the check of the hostname
         own = []
     return [
         network.hostname(name, 1 if request is None else request.nodes),

@@ -140,7 +140,7 @@ def whole_world(reports: Reports) -> Iterator[Check]:
 
 
 def ending(reports: Reports, others: list[Check]) -> Iterator[Check]:
-    """A world that did not end well, where no other check tells why."""
+    """A world that did not end well, where no other check says why."""
     if reports.code == 0 or any(check.status == "failed" for check in others):
         return
     stops = "; ".join(f"{reports.place(stop.process)}: {stop.step}: {stop.text}" for stop in reports.stops)

@@ -1,4 +1,4 @@
-"""What is sent to try a link: between whom, which values, and how a value that is wrong is told."""
+"""What is sent to try a link: between whom, which values, and how a value that is wrong is reported."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PERIOD = 1021
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the processes are told.
+    """What the processes are given.
 
     Attributes:
         backend: the name given to `unidist.use`.
-        processes: processes on each node: the first of them tells what all have found.
+        processes: processes on each node: the first of them reports what all have found.
         timeout: seconds that a step may take after the world was joined.
         importing, joining: seconds for these. Who has imported waits at joining for those that have not.
         linger: seconds that a process which is late, or has failed, waits, so that the others tell of it too.

@@ -83,12 +83,12 @@ def _link(reports: Reports, pair: Pair, stuck: dict[int, str]) -> Link:
             members = list(reports.own)
         return link("failed", told(reports, (name,), members))
     if not here:
-        return link("not checked", "both its ranks are on other nodes, whose own output tells")
+        return link("not checked", "both its ranks are on other nodes: look at their output")
     return link("not checked", before(reports))
 
 
 def _slow(found: Sequence[Link]) -> Iterator[Link]:
-    """A link that is much slower than the others is told. With fewer than three nobody knows which is the usual."""
+    """A link that is much slower than the others is reported. With fewer than three nobody knows which is the usual."""
     good = [link for link in found if link.status == "ok"]
     latency = median([max(link.latency.values()) for link in good]) if good else 0.0
     bandwidth = median([min(link.bandwidth.values()) for link in good]) if good else 0.0

@@ -1,4 +1,4 @@
-"""Reports: what the processes of the world have told, in order."""
+"""Reports: what the processes of the world have sent, in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reports:
 
     Attributes:
         request: what was started.
-        told: everything that a process of this node told, and what it knew of the others.
+        told: everything that a process of this node sent, and what it knew of the others.
         code: the launcher's exit code.
         words: the last lines of the standard error of the launcher and its processes.
         launcher: what the launcher itself said of the end; "" where all ended well.
@@ -104,7 +104,7 @@ class Reports:
         return steps[-1] if steps else None
 
     def link(self, pair: Pair) -> dict[int, Report]:
-        """Rank -> what it found of a link, for its ends that told."""
+        """Rank -> what it found of a link, for its ends that reported."""
         return self._links.get(pair, {})
 
     @cached_property
@@ -128,7 +128,7 @@ def read(text: str) -> list[Report]:
         _, mark, rest = line.partition(MARK)
         if mark:
             report = json.loads(rest)
-            # What this node's processes told themselves comes again with what they know of all.
+            # What this node's processes reported themselves comes again with what they know of all.
             for one in (report, *report.get("reports", ())):
                 found.setdefault(json.dumps(one, sort_keys=True), one)
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Watch: tells what a process is doing, and ends it where that takes too long, whatever it waits in."""
+"""Watch: reports what a process is doing, and ends it where that takes too long, whatever it waits in."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Before what a process of the world tells; all else that it prints is its framework's.
+# Before what a process of the world reports; all else that it prints is its framework's.
 MARK = "unidist doctor: "
 _POLL = 0.05
 _LATE = 3
 
 
 def say(**report: Any) -> None:
-    """Tells the command something. On the descriptor itself: sys.stdout may hold back what others printed."""
+    """Reports something to the command. On the descriptor itself: sys.stdout may hold back what others printed."""
     with open(1, "wb", closefd=False) as stream:
         stream.write(f"{MARK}{json.dumps(report)}\n".encode())
 
@@ -43,7 +43,7 @@ class Watch:
 
     @contextmanager
     def step(self, name: str, limit: float) -> Iterator[None]:
-        """Around a step of at most `limit` seconds: it is told that it begins, and what it raises, which passes on."""
+        """Around a step of at most `limit` seconds: it reports that it begins, and what it raises, which passes on."""
         say(what="begun", process=self._process, step=name)
         self._step = (name, limit, time.monotonic() + limit)
         try:

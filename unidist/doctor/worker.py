@@ -1,7 +1,7 @@
 """What each process of the world runs: `-m unidist.doctor.worker TASK`, started by the launcher.
 
 It joins the world as any program does, sends known values over each link and over the whole world, compares what comes,
-and tells the command by lines of its standard output.
+and reports to the command by lines of its standard output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Report = dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Joins, measures, tells."""
+    """Joins, measures, reports."""
     task = Task.read(arguments[0])
     registry.find(task.backend)  # a launcher of a third party's is known from here on
     launch = detect()
@@ -154,7 +154,7 @@ class _World:
         text = np.frombuffer(json.dumps(list(told)).encode(), np.uint8).astype(np.int32)
         longest = max(int(n) for n in self._joined(np.array([len(text)], np.int32)))
         rows = self._joined(np.pad(text, (0, longest - len(text)))).reshape(self.size, longest)
-        # A process tells in the row of its first rank; the rows of its others are empty.
+        # A process reports in the row of its first rank; the rows of its others are empty.
         texts = [bytes(row[row > 0].astype(np.uint8)) for row in rows]
         return [report for text in texts if text for report in json.loads(text)]
 

@@ -1,4 +1,4 @@
-"""A world of real processes, started by the launcher, that tries each of its links and tells what it found."""
+"""A world of real processes, started by the launcher, that tries each of its links and reports what it found."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def request(
 
 
 def run(asked: Request) -> Reports:
-    """Starts the world and waits for its end. Every step of its processes has a limit; where none of them has told
+    """Starts the world and waits for its end. Every step of its processes has a limit; where none of them has reported
     anything for longer than the longest, they are ended from here.
 
     Raises:

@@ -35,8 +35,10 @@ def memory_of(plan: Plan) -> Memory:
             ("weights", plan.bytes_per_device),
             ("gradients", plan.gradient_bytes_per_device),
             ("optimizer slots", plan.slot_bytes_per_device),
+            ("activations", plan.activation_bytes_per_device),
         ),
-        "Activations, and what is gathered of the layer at work, come on top.",
+        f"Activations: an estimate, for a batch of {plan.batch:,} rows, sequence length {plan.sequence:,}. What is "
+        "gathered of the layer at work comes on top.",
     )
 
 
@@ -62,7 +64,7 @@ def picture_of_memory(bars: Sequence[tuple[str, Memory]], device_memory: int | N
     for label, memory in bars:
         canvas.text(_NAMES_ROOM + MARGIN, y + 19, label, anchor="end", room=_NAMES_ROOM)
         _stack(canvas, label, memory, kinds, y, scale)
-        _total(canvas, memory, device_memory, _BARS + memory.total * scale + 8, y + 19)
+        _total(canvas, memory, device_memory, scale, y + 19)
         y += 38
     if device_memory is not None:
         x = _BARS + device_memory * scale
@@ -76,10 +78,15 @@ def picture_of_memory(bars: Sequence[tuple[str, Memory]], device_memory: int | N
     return canvas.picture(name, "; ".join(said))
 
 
-def _total(canvas: Canvas, memory: Memory, device_memory: int | None, x: float, y: float) -> None:
+def _total(canvas: Canvas, memory: Memory, device_memory: int | None, scale: float, y: float) -> None:
     """The sum behind a bar, and by how much it is too long."""
+    x = _BARS + memory.total * scale + 8
     if device_memory is None or memory.total <= device_memory:
-        canvas.text(x, y, size_text(memory.total))
+        text = size_text(memory.total)
+        # Behind the line of what a device has, where it would cross the text.
+        line = None if device_memory is None else _BARS + device_memory * scale
+        crossed = line is not None and x - 4 < line < x + width_of(text, 13) + 4
+        canvas.text(line + 8 if line is not None and crossed else x, y, text)
         return
     canvas.text(x, y, f"{size_text(memory.total)}: {memory.total / device_memory:.1f} x a device", size=12, bold=True)
 

@@ -151,7 +151,7 @@ def _of_others(what: Any, device_memory: float | None, title: str | None) -> Pic
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(what, keras.Model):
         described = importlib.import_module("unidist.keras.models").describe(what)
-        return described._picture_(title or f"{what.name} as it lies on the devices")  # type: ignore[no-any-return]
+        return described._picture_(title or f"{what.name} as it is laid out on the devices")  # type: ignore[no-any-return]
     return None
 
 

@@ -9,7 +9,7 @@ from unidist.drawing.layers import KINDS, Fold, Layer, Sent, folded
 from unidist.drawing.picture import Picture
 from unidist.planner.choosing import size_text
 
-# More layers than these, after folding, are told of by their number and bytes alone.
+# More layers than these, after folding, are shown by their number and bytes alone.
 MOST_LAYERS = 150
 _LANES = 4
 _BOX, _BOX_ROOM = MARGIN + _LANES * 9 + 14, 416

@@ -18,7 +18,7 @@ KINDS = {
     "row": ("c1", "cut by its inputs"),
     "table": ("c3", "a table, cut by its entries or features"),
     "gathered": ("c6", "cut, and gathered for each call"),
-    "cut": ("c5", "cut in another way"),
+    "cut": ("c5", "cut, as its layout says"),
     "rests": ("c2", "rests in parts over the data axes"),
     "whole": ("gr", "replicated"),
 }
@@ -55,7 +55,7 @@ class Layer:
         kind: one of KINDS.
         detail: its largest variable's shape and layout.
         held, whole: bytes on the device that holds most, and of all variables.
-        why: why it lies so.
+        why: why it is laid out so.
         pair: (number of its pair, how far its pair's last layer is behind it), where it is in one.
     """
 

@@ -12,15 +12,16 @@ from unidist.planner.plan import Plan
 _ROOT = "unidist-page"
 # More rows than these make a notebook slow; `show()` prints them all.
 _NOTEBOOK_ROWS = 200
-# In a notebook the ground is the notebook's, so its colours are taken.
+# In a notebook the ground is the notebook's, so its colours are taken. A class twice weighs more than its own rules for
+# tables, which would put all text to the right.
+_IN = f".{_ROOT}.{_ROOT}"
 _TABLES = (
-    f".{_ROOT} table{{border-collapse:collapse;font-size:13px;margin:8px 0}}"
-    f".{_ROOT} caption{{text-align:left;font-weight:bold;padding:6px 0}}"
-    f".{_ROOT} th,.{_ROOT} td{{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid #8884;"
-    "vertical-align:top}"
-    f".{_ROOT} td:first-child{{overflow-wrap:anywhere;min-width:200px}}"
-    f".{_ROOT} td:nth-child(2),.{_ROOT} td:nth-child(3){{white-space:nowrap}}"
-    f".{_ROOT} .n{{text-align:right;white-space:nowrap}}"
+    f"{_IN} table{{border-collapse:collapse;font-size:13px;margin:8px 0}}"
+    f"{_IN} caption{{text-align:left;font-weight:bold;padding:6px 0}}"
+    f"{_IN} th,{_IN} td{{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid #8884;vertical-align:top}}"
+    f"{_IN} td:first-child{{overflow-wrap:anywhere;min-width:200px}}"
+    f"{_IN} td:nth-child(2),{_IN} td:nth-child(3){{white-space:nowrap}}"
+    f"{_IN} .n{{text-align:right;white-space:nowrap}}"
 )
 _PAGE = (
     "body{margin:0;background:#fff;color:#1b1f24;font-family:Helvetica,Arial,'Liberation Sans',sans-serif}"

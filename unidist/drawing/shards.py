@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array to be drawn: how it lies, and its dtype."""
+    """An array to be drawn: how it is laid out, and its dtype."""
 
     sharding: Sharding
     dtype: str = "float32"

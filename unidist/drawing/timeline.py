@@ -1,4 +1,4 @@
-"""A training's timeline, from the lines that `unidist.Telemetry` wrote: data, of which nothing is trusted."""
+"""A training's timeline, from the lines that `unidist.Telemetry` wrote: data that is not trusted."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _is_time(value: Any) -> bool:
 
 
 def picture_of_telemetry(ranks: dict[int, list[Measured]], title: str | None) -> Picture:
-    """Each rank's steps as bars: computing below, waiting in collectives above. The first line is told apart: it
+    """Each rank's steps as bars: computing below, waiting in collectives above. The first line stands apart: it
     compiles, and would hide the others."""
     canvas, name = Canvas(), title or "Seconds of a step, by rank"
     canvas.text(MARGIN, 34, name, size=17, bold=True)

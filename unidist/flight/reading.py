@@ -42,7 +42,7 @@ class Entry:
         begun, ended: seconds of the machine's monotonic clock; ended is None while it goes on. What was started, and
             waited for later, has begun when the wait began.
         failed: whether it ended by an error.
-        count: its number among those that are the same. So it tells who is behind: processes come to the same.
+        count: its number among those that are the same. So it shows who is behind: processes come to the same.
         is_waited_in: whether a thread waited in it, at last; else the process did something else meanwhile.
     """
 

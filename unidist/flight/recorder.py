@@ -48,12 +48,12 @@ VARIABLE = "UNIDIST_FLIGHT"
 BEAT = 0.25
 # Seconds of a wait after which it is found where the program called it.
 LASTS = 0.5
-# What a process tells when it is asked what it has imported.
+# What a process answers when it is asked what it has imported.
 TOLD = ".told"
 # Beside a record: the stacks of all threads, when they were asked for.
 STACKS = ".stacks"
 _INITIAL = Path("/proc/self/environ")
-# As a shell tells of SIGTERM.
+# As a shell reports SIGTERM.
 _ENDED = 128 + signal.SIGTERM
 _now = time.monotonic
 _PHASE = {name: number for number, name in enumerate(PHASES)}

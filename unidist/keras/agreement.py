@@ -182,7 +182,7 @@ def _learning_rate(optimizer: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """What a loss, a metric or a schedule is, without what tells this process's objects apart."""
+    """What a loss, a metric or a schedule is, without what marks this process's objects."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, dict):

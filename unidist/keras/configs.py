@@ -18,7 +18,7 @@ from unidist.keras.interception import Hook, Table, by
 
 
 def config_of(model: Any) -> str:
-    """JSON of which Keras makes the model again, compiled as it is. Raises what classes raise that do not say how.
+    """JSON from which Keras makes the model again, compiled as it is. Raises what classes raise that do not say how.
 
     Example:
         >>> import keras

@@ -96,7 +96,7 @@ class Copies:
             self._slot.close()
 
     def find(self, holders: Holders, newer_than: int) -> Source | None:
-        """The latest step of which all parts are in memory, if it is newer than that on the disk."""
+        """The latest step whose parts are all in memory, if it is newer than that on the disk."""
         if (nodes := self._known(holders)) is None or self._memory is None:
             return None
         own = [part for part in parts_in(self._memory.paths) if part.key.directory == self._directory]

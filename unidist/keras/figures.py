@@ -21,7 +21,7 @@ from unidist.keras.compat import tree
 from unidist.keras.lockstep import Part
 from unidist.keras.walking import innermost
 
-# Drivers of which a step is one compiled program, collectives included.
+# Drivers whose step is one compiled program, collectives included.
 _OF_PROGRAMS = ("unidist.keras.partitioned", "unidist.keras.dtensor")
 
 
@@ -84,7 +84,7 @@ class Rows:
 
 
 class _Counted:
-    """An iterator over batches that tells what is drawn."""
+    """An iterator over batches that reports what is drawn."""
 
     def __init__(self, batches: Any, rows: Rows) -> None:
         self._batches, self._rows = batches, rows
@@ -107,7 +107,7 @@ def _extent(batch: Any) -> tuple[int | None, int | None]:
 
 
 def _total(batch: Any) -> int | None:
-    """Rows of the batch of which these are a part."""
+    """Rows of the batch that these are a part of."""
     return next((leaf.total for leaf in tree.flatten(batch) if isinstance(leaf, Part)), None)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from unidist.keras.compat import file_utils, legacy_h5_format, saving_lib
 from unidist.keras.interception import Hook
 
-# Of the longest first: Keras tells formats by them.
+# Of the longest first: Keras recognises formats by them.
 _SUFFIXES = (".weights.h5", ".keras", ".h5", ".hdf5")
 
 

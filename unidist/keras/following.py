@@ -1,6 +1,6 @@
 """A fit that a callback follows: from its beginning, through the steps of its epochs, to its end.
 
-Keras tells callbacks of steps by their logs, and waits for these on JAX and TensorFlow where one callback asks. Who
+Keras informs callbacks of steps by their logs, and waits for these on JAX and TensorFlow where one callback asks. Who
 follows is called without logs, and after all other callbacks: so what they have counted is of the same moment.
 """
 
@@ -24,7 +24,7 @@ from unidist.keras.interception import Hook
 class Follower(Callback):  # type: ignore[misc]
     """A callback that follows the fit which it is given to. All methods are called in the thread of fit."""
 
-    # Where several follow a fit, those of lower places are told first.
+    # Where several follow a fit, those of lower places are called first.
     place = 0
 
     @property
@@ -39,7 +39,7 @@ class Follower(Callback):  # type: ignore[misc]
         """Keras's EpochIterator of the training data is made."""
 
     def training_begins(self, callbacks: Any, others: Callable[[], None]) -> None:
-        """The model is built. `others` tells the callbacks so."""
+        """The model is built. `others` informs the callbacks."""
         others()
 
     def step_begins(self) -> None:
@@ -164,7 +164,7 @@ def _stepped(original: Any) -> Any:
     def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
         original(self, batch, logs)
         for follower in _of(self):
-            # Where Keras tells callbacks in another thread, none of them has asked for the logs.
+            # Where Keras calls callbacks in another thread, none of them has asked for the logs.
             follower.step_ended(None if self._async_train else logs)
 
     return on_train_batch_end

@@ -74,7 +74,7 @@ class Whole:
 
 
 class OnMesh:
-    """A variable of which the ranks of this process store shards, or replicas."""
+    """A variable. The ranks of this process store shards of it, or replicas."""
 
     def __init__(self, variable: Any, sharding: Sharding) -> None:
         self.variable = variable

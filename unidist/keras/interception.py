@@ -129,7 +129,7 @@ class Table:
 
     def turn_off(self) -> None:
         """Puts back what was there. An attribute that another library has replaced since then stays as it is: what
-        lies under it does nothing while no model is distributed."""
+        stands under it does nothing while no model is distributed."""
         self._take_off(self._on)
 
     def _take_off(self, some: list[_Replaced]) -> None:

@@ -22,13 +22,13 @@ from unidist.keras.processes import Processes, taking_part
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
-# By which a scheduler tells that a job's time is over.
+# By which a scheduler says that a job's time is over.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds within which signals are one request: schedulers tell every process of a job, and launchers tell theirs.
 _ONE_REQUEST = 3.0
 # Seconds between two looks: at least, and where a look takes long. At best it takes a 400th of the time.
 _BETWEEN, _MOST_BETWEEN, _SHARE = 1.0, 5.0, 400
-# What each process tells: the steps until the next look, whether they look when an epoch ends, and whether it is asked.
+# What each process sends: the steps until the next look, whether they look when an epoch ends, and whether it is asked.
 _MOST_STEPS, _STEP, _EPOCHS, _ASKED = 1 << 28, 4, 2, 1
 
 
@@ -67,7 +67,7 @@ class Requests:
         for number, (handler, action) in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler or signal.SIG_DFL)
-                # One of C's too, of which Python knows nothing.
+                # One of C's too, unknown to Python.
                 _libc.sigaction(number, action, None)
         self._before = {}
         if deliver and self.number is not None:

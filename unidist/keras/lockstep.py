@@ -1,4 +1,4 @@
-"""Batches of which a process has its own rows alone; and data of which each process was given its own part
+"""Batches where a process has its own rows alone; and data where each process was given its own part
 (auto_shard_dataset=False): all go through it in step."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def gather_weights(model: Any) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` tells.
+    """What `describe` gives.
 
     Attributes:
         rows: one for each variable, the model's first, then the optimizer's.
@@ -148,7 +148,7 @@ class Description:
         layers = of_description(weights, [row.layout for row in weights], whole, self.why)
         slots, gradients = (size_text(self.bytes_of(kind)) for kind in ("slots", "gradients"))
         lines = [f"Beside the weights a device holds {slots} of the optimizer's slots and {gradients} of gradients."]
-        return picture_of_layers(title or "A model as it lies on the devices", layers, lines=lines, sends=False)
+        return picture_of_layers(title or "A model as it is laid out on the devices", layers, lines=lines, sends=False)
 
     def _repr_svg_(self) -> str | None:
         return names.shown(self, "svg")

@@ -1,6 +1,6 @@
 """A torch DataLoader of whose batches this process reads its own rows alone.
 
-Which rows a batch is made of, the batch sampler tells before any is read. A collate function of the user's own may look
+Which rows a batch is made of, the batch sampler says before any is read. A collate function of the user's own may look
 at several rows (it pads them to the longest, or mixes them), so it is given whole batches.
 """
 
@@ -31,7 +31,7 @@ _KEPT = (
 
 
 def tells_rows(loader: Any, adapter: Any) -> bool:
-    """Whether a batch of it is nothing but its rows, of which the batch sampler tells the numbers.
+    """Whether a batch of it is nothing but its rows, whose numbers the batch sampler gives.
 
     Args:
         adapter: the Keras data adapter that the loader comes from. That of arrays puts no rows together by itself.

@@ -3,9 +3,9 @@
 How a variable comes to its layouts, by `layouts_of`:
 
 - *Made inside a scope.* Torch and JAX place it when it gets its value, TensorFlow when its model is first used. A
-  weight lies as the strategy says; what is no weight lies by the rule alone, or as the driver says.
+  weight is laid out as the strategy says; what is no weight, by the rule alone, or as the driver says.
 - *Of a model that was built before.* The same, when the model is first placed. A layout given by hand is kept.
-- *A slot of an optimizer.* It is placed with its variable, and lies where that one's gradient is reduced to. A hook
+- *A slot of an optimizer.* It is placed with its variable, and rests where that one's gradient is reduced to. A hook
   notes whose slot it is; of an optimizer that was built before the hooks were on, its own tables tell.
 - *The state of a metric.* On torch each rank sums up its own rows, so it is partial over the data axes. JAX and
   DTensor compute metrics of whole batches, and it is like anything else that is no weight.
@@ -33,8 +33,8 @@ class Placed:
     """What is known of one variable.
 
     Attributes:
-        distribution: the one that it lies on; None: it lies as Keras made it.
-        layouts: how it lies there; None: it is to be placed, or placed anew.
+        distribution: the one that it is on; None: it is as Keras made it.
+        layouts: how it is laid out there; None: it is to be placed, or placed anew.
         given: the layout that it was given by hand.
     """
 
@@ -96,14 +96,14 @@ def alike(layout: Layout) -> VariableLayouts:
 def layouts_of(
     variable: Any, distribution: Any, *, is_weight: bool, otherwise: Layout | None = None
 ) -> VariableLayouts:
-    """How a variable is to lie on a distribution.
+    """How a variable is to be laid out on a distribution.
 
     Args:
         is_weight: it has a gradient, or may have one. Torch counts what is trained, or was before it was frozen: only
             that goes through its reducers. On JAX and DTensor, whose steps hold moving statistics as they hold weights,
             it is all but seeds, states of metrics and, on DTensor, what is no variable of the model.
-        otherwise: how it lies if it is no weight; None: by the rule. On DTensor, which partitions by what it is given,
-            whole. On torch the state of a metric is a sum over the data axes.
+        otherwise: how it is laid out if it is no weight; None: by the rule. On DTensor, which partitions by what it is
+            given, whole. On torch the state of a metric is a sum over the data axes.
 
     Raises:
         LayoutError: two rules match its path, or a dim does not divide.

@@ -111,13 +111,13 @@ class Processes:
             failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            told = self.bytes_of_first(failure.encode(), "what process 0 tells of its files").decode()
+            told = self.bytes_of_first(failure.encode(), "process 0's report on its files").decode()
         if told:
             raise SavingFailedError(f"process 0 could not save for all: {told}")
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Waits for all, each of which loads inside.
+        """Waits for all; each loads inside.
 
         Raises:
             LoadingFailedError: on those that could, where another could not.

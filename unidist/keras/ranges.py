@@ -1,4 +1,4 @@
-"""Values in files of which a process reads its own ranges: a model is loaded in the memory of its shards.
+"""Values in files. A process reads its own ranges of them: a model is loaded in the memory of its shards.
 
 Inside a scope Keras's loaders, and keras_hub's of Hugging Face's files, are given `Stored` values in place of arrays. A
 placed variable reads its shards of one; to all others it is the array, read whole when it is first looked at.
@@ -34,7 +34,7 @@ Slices = tuple[slice, ...]
 
 
 class Stored(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array that lies in a file.
+    """An array that is in a file.
 
     Args:
         read: gives the part at one slice for each dim, with steps of one.
@@ -170,7 +170,7 @@ def _loading_archive(original: Any) -> Any:
 
 def _never_whole(original: Any) -> Any:
     """Keras reads an archive's weights into memory where they fit, else into a file beside it, each process its own;
-    on an error of either it reads the archive as it lies."""
+    on an error of either it reads the archive as it is."""
 
     @functools.wraps(original)
     def is_memory_sufficient(model: Any) -> Any:
@@ -276,7 +276,7 @@ class _Tensors:
             shape = found.get_shape()
             if prod(shape) < SMALL:
                 return file.get_tensor(name)
-            # The package tells a dtype by its own code: NumPy's is that of a part.
+            # The package names a dtype by its own code: NumPy's is that of a part.
             dtype = found[tuple(slice(0, 1) for _ in shape)].dtype
 
         def read(index: Slices) -> Array:

@@ -1,4 +1,4 @@
-"""Row: what is told of one variable; shared by the engines."""
+"""Row: what is shown of one variable; shared by the engines."""
 
 from __future__ import annotations
 

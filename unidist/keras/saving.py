@@ -80,7 +80,7 @@ def agree_on_room(model: Any, several: Processes | None) -> None:
 
 
 def check_room(model: Any) -> None:
-    """Looks whether this process has memory for all of a model's whole values, where the system tells.
+    """Looks whether this process has memory for all of a model's whole values, where the system says.
 
     Raises:
         CapabilityError: it has less than they take.

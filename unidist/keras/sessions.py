@@ -1,7 +1,7 @@
 """What is known of a Keras model: one record on each, whatever the driver.
 
 Which distribution a model has: that of the driver's own object (torch's and Horovod's engine), which it keeps; else
-that on which its variables lie; else that which it was made under, or told since: all that is known of a model without
+that on which its variables are; else that which it was made under, or given since: all that is known of a model without
 variables. JAX and TensorFlow put the active one before all others, and move the model there.
 
 The record is an attribute, outside of Keras's tracking, and not an entry of a weak map: an engine holds its model, and
@@ -30,9 +30,9 @@ class Known:
     """What is known of one model.
 
     Attributes:
-        told: the distribution that it was made under, or told since.
+        told: the distribution that it was made under, or given since.
         engine: the driver's own object of it.
-        checked: the distribution of which strict rules are known to match its variables.
+        checked: the distribution whose strict rules are known to match its variables.
         calls: how many calls of an entrance for one batch there were.
         is_seen: it was called with gradients, and whether it is distributed was looked up.
     """
@@ -71,7 +71,7 @@ def _making(original: Any) -> Any:
 
 
 def distribution_of(model: Any) -> Any:
-    """The distribution that a model's variables lie on, else that which it was made under or told, else None."""
+    """The distribution that a model's variables are on, else that which it was made under or given, else None."""
     lain = (found for v in model.variables if (found := placed.of(v).distribution) is not None)
     return next(lain, None) or of(model).told
 

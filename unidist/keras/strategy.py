@@ -301,7 +301,7 @@ def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
 
 
 def takes_uneven() -> bool:
-    """Whether variables may lie in uneven shards: the partitioned engines' arrays must divide."""
+    """Whether variables may be in uneven shards: the partitioned engines' arrays must divide."""
     return bool(keras.config.backend() == "torch")
 
 
@@ -315,7 +315,7 @@ def check_sequence_parallel() -> None:
     name = keras.config.backend()
     if name != "torch":
         raise CapabilityError(
-            f"sequence_parallel=True: with Keras on {name!r} activations lie as the compiler chooses; this version "
+            f"sequence_parallel=True: with Keras on {name!r} the compiler lays out activations; this version "
             "cuts them by sequence on torch alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
         )
 

@@ -46,7 +46,7 @@ class Telemetry(Follower):
 
     Args:
         directory: where the files are; it is made.
-        every: how many steps a line tells of.
+        every: how many steps a line sums up.
 
     Raises:
         ValueError: `every` is no positive whole number.

@@ -14,7 +14,7 @@ from unidist.keras.strategy import UnidistDistribution, adopt
 
 _NAMES = 3
 _log = logging.getLogger(__name__)
-# Model -> the distribution under which it was told of.
+# Model -> the distribution under which it was logged.
 _told: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # What is known behind the first step alone.
 _LATER = ("column", "row", "not called", "which pairs")
@@ -35,7 +35,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def joined(entries: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """name -> what is told of it; where several have one name, all that differs.
+    """name -> what is logged of it; where several have one name, all that differs.
 
     Example:
         >>> joined([("net/a", "column"), ("net/b", "row"), ("net/a", "not called yet"), ("net/b", "row")])
@@ -108,7 +108,7 @@ def _names(variables: Iterable[Any]) -> str:
 
 
 def applied(model: Any, distribution: Any) -> None:
-    """Logs, once for a model and a distribution, what lies how, and what its layers do as far as that is known."""
+    """Logs, once for a model and a distribution, its layouts, and what its layers do as far as that is known."""
     if not _log.isEnabledFor(logging.INFO) or not model.built or _told.get(model) is distribution:
         return
     _told[model] = distribution

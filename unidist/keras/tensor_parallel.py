@@ -193,7 +193,7 @@ def _backend(name: str, world_size: int | None, device_ids: Sequence[int | str] 
 
 
 def _found() -> str:
-    """The backend that the environment tells; in a lone process that of Keras's own devices, else the simulator."""
+    """The backend that the environment names; in a lone process that of Keras's own devices, else the simulator."""
     name, _ = registry.default_name()
     keras_backend = keras.config.backend()
     if not registry.entry(name).virtual or keras_backend == "torch":

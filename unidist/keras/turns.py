@@ -37,7 +37,7 @@ _now = time.monotonic
 
 
 class _ByTime(_AtEpochs):
-    """By the clock of process 0, which tells the others how many steps from now it looks at it again."""
+    """By the clock of process 0, which sends the others how many steps from now it looks at it again."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

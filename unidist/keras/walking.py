@@ -17,7 +17,7 @@ from unidist.keras import position, seeds
 from unidist.keras.compat import backend
 from unidist.keras.position import Attributes, Course, Position
 
-# Datasets of TensorFlow of which an iterator draws from its shuffles when it is made, and never later.
+# Datasets of TensorFlow whose iterator draws from its shuffles when it is made, and never later.
 _DRAW_WHEN_MADE = {
     *("_TensorSliceDataset", "_TensorDataset", "_RangeDataset", "_MapDataset", "_ParallelMapDataset", "_BatchDataset"),
     *("_ParallelBatchDataset", "_PaddedBatchDataset", "_PrefetchDataset", "_ShuffleDataset", "_TakeDataset"),
@@ -235,7 +235,7 @@ class Walk:
 
 
 class _Ahead:
-    """An iterator of which the next batch can be looked at."""
+    """An iterator whose next batch can be looked at."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches = batches
@@ -296,7 +296,7 @@ def _skip(batches: Any) -> None:
 
 
 def _draws_in_steps(batches: Any) -> bool:
-    """Whether it is an iterator of TensorFlow, of which a compiled step draws by itself."""
+    """Whether it is an iterator of TensorFlow, from which a compiled step draws by itself."""
     return type(batches).__module__.startswith("tensorflow.")
 
 

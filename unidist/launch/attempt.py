@@ -65,7 +65,7 @@ class Ended:
 
 
 class Others:
-    """Other nodes, of which there are none."""
+    """Other nodes: there are none."""
 
     @property
     def stop(self) -> str | None:
@@ -78,7 +78,7 @@ class Others:
         return False
 
     def failed(self, what: str) -> None:
-        """Tells them that something has failed here."""
+        """Reports to them that something has failed here."""
 
 
 class Attempt:
@@ -120,7 +120,7 @@ class Attempt:
         """Starts the processes, and returns when nothing of them runs any more.
 
         Args:
-            environ: their environment, but for what the job tells each.
+            environ: their environment, but for what the job gives each.
             give_up: asked again and again: why all shall be ended now, or None.
         """
         run_id = uuid.uuid4().hex

@@ -99,7 +99,7 @@ class Job(ABC):
 
 
 class LocalProcesses(Job):
-    """One process each, told by the variables of the adapter's launcher, or torchrun's, where process 0 meets them."""
+    """One process each, given the variables of the adapter's launcher, or torchrun's, where process 0 meets them."""
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         address = self.request.address or f"{LOOPBACK}:{free_port()}"
@@ -218,7 +218,7 @@ class HorovodProcesses(LocalProcesses):
         self._console: Console | None = None
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
-        """Starts the server; the processes follow when it tells where it is (node 0) or has found node 0's."""
+        """Starts the server; the processes follow when it says where it is (node 0) or has found node 0's."""
         request = self.request
         host, port = split_address(request.address) if request.address else (LOOPBACK, 0)
         task = {
@@ -317,7 +317,7 @@ class TorchProcesses(LocalProcesses):
 
 
 class ElasticAgent(Job):
-    """torch: torchrun's agent, in a process of its own, starts the others and tells which of them have failed."""
+    """torch: torchrun's agent, in a process of its own, starts the others and reports which of them have failed."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -349,7 +349,7 @@ class ElasticAgent(Job):
     def poll(self) -> list[Failure] | None:
         if self._told is None:
             return None
-        # Asked before reading: what an agent that has ended told is then all there.
+        # Asked before reading: what an agent that has ended reported is then all there.
         code = self._children[0].poll()
         while more := self._told.read(4096):
             self._failures += more

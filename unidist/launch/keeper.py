@@ -267,7 +267,7 @@ class Keeper:
     # what follows -----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Tells all nodes what follows. Whether another attempt does."""
+        """Informs all nodes of what follows. Whether another attempt does."""
         ended = sorted(self._nodes.values(), key=lambda node: node.failed)
         reports = [node.gone for node in ended if node.gone is not None]
         failed = [report for report in reports if report.get("has_failed")]

@@ -146,7 +146,7 @@ class Member(Others):
         self._say(failed=what[:2000])
 
     def ended(self, report: Report, patience: float | None = None) -> Next | Finish | None:
-        """Tells how the attempt ended here, and waits until it is known what follows. None: the keeper is lost."""
+        """Reports how the attempt ended here, and waits until it is known what follows. None: the keeper is lost."""
         self._say(gone={**asdict(report), "what": report.what[:2000]})
         message = self._next(("again", "finish"), patience)
         if message is None or "finish" in message:

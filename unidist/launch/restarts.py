@@ -24,7 +24,7 @@ class Again:
 
 
 def told(number: int, most: int, pause: float) -> str:
-    """A restart, as the launcher tells of it.
+    """A restart, as the launcher reports it.
 
     Example:
         >>> told(2, 10, 1.0)

@@ -107,7 +107,7 @@ def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]
 
 
 def state_of(pid: int) -> str:
-    """The letter by which Linux tells of a process: "T" is stopped, "Z" has ended. "": there is none, or no /proc."""
+    """The letter by which Linux describes a process: "T" is stopped, "Z" has ended. "": there is none, or no /proc."""
     if not pid:
         return ""
     try:

@@ -119,6 +119,24 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
+class Activation:
+    """A tensor that a layer takes or gives in a step, for one row of a batch.
+
+    Attributes:
+        dims: length of each dim, as a function of the sequence length.
+        itemsize: bytes of an element.
+        behind: of a tensor between the layers of a pair: the index of the layer that gives what is cut; else None.
+    """
+
+    dims: tuple[Affine, ...]
+    itemsize: int
+    behind: int | None = None
+
+    def bytes_at(self, length: int) -> float:
+        return prod(dim.constant + dim.slope * length for dim in self.dims) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """A model, as the planner sees it. `parts`: into how many slices outputs were cut to find the reaches."""
 
@@ -129,6 +147,7 @@ class Facts:
     parts: int
     slots: tuple[int, ...] = ()  # bytes of the optimizer's slots of each variable
     optimizer: str = ""
+    activations: tuple[Activation, ...] = ()
 
 
 def meeting(facts: Facts, row: int) -> list[int]:

@@ -17,8 +17,8 @@ _ELEMENT = 4
 class FoundLayouts:
     """Layouts by path and shape, filled from plans.
 
-    A variable that is made before its model is whole lies by a rule of its shape alone: a large one is cut over the
-    model axes along its last dim that divides, so that no device ever holds all of it; the plan moves it later.
+    A variable that is made before its model is whole is laid out by a rule of its shape alone. A large one is cut over
+    the model axes along its last dim that divides, so that no device ever holds all of it; the plan moves it later.
 
     Attributes:
         layout_map: the sharded variables of all plans so far.
@@ -35,7 +35,7 @@ class FoundLayouts:
         return self._at_first(tuple(shape)) if found is None else found
 
     def knows(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> bool:
-        """Whether plans have said where all these variables (path, shape) lie."""
+        """Whether plans have said how all these variables (path, shape) are laid out."""
         return all(variable in self._known for variable in variables)
 
     def add(self, rows: Iterable[PlanRow]) -> None:

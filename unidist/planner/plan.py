@@ -13,6 +13,7 @@ from unidist.errors import LayoutError
 from unidist.ledger import Ledger
 from unidist.planner.choosing import Choice, Chooser, size_text
 from unidist.planner.facts import Facts, VariableFact, local_bytes
+from unidist.planner.holding import activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
 from unidist.strategies import Strategy, VariableLayouts
@@ -62,6 +63,10 @@ class Plan:
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
         zero: the stage of ZeRO.
+        activation_bytes_per_device: an estimate of what forward keeps for backward, of the device that has most rows:
+            each tensor that an innermost layer takes or gives, once. Tensors between the layers of a pair are cut with
+            it. Not counted are dropout's masks, what operations that stand in no layer keep besides, the loss,
+            rematerialization and sequence parallelism. A compiler (JAX, `jit_compile=True`) keeps less.
 
     Example:
         >>> import keras, unidist
@@ -83,6 +88,7 @@ class Plan:
     sequence: int
     optimizer: str
     zero: int = 0
+    activation_bytes_per_device: int = 0
 
     @property
     def bytes_per_device(self) -> int:
@@ -149,6 +155,7 @@ class Plan:
             ("variables", self.bytes_per_device),
             ("gradients", self.gradient_bytes_per_device),
             (f"slots of {self.optimizer}", self.slot_bytes_per_device),
+            ("activations (estimate)", self.activation_bytes_per_device),
         )
         total = sum(size for _, size in parts)
         return [*((name, f"{size:,}") for name, size in parts), (f"total ({size_text(total)})", f"{total:,}")]
@@ -169,7 +176,7 @@ def make_plan(
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
     Args:
-        strategy: the mesh, the data axes, and how states and activations lie. Its rule is not asked.
+        strategy: the mesh, the data axes, and how states and activations are laid out. Its rule is not asked.
         axes: the axes that may cut variables, where they are chosen.
 
     Raises:
@@ -201,6 +208,7 @@ def make_plan(
         sequence=sequence,
         optimizer=facts.optimizer,
         zero=strategy.zero,
+        activation_bytes_per_device=activation_bytes(facts, layouts, step),
     )
 
 

@@ -42,7 +42,7 @@ class Strategy:
             the data axes; 3: the values rest there too. Only `variable` looks at it: all else follows the layouts.
         uneven: whether a variable may be cut into shards of different sizes.
         joint: whether one dim of a variable may be cut by several axes.
-        sequence_parallel: what lies between layers with cut kernels is cut too, along the sequence (dim 1).
+        sequence_parallel: what stands between layers with cut kernels is cut too, along the sequence (dim 1).
 
     Raises:
         MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
@@ -81,7 +81,7 @@ class Strategy:
         return VariableLayouts(storage=state if self.zero == 3 else ruled, compute=compute, state=state)
 
     def with_rule(self, layout: Layout) -> Strategy:
-        """The same strategy for variables that all lie alike."""
+        """The same strategy for variables that are all laid out alike."""
         return replace(self, rule=lambda path, shape: layout)
 
     def batch(self) -> Layout:

@@ -19,7 +19,7 @@ def spread(
     largest dim is cut unevenly if the backend can (`uneven`), else the variable stays as it is; so do scalars.
 
     Args:
-        layout: where the variable lies; S and I only.
+        layout: where the variable rests; S and I only.
         shape: its global shape.
         axes: the data axes.
         uneven: whether shards may differ in size (torch.chunk's rule).

@@ -16,7 +16,7 @@ from tests.support.sampling import unless_all
 from tests.visible import OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
-# Of which at least 95 % must lie in sharded variables.
+# At least 95 % of it must be in sharded variables.
 GROUPED = zoo.GROUPED
 MOST = ("bert", "roberta", "gpt2", "opt", *GROUPED)
 FOUR = ("bert", "gpt2", *GROUPED, "t5", "bloom", "falcon", "gpt-oss", "deberta-v3")

@@ -136,7 +136,7 @@ def test_what_a_call_with_a_cache_does_otherwise_is_gathered(kind, level, why, m
 
 
 def test_low_rank_kernels_added_between_generating_and_training() -> None:
-    """Pairs of which a layer is computed otherwise by now are parted."""
+    """Pairs with a layer that is computed otherwise by now are parted."""
 
     def tune(strategy: unidist.ModelParallel | None) -> zoo.Trained:
         _, model = tasks.generate("llama gqa", strategy)

@@ -56,7 +56,7 @@ BACKBONES: dict[str, Callable[[], Any]] = {
 }
 # With fewer heads of keys than of queries.
 GROUPED = ("llama gqa", "llama mqa", "mistral", "gemma", "gemma mqa", "gemma3")
-# Of which there are layouts written by hand below.
+# Those with layouts written by hand below.
 BY_HAND = [name for name in BACKBONES if name not in ("esm", "roformer-v2", "deberta-v3", "gpt-oss")]
 
 _IN, _UP, _GATE, _DOWN = "feedforward_intermediate_dense", "ffw_gating", "ffw_gating_2", "ffw_linear"

@@ -254,7 +254,7 @@ def _interleaved(x: Any, y: Any, parts: list[tuple[int, int]], size: int) -> Ite
 
 
 def own_parts_apart(kind: str) -> tuple[str, str]:
-    """The second process's own data raises, or holds nothing; the type and the text of what a process is told."""
+    """The second process's own data raises, or holds nothing; the type and the text of what a process raises."""
     fresh()
     x, y = (CASES["conv"].data()[key] for key in ("x", "y"))
 
@@ -279,7 +279,7 @@ def own_parts_apart(kind: str) -> tuple[str, str]:
 
 
 def parted(how: str) -> tuple[str, str, list[float]]:
-    """The processes come to different steps: the type and the text of what each is told, and a step together."""
+    """The processes come to different steps: the type and the text of what each raises, and a step together."""
     fresh()
     x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     activation = "tanh" if how == "program" and not is_first() else "relu"
@@ -347,7 +347,7 @@ def saved_where_it_cannot(folder: str) -> str:
 
 
 def saved_by_one(folder: str) -> tuple[str, str, float]:
-    """Process 0 saves while the other evaluates: the type and the text of what each is told, and a loss of both."""
+    """Process 0 saves while the other evaluates: the type and the text of what each raises, and a loss of both."""
     fresh()
     data = CASES["mlp"].data()
     with scope(strategy("2x2 across")):
@@ -409,7 +409,7 @@ def refused(how: str) -> str:
 
 
 def described(kind: str, zero: int) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
-    """For every variable: what describe tells, and what the devices hold; and what it says of layers."""
+    """For every variable: what describe shows, and what the devices hold; and what it says of layers."""
     fresh()
     with scope(strategy(kind, zero=zero)):
         model = made("mlp", "adam")
@@ -449,7 +449,7 @@ def keras_strategies(kind: str | None) -> Result:
 
 
 def traffic(kind: str | None, rows: int, batch: int) -> Result:
-    """What the ledger tells of a fit, an evaluate and a predict without regularizers or metrics."""
+    """What the ledger shows of a fit, an evaluate and a predict without regularizers or metrics."""
     fresh()
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(rows, 12)).astype("float32"), rng.integers(0, 4, rows).astype("int32")

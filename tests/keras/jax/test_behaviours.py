@@ -150,7 +150,7 @@ def test_own_rows_that_fail_are_told_to_all(pair: ProcessWorld, kind: str) -> No
     ids=["batch", "all", "program"],
 )
 def test_the_steps_of_processes_are_compared(pair: ProcessWorld, how: str, words: str) -> None:
-    """Before their first run, or, where they are told to, before each."""
+    """Before their first run, or, where they are asked to, before each."""
     told = pair.call(RUN("parted"), how)
     for kind, text, together in told:
         assert kind == "DesyncError", text

@@ -81,7 +81,7 @@ def test_on_two_axes_gradients_are_scattered_over_the_data(four: ProcessWorld, e
         count, size = found["sent"]["reduce_scatter"]
         assert count == 3 * len(found["weights' bytes"])
         assert size >= 3 * sum(found["weights' bytes"]) / 2 / 2
-        # A bias that both axes cut is scattered to where its parts lie: none is sent on.
+        # A bias that both axes cut is scattered to where its parts are: none is sent on.
         assert set(found["sent"]) == {"all_gather", "all_reduce", "reduce_scatter"}
 
 

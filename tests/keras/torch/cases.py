@@ -44,7 +44,7 @@ def unseeded():
 
 
 def broadcast_from(place):
-    """What a process is told by the next fit, where the broadcast takes another's bytes; None: each keeps its own."""
+    """What a process raises in the next fit, where the broadcast takes another's bytes; None: each keeps its own."""
     from unittest import mock
 
     import keras
@@ -203,7 +203,7 @@ def dataset_refused():
 
 
 def apart(kind):
-    """auto_shard_dataset=False, and process 1's data is shorter or raises: (type, text) of what a process is told."""
+    """auto_shard_dataset=False, and process 1's data is shorter or raises: (type, text) of what a process raises."""
     import keras
 
     import unidist
@@ -235,7 +235,7 @@ def apart(kind):
 
 
 def own_steps(zero):
-    """A train_step that tells its own metrics, and one with two optimizers."""
+    """A train_step that updates its own metrics, and one with two optimizers."""
     import unidist
     from tests.keras.torch.models import assert_equal, features, train
     from tests.keras.torch.test_steps import OwnTrackers, adversaries, own

@@ -59,7 +59,7 @@ def places_of_two_backends() -> list[str]:
 
 
 def place_after_joining() -> list[str]:
-    """Where Keras computes before and after `initialize`, which alone tells a process its number."""
+    """Where Keras computes before and after `initialize`, which alone gives a process its number."""
     import keras  # noqa: F401
 
     launch = environment.detect()

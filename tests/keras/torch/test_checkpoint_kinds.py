@@ -22,7 +22,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def rules(mesh: Any) -> Any:
-    # A quantized kernel and a low-rank one's parts lie as the kernel does, or are whole.
+    # A quantized kernel and a low-rank one's parts are laid out as the kernel, or are whole.
     return unidist.LayoutMap(mesh, {".*wide/kernel": (None, "model"), ".*back/kernel": ("model", None)})
 
 

@@ -1,4 +1,4 @@
-"""save and restore on the simulator: training goes on as if nothing had been, and what does not fit is told."""
+"""save and restore on the simulator: training goes on as if nothing had been, and what does not fit is reported."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_before_and_behind_the_first_step():
     model.fit(x, y, verbose=0)
     paired = {f"{first}/a": f"column, paired with '{first}/b'", f"{first}/b": f"row, takes shards of '{first}/a'"}
     assert unidist.describe(model).why == paired
-    # A pair of which one layer is computed otherwise from now on is parted in the next step.
+    # A pair with a layer that is computed otherwise from now on is parted in the next step.
     model.get_layer("b").enable_lora(1)
     model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)

@@ -1,4 +1,4 @@
-"""Keras on torch computes on its rank's device, and what a step tells a GPU does not wait for it."""
+"""Keras on torch computes on its rank's device, and what a step sends to a GPU does not wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""keras.distribution on torch: what scripts ask of its classes, and are told, is what Keras on JAX tells."""
+"""keras.distribution on torch: what scripts ask of its classes, and get, is what Keras on JAX gives."""
 
 from __future__ import annotations
 

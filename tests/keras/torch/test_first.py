@@ -1,4 +1,4 @@
-"""What process 0 tells all: a broadcast that changes it is a DesyncError in every process, not bytes to unpickle."""
+"""What process 0 sends to all: a broadcast that changes it is a DesyncError in every process, not bytes to unpickle."""
 
 from __future__ import annotations
 

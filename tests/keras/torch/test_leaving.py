@@ -19,7 +19,7 @@ from unidist.keras.processes import Processes, taking_part
 
 
 class Clock:
-    """A clock that the test moves, and what two processes tell each other, of which the other one is `other`."""
+    """A clock that the test moves, and what two processes send to each other; the other one is `other`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -63,7 +63,7 @@ def test_of_steps_longer_than_a_second_each_looks(clock: Clock) -> None:
 
 
 def test_what_looks_cost(clock: Clock) -> None:
-    """Where one takes 5 ms, two seconds lie between; where it takes long, five."""
+    """Where one takes 5 ms, two seconds are between; where it takes long, five."""
     for cost, between in ((0.005, 2.0), (0.1, 5.0)):
         clock.cost, clock.looks = cost, []
         steps(clock, Leaving(), 0.01, 10000)
@@ -73,7 +73,7 @@ def test_what_looks_cost(clock: Clock) -> None:
 def test_an_epochs_end_is_looked_at_where_epochs_are_long(clock: Clock) -> None:
     training = Leaving()
     assert steps(clock, training, 0.01, 1) == [False]
-    # A step's look tells of the epoch before.
+    # A step's look is about the epoch before.
     for seconds, looks in ((0.5, 1), (0.5, 0), (30.0, 0), (30.0, 1), (0.5, 1), (0.5, 0)):
         clock.looks = []
         clock.now += seconds

@@ -1,4 +1,4 @@
-"""What is logged of a model: once what lies how, once which pairs are proven, and what is gathered why."""
+"""What is logged of a model: once what is laid out how, once which pairs are proven, and what is gathered why."""
 
 from __future__ import annotations
 

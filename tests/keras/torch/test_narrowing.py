@@ -1,4 +1,4 @@
-"""A DataLoader of which a process reads its own rows."""
+"""A DataLoader from which a process reads its own rows."""
 
 from __future__ import annotations
 

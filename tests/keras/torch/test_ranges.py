@@ -1,4 +1,4 @@
-"""Values in files, of which parts are read: to everybody but placed variables they are arrays."""
+"""Values in files, read in parts: to everybody but placed variables they are arrays."""
 
 from __future__ import annotations
 

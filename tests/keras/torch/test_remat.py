@@ -23,7 +23,7 @@ STRATEGIES = {
 
 
 class Block(layers.Layer):
-    """A layer of layers, which are told by their caller that this is training, and which adds a loss."""
+    """A layer of layers, which know from their caller that this is training, and which adds a loss."""
 
     def __init__(self, **options):
         super().__init__(**options)

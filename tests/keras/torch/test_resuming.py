@@ -35,7 +35,7 @@ class StopTestError(Exception):
 
 
 class Steps(keras.callbacks.Callback):
-    """What callbacks are told, and an end before a batch."""
+    """What callbacks are given, and an end before a batch."""
 
     def __init__(self, stop: tuple[int, int] | None = None) -> None:
         super().__init__()

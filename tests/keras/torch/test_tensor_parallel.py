@@ -1,4 +1,4 @@
-"""TensorParallelKeras: a model in, the same model sharded, equal to one device; what it tells is measured."""
+"""TensorParallelKeras: a model in, the same model sharded, equal to one device; what it says is measured."""
 
 from __future__ import annotations
 

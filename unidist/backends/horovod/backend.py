@@ -54,8 +54,8 @@ class HorovodBackend(LocalViewBackend[Any]):
     hvd.init(process_sets="dynamic") itself keeps its world. Without any of these this process is a world of one.
 
     Gradients are unidist's own: the adjoints of redistributions. (Horovod's own backward of allgather and broadcast
-    gives 1/n of the gradient, that of reducescatter n times.) A process that ends is told by Horovod; one that
-    is alive and does not come to a collective is told after `timeout` seconds.
+    gives 1/n of the gradient, that of reducescatter n times.) Horovod reports a process that ends; one that
+    is alive and does not come to a collective is reported after `timeout` seconds.
 
     Args:
         devices: how many devices the program is written for, or their names ("cpu:0"...). The world must have as many

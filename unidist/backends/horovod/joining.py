@@ -107,7 +107,7 @@ def _at(address: str, count: int, index: int, timeout: float) -> dict[str, str]:
 
 def _initialised(hvd: Any, index: int, count: int, timeout: float, variables: dict[str, str]) -> Membership:
     # The first is for a process that has stopped; one that is elsewhere is found by lost.wait. Names of collectives
-    # are numbers here, so that ranks that part are told at once; Horovod's cache only knows names that come again.
+    # are numbers here, so that ranks that part are reported at once; Horovod's cache only knows names that come again.
     defaults = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout)), "HOROVOD_CACHE_CAPACITY": "0"}
     chosen = {**{name: value for name, value in defaults.items() if name not in os.environ}, **variables}
     chosen["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"

@@ -1,4 +1,4 @@
-"""What Horovod raises when ranks disagree or one of them is gone, told as our errors; and waiting with a deadline."""
+"""What Horovod raises when ranks disagree or one of them is gone, as our errors; and waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Call:
 
 
 def disagrees(error: HorovodInternalError) -> bool:
-    """Whether the ranks came with different things: all of them are told, and Horovod goes on."""
+    """Whether the ranks came with different things: all of them get the error, and Horovod goes on."""
     return bool(_DISAGREE.search(_first_line(error)))
 
 
 def where(at: Call) -> bytes:
-    """What this rank tells the others of where it is: as many bytes on each."""
+    """What this rank sends to the others of where it is: as many bytes on each."""
     told = [f"{at.what} for {at.purpose!r}" if at.purpose else at.what, ending.noted()]
     while len(data := json.dumps(told).encode()) > _TOLD_BYTES:
         told = [text[: len(text) // 2] for text in told]
@@ -52,7 +52,7 @@ def failure(error: HorovodInternalError, at: Call, told: bytes = b"") -> Unidist
     """The error that Horovod's means.
 
     Args:
-        told: what all ranks have told of where they are, in their order; nothing where they could not.
+        told: what all ranks have sent of where they are, in their order; nothing where they could not.
     """
     line = _first_line(error)
     if disagrees(error):

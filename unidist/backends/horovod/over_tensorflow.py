@@ -173,7 +173,7 @@ class TensorFlowWays:
         concat_sizes: Sequence[int],
     ) -> Tensor:
         own = split_sizes[transport.index]
-        # What the group holds together tells whether anyone sends anything: all members must decide alike.
+        # What the group holds together decides whether anyone sends anything: all members must decide alike.
         if prod(_resized(x, {concat: sum(concat_sizes)})) == 0:
             return tf.zeros(_resized(x, {split: own, concat: sum(concat_sizes)}), x.dtype)
         shapes = [_resized(x, {split: own, concat: n}) for n in concat_sizes]

@@ -1,4 +1,4 @@
-"""Horovod's rendezvous server, at an address that is known beforehand, and what processes are told of it.
+"""Horovod's rendezvous server, at an address that is known beforehand, and what processes get to know of it.
 
 Run by path it serves one node of `unidist run` and imports no unidist:
 

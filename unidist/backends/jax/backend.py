@@ -56,7 +56,7 @@ def _capabilities(wide: bool) -> Capabilities:
 
 
 class JaxBackend(DistributionBackend):
-    """JAX on one or several processes. Data: a global jax.Array (backends/jax/arrays.py tells of what shape).
+    """JAX on one or several processes. Data: a global jax.Array (backends/jax/arrays.py says of what shape).
 
     `redistribute`, `broadcast` and `permute` work on tracers too, inside jax.jit and under jax.grad and jax.vjp (the
     gradient's form: backends/jax/collectives.py). DistributedArray is a pytree once this adapter is in use.
@@ -229,7 +229,7 @@ class JaxBackend(DistributionBackend):
         }
 
     def _placed(self, x: jax.Array, sharding: Sharding) -> jax.Array:
-        """x where the sharding says: what the compiler made of a function's result may lie elsewhere."""
+        """x where the sharding says: what the compiler made of a function's result may be elsewhere."""
         native = self.layout(sharding)
         return x if x.sharding == native else jax.device_put(x, native)
 
@@ -284,7 +284,7 @@ class JaxBackend(DistributionBackend):
     def _noted(
         self, op: str, sharding: Sharding, x: jax.Array, axes: Axes = ()
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, this process's record tells of a collective: until it is dispatched, which may wait for others."""
+        """Inside, this process's record shows a collective: until it is dispatched, which may wait for others."""
         if self.world.count == 1 or isinstance(x, jax.core.Tracer):
             return contextlib.nullcontext()
         purpose = events.purpose()

@@ -1,7 +1,7 @@
 """Steps as programs: what each rank does inside shard_map, and the cached jit of a whole plan with its gradient.
 
-A program is built once for a pair of shardings and the devices of their mesh, and serves all dtypes: jax.jit tells
-these apart. Nothing is traced again for the same arguments.
+A program is built once for a pair of shardings and the devices of their mesh, and serves all dtypes: jax.jit
+knows these apart. Nothing is traced again for the same arguments.
 
 Gradients. JAX's cotangent has the shape of the data, whatever the layout's dual is. For data at layout L it holds
 
@@ -56,7 +56,7 @@ def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: 
     """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere; along axes of F the
     cotangent is the sum already, and stays the same everywhere.
 
-    A sum over the group of which all but the root's term are zeros: XLA on CPU has no broadcast of its own. Of floats
+    A sum over the group whose terms but the root's are zeros: XLA on CPU has no broadcast of its own. Of floats
     their bits are summed: with 0 the float -0 would become 0.
     """
     grid = sharding.mesh
@@ -244,7 +244,7 @@ _RULES: dict[str, Callable[[Step, jax.Array], jax.Array]] = {
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    """x * factor in its own dtype. Raises LayoutError for integers and bool, of which there is no mean."""
+    """x * factor in its own dtype. Raises LayoutError for integers and bool, which have no mean."""
     if factor == 1:
         return x
     if not jnp.issubdtype(x.dtype, jnp.floating):

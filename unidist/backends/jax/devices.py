@@ -50,7 +50,7 @@ def make_named(names: Sequence[str]) -> None:
     asked = [f"cpu:{k}" for k in range(len(names))]
     said = config.jax_num_cpu_devices >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if len(names) > 1 and list(names) == asked and not said:
-        with contextlib.suppress(BackendMismatchError):  # what is missing then is told by its name
+        with contextlib.suppress(BackendMismatchError):  # what is missing then is reported by its name
             make_virtual(len(names))
 
 

@@ -90,7 +90,7 @@ def _along_axes(axes: str, device_ids: str | None, parts: str) -> Groups:
 
 
 def _within(places: dict[tuple[str, int], int], name: str, low: int, high: int) -> list[int]:
-    """Where the pieces of an axis begin that lie between two bounds; an axis of size 1 has one."""
+    """Where the pieces of an axis begin between two bounds; an axis of size 1 has one."""
     return [begin for other, begin in places if other == name and (low <= begin < high or low == high == begin)]
 
 

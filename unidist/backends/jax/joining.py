@@ -32,7 +32,7 @@ class Membership:
 
     Attributes:
         timeout: seconds that a collective waits for the others.
-        roll: tells which processes have ended; None in a world of one and in one that somebody else made.
+        roll: knows which processes have ended; None in a world of one and in one that somebody else made.
         stay: takes back that this process ends at once where the world is broken.
     """
 

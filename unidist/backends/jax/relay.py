@@ -3,7 +3,7 @@
 JAX aborts a process when its connection to the service closes: where process 0, which keeps the service, is killed,
 all others would end by SIGABRT before they could say why. So they connect to a relay of their own on the loopback. It
 hands all bytes on, and stays silent when process 0 is gone: the process then raises what the roll has heard, and has
-the time to. JAX itself notices the silence when its heartbeats have not been answered for as long as it was told.
+the time to. JAX itself notices the silence when its heartbeats have not been answered for as long as was asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moving a rank's entries along one dim, inside shard_map: the joins and cuts of uneven parts.
 
 Parts are padded at their ends, so where dims do not divide, entries change places when parts are joined or cut. A table
-tells for each coordinate which entry goes where; in the common cases it comes down to a slice.
+says for each coordinate which entry goes where; in the common cases it comes down to a slice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cuts:
         return np.cumsum(self.lengths, axis=1, dtype=np.int32) - self.lengths
 
     def joining(self) -> Table:
-        """(held, whole): where an entry of the part lies among the padded pieces, one after the other."""
+        """(held, whole): where an entry of the part is among the padded pieces, one after the other."""
         table = np.full((len(self.lengths), self.whole), _ANY, np.int32)
         for row, (starts, lengths) in enumerate(zip(self.starts, self.lengths, strict=True)):
             for place, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -80,7 +80,7 @@ def cuts(cut: Sharding, dim: int, axes: Axes) -> Cuts:
 
 
 def join(x: jax.Array, dim: int, how: Cuts) -> jax.Array:
-    """The part whose padded pieces lie one after the other along `dim`."""
+    """The part whose padded pieces are one after the other along `dim`."""
     return _pick(x, dim, how.joining(), how.held)
 
 

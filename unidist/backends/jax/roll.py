@@ -2,7 +2,7 @@
 
 JAX aborts a process whose world does not come together, and one whose peer died, after a while and without an
 exception. So process 0 calls the roll first, over plain TCP, and the connections stay: a process that ends closes its
-own, whatever ended it. Process 0 hears that at once and tells the others.
+own, whatever ended it. Process 0 hears that at once and informs the others.
 
 Messages are lines of JSON: {"process", "count"} to process 0; then from it {"coordinator"} or {"error"}, and while the
 world lasts {"lost"}; {"bye": true} from whoever leaves in good order.

@@ -51,7 +51,7 @@ def unhurried(x: Any) -> Any:
 
 
 def until_ready(x: Any, world: Membership, what: str, *, is_noted: bool = False) -> None:
-    """Returns when x is computed. `is_noted`: this process's record tells of it already.
+    """Returns when x is computed. `is_noted`: this process's record shows it already.
 
     Raises:
         ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
@@ -79,7 +79,7 @@ def kind(what: str, world: Membership) -> int:
 
 
 def until_done(x: Any, world: Membership, what: str) -> None:
-    """As `poll`, of what the record tells of already."""
+    """As `poll`, of what the record shows already."""
     if world.count > 1 and not x.is_ready():
         patience = Patience(world, what)
         while not x.is_ready():

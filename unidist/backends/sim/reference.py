@@ -33,7 +33,7 @@ def reduce(parts: list[Array], op: ReduceOp) -> Array:
 
 
 def scale(value: Array, factor: float) -> Array:
-    """value * factor in its own dtype. Raises LayoutError for integers and bool, of which there is no mean."""
+    """value * factor in its own dtype. Raises LayoutError for integers and bool, which have no mean."""
     if value.dtype.kind in "biu":
         raise LayoutError(f"a mean of {value.dtype} values is no {value.dtype}: cast to a float, or use partial sums")
     return np.asarray(value * np.asarray(factor, value.dtype), value.dtype)

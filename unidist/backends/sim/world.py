@@ -2,7 +2,7 @@
 
 A rank that waits for a collective passes the baton to the next rank that can go on; the last one to arrive does the
 group's work and goes on itself. Who runs when follows from what the ranks call and from nothing else, so two runs of
-one program are equal bit by bit. When no rank can go on, the ranks disagree, and that is told at once.
+one program are equal bit by bit. When no rank can go on, the ranks disagree, and that is reported at once.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class VirtualWorld:
             self._running.release()
 
     def _let_go(self) -> None:
-        """Tells the threads to end when they are through; the next run has new ones."""
+        """Asks the threads to end when they are through; the next run has new ones."""
         self._crew = None
         if self._end_crew is not None:
             self._end_crew()
@@ -204,7 +204,7 @@ class VirtualWorld:
 
 class _Crew:
     """The threads of a world, one for each rank, each parked on its baton. They do not know the world itself, so that
-    it can be collected; its key tells whose they are."""
+    it can be collected; its key says whose they are."""
 
     def __init__(self, n: int, key: object) -> None:
         self.key = key

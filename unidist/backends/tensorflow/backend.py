@@ -43,7 +43,7 @@ from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, M
 
 
 class TensorflowBackend(DistributionBackend):
-    """TensorFlow DTensor in one or more processes. Data: one DTensor (backends/tensorflow/arrays.py tells its shape).
+    """TensorFlow DTensor in one or more processes. Data: one DTensor (backends/tensorflow/arrays.py says its shape).
 
     Works eagerly, where tf.GradientTape records `redistribute`, `broadcast` and `permute`: the gradient of data at
     layout L is data at L.dual(). Inside tf.function there are no shards to move yet, and they raise.
@@ -178,7 +178,7 @@ class TensorflowBackend(DistributionBackend):
         return found
 
     def layout(self, sharding: Sharding) -> dtensor.Layout:
-        """The dtensor.Layout of a plain DTensor that lies so, as Keras's variables do; where DTensor has none (partial
+        """The dtensor.Layout of a plain DTensor laid out so, as Keras's variables are; where DTensor has none (partial
         axes, several axes on one dim), that of this backend's data."""
         native, layout = self.mesh(sharding.mesh), sharding.layout
         axes = [layout.dim_axes(dim) for dim in range(len(sharding.shape))]
@@ -239,7 +239,7 @@ class TensorflowBackend(DistributionBackend):
     def _unpack(self, x: Any, sharding: Sharding) -> Parts:
         native = arrays.stacked_layout(self.mesh(sharding.mesh), len(sharding.shape))
         if dtensor.fetch_layout(x) != native:
-            # What TensorFlow made of a computation with the data may lie elsewhere.
+            # What TensorFlow made of a computation with the data may be elsewhere.
             x = dtensor.relayout(x, native)
         return arrays.unpack(x, sharding, self._ranks_here(sharding.mesh.devices))
 
@@ -296,7 +296,7 @@ class TensorflowBackend(DistributionBackend):
         self, what: str, ranks: Sequence[int] | None = None, noted: str = "", axes: Axes = ()
     ) -> Iterator[None]:
         """Runs what the processes of some ranks (None: all) take part in, once all of them have come to it. Gate.come
-        tells of the arguments.
+        says of the arguments.
 
         Raises:
             ProcessLostError: one of them has ended, or did not come within the world's timeout.

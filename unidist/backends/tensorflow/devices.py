@@ -45,7 +45,7 @@ def make_named(names: Sequence[str]) -> None:
     launch = environment.detect()
     is_alone = launch is None or launch.process_count == 1
     if is_alone and unsaid and len(names) > 1 and list(names) == [f"cpu:{k}" for k in range(len(names))]:
-        with contextlib.suppress(BackendMismatchError):  # what is missing then is told by its name
+        with contextlib.suppress(BackendMismatchError):  # what is missing then is reported by its name
             make_virtual(len(names))
 
 

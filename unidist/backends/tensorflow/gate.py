@@ -35,7 +35,7 @@ class _Book:
     """What process 0 knows.
 
     Attributes:
-        tell: how each process is told.
+        tell: how each process is informed.
         come: members -> process -> what it has come to.
         gone: process -> what became of it.
     """
@@ -60,11 +60,11 @@ class _Book:
                     self.tell[other]({"go": True} if same else {"differ": sorted(present.items())})
 
     def give_up(self, process: int, members: Members) -> None:
-        """A process waits no longer: it is told who is missing, and the missing are told when they come."""
+        """A process waits no longer: it gets to know who is missing, and the missing when they come."""
         with self.lock:
             present = self.come.get(members, {})
             if process not in present:
-                return  # It was told already.
+                return  # It was reported already.
             del present[process]
             self.gone[process] = "waited for the others in vain"
             self.tell[process]({"missing": [other for other in members if other not in {*present, *self.gone}]})
@@ -182,7 +182,7 @@ class Gate:
         )
 
     def close(self) -> None:
-        """Leaves the gate: the others are told, where they wait or come."""
+        """Leaves the gate: the others are informed, where they wait or come."""
         self._closing = True
         for line in self._lines.values():
             line.close()

@@ -92,8 +92,8 @@ def _keep_to_the_loopback() -> None:
 
 
 def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[str], dict[int, Line]]:
-    """Every process's own "host:port", by index, and the connections. Process 0 listens at the address, and tells all
-    what each told it."""
+    """Every process's own "host:port", by index, and the connections. Process 0 listens at the address, and sends all
+    what each sent it."""
     host, _, port = address.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + timeout
     own, place = _free_port(), (host, int(port))

@@ -1,4 +1,4 @@
-"""What TensorFlow raises where another process of the world is gone, told as our error."""
+"""What TensorFlow raises where another process of the world is gone, as our error."""
 
 from __future__ import annotations
 

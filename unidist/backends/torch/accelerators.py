@@ -42,7 +42,7 @@ def transports(device_type: str) -> str:
 
 
 def preferred() -> DeviceType:
-    """The kind of device where the program names none: CUDA's where there are any, unless Keras was told CPUs."""
+    """The kind of device where the program names none: CUDA's where there are any, unless Keras was given CPUs."""
     said = _said_to_keras()
     return "cuda" if torch.cuda.is_available() and (said is None or said.type != "cpu") else "cpu"
 

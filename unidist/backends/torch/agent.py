@@ -1,4 +1,4 @@
-"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and tells which failed.
+"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and reports which failed.
 
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
@@ -30,6 +30,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 _LOOPBACK, _OURS = "127.0.0.1", "unidist-loopback"
+_ELASTIC = "torch.distributed.elastic"
+# The signals that torch makes exceptions of.
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # What torch's static rendezvous waits.
 _SECONDS = 600
 
@@ -74,7 +77,7 @@ class Loopback(StaticTCPRendezvous):
 
 
 def configuration(task: dict[str, Any]) -> LaunchConfig:
-    """One node: at a free port of the loopback. Several: they meet at node 0's address, ranked as told."""
+    """One node: at a free port of the loopback. Several: they meet at node 0's address, ranked as asked."""
     several = task["nodes"] > 1
     return LaunchConfig(
         min_nodes=task["nodes"],
@@ -120,7 +123,9 @@ def telling(
 def main(task: dict[str, Any]) -> int:
     runpy.run_path(task["program"])["watch"](sys.stdin.fileno())
     sys.unraisablehook = sent_again
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Each of its modules has given its logger a level of its own.
+    for name in [_ELASTIC, *(name for name in logging.root.manager.loggerDict if name.startswith(f"{_ELASTIC}."))]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
     logging.raiseExceptions = False
     rendezvous_handler_registry.register(_OURS, lambda parameters: Loopback(parameters.run_id))
@@ -132,9 +137,11 @@ def main(task: dict[str, Any]) -> int:
         except ChildFailedError:
             return 0
         except SignalException as error:
-            # It ends by itself now. A second one would raise in whatever runs at Python's exit, and print that.
-            signal.signal(error.sigval, signal.SIG_IGN)
             return 128 + error.sigval
+        finally:
+            # It ends by itself now. A signal would raise in whatever runs at Python's exit, and print that.
+            for one in _ENDING:
+                signal.signal(one, signal.SIG_IGN)
     return 0
 
 

@@ -38,7 +38,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     Reductions are exact where their values are; else gloo's are summed in rank order by reduce_scatter and small
     all_reduces, and in a fixed order that depends on the size by others. Every rank gets the same bits. On CUDA the
-    order is NCCL's, and a lost peer is told by NCCL's watchdog, which ends the process. UNIDIST_TORCH_TRANSPORT=gloo
+    order is NCCL's, and NCCL's watchdog reports a lost peer and ends the process. UNIDIST_TORCH_TRANSPORT=gloo
     sends CUDA tensors over the host, so that several ranks can be tried on one GPU. (It has never run on GPUs.)
 
     Args:
@@ -194,7 +194,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         return names if kind is None or _kind(kind) == name else []
 
     def visible_devices(self) -> list[str]:
-        """All devices of the kind in use that this process sees, of which a world gives it one."""
+        """All devices of the kind in use that this process sees; a world gives it one."""
         count = torch.cuda.device_count() if self._device_type == "cuda" else 1
         return [f"{'gpu' if self._device_type == 'cuda' else 'cpu'}:{k}" for k in range(count)]
 

@@ -79,7 +79,7 @@ class BufferedCollectives(Generic[W]):
         concat_sizes: Sequence[int],
     ) -> torch.Tensor:
         own = split_sizes[transport.index]
-        # What the group holds together tells whether anyone sends anything: all members must decide alike.
+        # What the group holds together decides whether anyone sends anything: all members must decide alike.
         if prod(resized(x, {concat: sum(concat_sizes)})) == 0:
             return x.new_empty(resized(x, {split: own, concat: sum(concat_sizes)}))
         shapes = [resized(x, {split: own, concat: n}) for n in concat_sizes]

@@ -48,7 +48,7 @@ class DirectCollectives:
 
     def all_gather(self, x: torch.Tensor, transport: Transport, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         own = x.contiguous()
-        if prod(x.shape[:dim]) == 1:  # the parts lie one after the other: they come where they belong
+        if prod(x.shape[:dim]) == 1:  # the parts are one after the other: they come where they belong
             out = x.new_empty(resized(x, {dim: sum(sizes)}))
             parts = cuts(out, sizes, dim)
             finish = exchange(transport, [own] * transport.size, parts)

@@ -1,4 +1,4 @@
-"""What torch.distributed raises when a peer is gone, told as ProcessLostError."""
+"""What torch.distributed raises when a peer is gone, as ProcessLostError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Posts: what a rank that waits for long tells the others, and what follows from all posts together.
+"""Posts: what a rank that waits for long sends to the others, and what follows from all posts together.
 
 A wait is stuck where a member that it needs can never come: one that waits itself in what is stuck, or that waits in
 the same place for another call. What is stuck is found as in wait-for graphs of databases (Knapp, "Deadlock Detection

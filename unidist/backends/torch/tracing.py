@@ -3,7 +3,7 @@
 torch.compile does not look into a plan: each move is entered here under a number while the program is compiled, and the
 program holds a call of `traced` with that number. Below it, functional collectives go into the graph, where the
 compiler may move and overlap them. They are not in the ledger of a run: what a compiled program sends is what its plans
-predict. (Who traces by TorchBackend.into_program is told what a run sends.)
+predict. (Who traces by TorchBackend.into_program gets what a run sends.)
 
 The compiler takes a second to import. It is not imported here, but where it first looks for `traced`.
 """

@@ -64,7 +64,7 @@ class Transports:
 
     torch.distributed.new_group does not serve here. It sorts the ranks (before torch 2.13 always), and the name under
     which members meet without the others holds the number of groups that a process has made, which differs between
-    the ranks where meshes cover different ones. Here the name tells the ranks in their order and nothing else.
+    the ranks where meshes cover different ones. Here the name has the ranks in their order and nothing else.
 
     What unidist itself says to others (agreement, numbers, names) are CPU tensors: where the default group was made by
     someone else for CUDA tensors alone, as init_process_group("nccl") does, the world gets a group of ours, with gloo.

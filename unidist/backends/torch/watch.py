@@ -136,7 +136,7 @@ class Watch:
         return self._found or self._asked(lambda: self._heard(group))
 
     def failed(self, error: UnidistError, waiting: Waiting) -> None:
-        """Tells the ranks that wait for this one that it goes on no more."""
+        """Informs the ranks that wait for this one that it goes on no more."""
         self._asked(lambda: self._tell(error, waiting))
 
     def _asked(self, question: Callable[[], T]) -> T | None:

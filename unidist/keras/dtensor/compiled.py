@@ -2,7 +2,7 @@
 
 DTensor keeps its programs to itself. But TensorFlow collects the graphs that it hands to each device, where somebody
 asks before a function runs for the first time; in them DTensor's collectives stand as they are executed. On CPU, for
-one, an all-gather is an all-reduce of parts with zeros around them, and is told as that.
+one, an all-gather is an all-reduce of parts with zeros around them, and is reported as that.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _wait_for(results: Any) -> None:
 
 
 def _group_keys(node: Any, nodes: Mapping[str, Any]) -> list[int]:
-    """The keys of the groups by the mesh's places: a constant, of which each device takes its own. [] if not found."""
+    """The keys of the groups by the mesh's places: a constant; each device takes its own of it. [] if not found."""
     source: Any = node
     given = node.input[2] if len(node.input) > 2 else ""
     while given and (source := nodes.get(given.partition(":")[0])) is not None and source.op != "Const":
@@ -107,7 +107,7 @@ def _group_keys(node: Any, nodes: Mapping[str, Any]) -> list[int]:
 
 
 def _axes(members: tuple[int, ...], mesh: Mesh, rank: int) -> Axes:
-    """The fewest axes along which they lie; () where none make the group."""
+    """The fewest axes along which they stand; () where none make the group."""
     for count in range(1, len(mesh.axes) + 1):
         for axes in combinations(mesh.axis_names, count):
             if set(mesh.group(axes, rank).ranks) == set(members):

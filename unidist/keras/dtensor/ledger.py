@@ -17,9 +17,9 @@ from unidist.keras.strategy import UnidistDistribution
 
 
 def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any) -> None:
-    """Tells the ledger of what one run of a step needs at least, with the word "predicted".
+    """Reports to the ledger what one run of a step needs at least, with the word "predicted".
 
-    In a training step every gradient is reduced over the data axes, where the rows of the batch lie over them (a
+    In a training step every gradient is reduced over the data axes, where the rows of the batch are cut over them (a
     lookup's rows are gathered instead; how many they are is not known here, and the table is counted). A
     variable that rests in smaller parts than layers read it in is gathered for that, once, and one that is updated in
     smaller parts than it rests in after that. A weight whose contracted dim is sharded reduces the layer's result, and

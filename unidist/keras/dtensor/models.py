@@ -56,7 +56,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _place(model: Any) -> None:
-    """What was made under a scope lies on its mesh from its first use; this is one."""
+    """What was made under a scope is on its mesh from its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
         sessions.check_rules(model, distribution)

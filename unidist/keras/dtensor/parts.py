@@ -137,7 +137,7 @@ def _shards(mesh: Mesh, axes: Axes) -> _Shards:
 
 
 def pack(part: Part, distribution: UnidistDistribution) -> Any:
-    """The global array of which every process has its own rows, in the order of their places on the mesh.
+    """The global array, made of each process's own rows, in the order of their places on the mesh.
 
     Rows go to no other process where all places get the same number; else every device gets all.
     """

@@ -33,7 +33,7 @@ LARGE = 1 << 16
 
 
 def distribution_of(model: Any) -> UnidistDistribution | None:
-    """The active distribution, else the one that the model was told: in an entrance it is where it will lie."""
+    """The active distribution, else the one that the model was given: in an entrance it is where it will be."""
     found = current()
     if found is not None:
         return found
@@ -162,7 +162,7 @@ def _to_lie_on(variable: Any) -> UnidistDistribution | None:
 
 
 def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | None:
-    """The layout in which a variable rests; None: it is whole, or what is wrong is told when its model is placed."""
+    """The layout in which a variable rests; None: it is whole, or a mistake is reported when its model is placed."""
     try:
         found = _layouts_of(variable, distribution, True)
         storage = worlds.native_layout(found.storage, tuple(variable.shape), distribution.mesh)
@@ -188,7 +188,7 @@ def loading(original: Any) -> Any:
 
 
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
-    """Builds and places an optimizer that is none of the model's own: a train_step may have several, of which Keras
+    """Builds and places an optimizer that is none of the model's own: a train_step may have several; Keras
     knows one. While a step is traced, outside of its program."""
     distribution = next((found for v in variables if (found := placed.of(v).distribution) is not None), None)
     if distribution is None or (optimizer.built and all(map(_is_spread, optimizer.variables))):
@@ -212,7 +212,7 @@ def _key_anew(optimizer: Any) -> None:
 
 
 def placed_under(model: Any) -> UnidistDistribution | None:
-    """The distribution on which the model lies, or None where it lies on one device."""
+    """The distribution on which the model is, or None where it is on one device."""
     found: UnidistDistribution | None = sessions.of(model).told
     return found if found is not None and is_placed(model) else None
 

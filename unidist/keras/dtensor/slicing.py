@@ -135,7 +135,7 @@ class _Spec:
 
 
 def slicing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """tf.strided_slice, of which every index of a tensor is made. On a mesh: of whole values where shards will not do,
+    """tf.strided_slice, by which a tensor is indexed. On a mesh: of whole values where shards will not do,
     with new axes added afterwards."""
 
     @functools.wraps(original)

@@ -240,7 +240,7 @@ def _packed(leaf: Any, distribution: UnidistDistribution) -> Any:
 
 
 def applying(original: Any) -> Any:
-    """Optimizer.apply: each gradient lies as its variable before it is used. See backends/tensorflow/guards.py."""
+    """Optimizer.apply: each gradient is first laid out as its variable. See backends/tensorflow/guards.py."""
 
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

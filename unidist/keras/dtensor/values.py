@@ -80,8 +80,8 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
     """A DVariable that takes and gives whole values on the host.
 
     Attributes:
-        compute: how it lies where layers read it; None: as it rests.
-        state: how its gradient and its slots lie, and it itself while the optimizer updates it; None: as it rests.
+        compute: how it is laid out where layers read it; None: as it rests.
+        state: of its gradient and its slots, and of itself while the optimizer updates it; None: as it rests.
         held: the whole value, while a model is being saved by a process that must not ask the others.
         waits_on: the distribution that it is cut by, until its model is placed; None: it is placed. Until then it is
             read whole on the host.
@@ -115,7 +115,7 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return self.assign_add(tf.convert_to_tensor(sparse_delta))
 
     def assign_stored(self, value: Stored, convert: Callable[..., Any]) -> None:
-        """Takes what lies in a file, of which each device's part is read."""
+        """Takes what is in a file. Each device's part of it is read."""
         dtype = self.dtype.name
         found = put_parts(value.shape, self.layout, lambda index: convert(value.part(index), dtype=dtype))
         super().assign(found)
@@ -164,7 +164,7 @@ def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> A
     """A gradient in the layout of its variable's state, by way of that in which layers read the variable.
 
     In one step DTensor (TensorFlow 2.21) lets the data axes on the gradient's dims spread to the products before it,
-    whose rows lie over these axes, and cannot partition them then.
+    whose rows are cut over these axes, and cannot partition them then.
     """
     whole = dtensor.relayout(tf.convert_to_tensor(gradient), computed)
     return whole if computed == state else dtensor.relayout(whole, state)

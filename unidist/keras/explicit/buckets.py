@@ -1,6 +1,6 @@
 """Buckets: gradients of one dtype that are reduced over one group, as one flat buffer.
 
-A gradient that each rank keeps whole lies in its buffer from when it has come until the next backward, and nowhere
+A gradient that each rank keeps whole is in its buffer from when it has come until the next backward, and nowhere
 else: all gradients together are held once. Source of the method: the views of buckets of PyTorch's
 DistributedDataParallel.
 """

@@ -73,7 +73,7 @@ class Frame:
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
-        shared: under sequence parallelism, the weights that lie whole on every rank (sequence.py).
+        shared: under sequence parallelism, the weights that are whole on every rank (sequence.py).
         region: the layer, operation or loss that is computing with the rows of all shards in view (mixing.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).

@@ -161,7 +161,7 @@ class EpochReader:
         return self._own_batches(iter(self._source)) if self._already_local else self._batches(iter(self._source))
 
     def _own_batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """The batches of this process; all processes are told of each, and when there are no more."""
+        """The batches of this process; all processes know of each, and when there are no more."""
         while True:
             try:
                 batch = next(source, None)

@@ -19,7 +19,7 @@ from unidist.keras.explicit import context
 def distribute_tensor(tensor: Any, layout: Any) -> Any:
     """A DistributedArray of a value that every process holds.
 
-    While a rank computes a model, layers decide by their own rules how activations lie: there the tensor comes back as
+    While a rank computes a model, layers lay out activations by their own rules: there the tensor comes back as
     it is, and so does its value.
     """
     if context.frame() is not None or (isinstance(tensor, torch.Tensor) and tensor.is_meta):

@@ -251,7 +251,7 @@ class Engine:
         self._traffic().release(frame)
 
     def _part_pairs(self) -> None:
-        """Parts pairs of which a layer computes in another way by now, as with a low-rank kernel: it gathers."""
+        """Parts pairs with a layer that computes in another way by now, as with a low-rank kernel: it gathers."""
         for pair in list(self.pairs or ()):
             if (verdicts := pairs.parted(pair)) is not None:
                 self.pairs = [other for other in self.pairs or () if other is not pair]

@@ -1,6 +1,6 @@
 """FlatBuffer: tensors that are cut among one group and move together.
 
-Small ones lie side by side in one padded buffer, whose row r holds the r-th part of each, so that one reduce_scatter
+Small ones stand side by side in one padded buffer, whose row r holds the r-th part of each, so that one reduce_scatter
 or all_gather moves them all. A tensor takes as many columns as its largest part has elements; where it divides evenly
 there is no padding. On CPUs large ones whose parts are pieces of memory move by themselves, from and to where they are.
 """

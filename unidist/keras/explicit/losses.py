@@ -106,7 +106,7 @@ def marked(loss: torch.Tensor) -> torch.Tensor:
 
 # An attribute of a tensor, or of the node that made it: it is a loss, or what a rank contributes to one.
 _MARK = "_unidist_contribution"
-# Losses are summed, weighted and scaled: a few nodes lie between them and what is told to a metric.
+# Losses are summed, weighted and scaled: a few nodes stand between them and what a metric is given.
 _NODES_BETWEEN = 64
 
 

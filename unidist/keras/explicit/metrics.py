@@ -157,7 +157,7 @@ def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
 
 
 def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A Mean that a train_step tells one number a step: a rank's number counts by its share of the rows. A contribution
+    """A Mean that a train_step gives one number a step: a rank's number counts by its share of the rows. A contribution
     to a loss is a share already."""
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """What may look at several rows of a batch: it is called with the rows of all shards in view.
 
 Layers, operations and losses of Keras and keras_hub treat each row alone, but for those named here, and are called with
-this shard's rows as they are. Anything else is called on RowParts (rowparts.py): its first call tells whether it looks
+this shard's rows as they are. Anything else is called on RowParts (rowparts.py): its first call shows whether it looks
 at other rows. If not, it too is called with this shard's rows from then on.
 """
 

@@ -25,14 +25,14 @@ def watch(storage: Storage) -> None:
 
 
 def of_parts(cut: Sequence[tuple[torch.Tensor, Storage]], p: float) -> Iterator[torch.Tensor]:
-    """The norm of each whole gradient, of which this rank has a part."""
+    """The norm of each whole gradient; this rank has a part of it."""
     op: ReduceOp = "max" if p == _INF else "min" if p == -_INF else "sum"
     came = of_wholes([_summand(grad, p) for grad, _ in cut], [storage for _, storage in cut], op)
     yield from (came if op != "sum" or p == 0 else (one ** (1 / p) for one in came))
 
 
 def of_wholes(numbers: Sequence[torch.Tensor], storages: Sequence[Storage], op: ReduceOp) -> list[torch.Tensor]:
-    """A number of each gradient, of which this rank has that of its part. A collective for each way in which some are
+    """A number of each gradient; this rank has that of its part. A collective for each way in which some are
     cut.
 
     Args:

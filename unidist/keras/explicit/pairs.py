@@ -124,7 +124,7 @@ def _verdicts(asked: list[Rule], reasons: dict[int, str], proven: list[Pair]) ->
 
 
 def parted(pair: Pair) -> dict[int, Verdict] | None:
-    """Parts a pair of which a layer computes in another way by now, as with a low-rank kernel: it gathers. The new
+    """Parts a pair with a layer that computes in another way by now, as with a low-rank kernel: it gathers. The new
     verdicts of its layers; None where it holds."""
     changed = {id(rule): more for rule in pair.rules if (more := more_than_its_kernel(rule.layer))}
     if not changed:

@@ -1,4 +1,4 @@
-"""Part: to everybody a tensor of the whole shape, of which this rank holds a part along one dim.
+"""Part: to everybody a tensor of the whole shape; this rank holds a part of it along one dim.
 
 Operations on it go by a table of functions of torch: those that treat each place of the dim alone are computed on the
 part; for any other the whole is gathered first. So nothing is assumed of the code that computes with it, and nothing is
@@ -22,7 +22,7 @@ Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class Part(torch.Tensor):
-    """A tensor of which each rank holds a part along the dim `DIM` (torch.chunk's sizes).
+    """A tensor in parts: each rank holds one along the dim `DIM` (torch.chunk's sizes).
 
     Its shape is the whole one. Functions of torch on it give what they would give of the whole: as parts where they
     treat each place of the dim alone, else of the gathered whole. What writes into it makes it whole first.

@@ -62,7 +62,7 @@ def _first(watching: list[Reducer], at_work: Reducer | None) -> Reducer:
 
 
 def _is_used(bucket: Bucket, views: list[torch.Tensor]) -> list[bool]:
-    """Of each member whether any rank has a gradient of it: this one, or another, of which the sum tells. Read at once,
+    """Of each member whether any rank has a gradient of it: this one, or another, which the sum shows. Read at once,
     since a read waits for the device."""
     asked = [k for k, had in enumerate(bucket.had) if not had and id(bucket.members[k].leaf) not in bucket.left]
     used = list(bucket.had)

@@ -1,4 +1,4 @@
-"""RowPart: a batch's tensor of which this data shard holds its own rows.
+"""RowPart: a batch's tensor. This data shard holds its own rows of it.
 
 What computes with it sees the rows of all shards, as code under jax.jit does: what treats each row alone is computed on
 this shard's rows; sums and means over the rows are joined by an all_reduce of the sums; for anything else the rows are
@@ -31,7 +31,7 @@ _WHY = "rows of all shards"
 
 
 class RowPart(Part):
-    """A tensor with a row for each of the batch, of which this rank holds those of its data shard."""
+    """A tensor with a row for each of the batch; this rank holds those of its data shard."""
 
     DIM = 0
     TABLE = rowwise.table(0)

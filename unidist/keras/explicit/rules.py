@@ -283,7 +283,7 @@ def _product(layer: Any, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 def _bias_dim(layer: Any, out_dim: int, ndim: int) -> int:
-    """The bias's dim that lies on the output's cut dim: biases align with the output from the end."""
+    """The bias's dim that is on the output's cut dim: biases align with the output from the end."""
     return layer.bias.ndim + (out_dim % ndim - ndim)  # type: ignore[no-any-return]
 
 

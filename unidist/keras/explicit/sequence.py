@@ -2,7 +2,7 @@
 
 A row layer's sum is reduce_scattered along dim 1 (P -> S) and not all_reduced, and a column layer all_gathers what it
 takes (S -> F): together as many bytes, and in between normalizations, dropout and residual sums work on 1/n of the
-activations. What is in between is a SequencePart: to everybody a tensor of the whole shape, of which this rank holds
+activations. What is in between is a SequencePart: to everybody a tensor of the whole shape; of it this rank holds
 its part. Operations on it go by a table (rowwise.py): those that treat each place of the sequence alone are computed on
 the part; for any other the whole is gathered first. So nothing is assumed of layers or models, and nothing is wrong
 that is not in the table: it only sends more.
@@ -39,7 +39,7 @@ _WHY = "parts of the sequence"
 
 
 class SequencePart(Part):
-    """A tensor that is the same on all ranks of `axes`, of which each holds a part along dim 1."""
+    """A tensor that is the same on all ranks of `axes`; each holds a part of it along dim 1."""
 
     DIM = DIM
     TABLE = rowwise.table(DIM)
@@ -154,7 +154,7 @@ def _shared(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 class SharedWeights:
-    """The weights of a model that lie whole on every rank, for one step of a rank.
+    """The weights of a model that are whole on every rank, for one step of a rank.
 
     Used on parts of the sequence they get partial gradients, which are summed together. Other uses of the same weight
     go past it.

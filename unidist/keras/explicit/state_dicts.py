@@ -73,10 +73,10 @@ def _as_dtensor(storage: Storage) -> DTensor:
 
 
 def _own_part(storage: Storage, value: DTensor) -> torch.Tensor:
-    """This process's stored shard of a DTensor that may lie in another way: then a collective."""
+    """This process's stored shard of a DTensor that may be laid out in another way: then a collective."""
     stored = storage.shardings.stored
     if tuple(value.shape) != stored.shape:
-        return value.full_tensor()  # torch tells of the wrong shape
+        return value.full_tensor()  # torch reports the wrong shape
     native = storage.world.backend.layout(stored) if storage.world.backend.has_dtensors else None
     if native is not None and value.device_mesh == native.device_mesh:
         return value.redistribute(placements=native.placements).to_local()

@@ -70,7 +70,7 @@ def _where(state: Any) -> AbstractContextManager[Any]:
 
 def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
     """Where a rank is at work, every dropout draws by its seed: without one Keras would take torch's own random
-    numbers, of which ranks know nothing: replicas would drop different units."""
+    numbers, unknown to ranks: replicas would drop different units."""
     here = frame()
     if isinstance(inputs, SequencePart) and noise_shape is None:
         found = dropped_out(inputs, lambda part: _dropout(part, rate, seed=seed))

@@ -55,7 +55,7 @@ class Shardings:
 
 
 class Storage:
-    """Where a variable is. Three parameters for each rank, of which some or all may be one:
+    """Where a variable is. Three parameters for each rank; some or all may be one:
 
     - shards: the stored value,
     - leaves: what layers compute with, whole over the data axes, where gradients arrive,
@@ -143,7 +143,7 @@ class Storage:
                     self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
 
     def assign_parts(self, part: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
-        """Writes each rank's shard of a value that is cut, of which `part` gives the slices."""
+        """Writes each rank's shard of a value that is cut; `part` gives the slices."""
         with torch.no_grad():
             for rank in self.world.ranks:
                 self.settled(rank).copy_(part(self.shardings.stored.slices(rank)))
@@ -215,7 +215,7 @@ class Storage:
             yield
 
     def whole(self, frame: Frame | None, *, differentiable: bool = False) -> torch.Tensor:
-        """The whole value: a collective of the mesh, except where it lies whole on every rank.
+        """The whole value: a collective of the mesh, except where it is whole on every rank.
 
         In a frame it is differentiable on demand: model axes give each rank the same gradient (I), data axes
         gradients of their own rows (F).
@@ -237,7 +237,7 @@ class Storage:
         return self.joined(self.own(frame)) if self.shardings.state.layout.dims else self.own(frame)
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which each rank has the part that it updates: of the variable, or its gradient."""
+        """The whole tensor; each rank has the part that it updates: of the variable, or its gradient."""
         return self._moved(part, self.shardings.state, False)
 
     def _moved(self, shard: torch.Tensor, sharding: Sharding, differentiable: bool) -> torch.Tensor:

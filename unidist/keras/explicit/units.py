@@ -276,7 +276,7 @@ def _alias(saved: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(layers: Iterable[list[Storage]], rank: int) -> list[tuple[Axes, list[Cut], list[Storage]]]:
-    """Units of whole layers, of which small neighbours share one; each of one dtype, one group and one kind."""
+    """Units of whole layers; small neighbours share one. Each is of one dtype, one group and one kind."""
     units: list[tuple[Axes, list[Cut], list[Storage]]] = []
     open_units: dict[Any, tuple[Axes, list[Cut], list[Storage]]] = {}
     sizes: dict[Any, int] = {}

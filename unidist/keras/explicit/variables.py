@@ -1,4 +1,4 @@
-"""DistributedVariable: a Keras variable of which each rank holds a shard (or a replica, or a partial sum)."""
+"""DistributedVariable: a Keras variable. Each rank holds a shard of it (or a replica, or a partial sum)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unidist.keras.strategy import keras_mesh
 
 
 class PlacedLayout(TensorLayout):  # type: ignore[misc]
-    """A placed variable's layout as Keras tells it."""
+    """A placed variable's layout as Keras writes it."""
 
     def __init__(self, sharding: Sharding) -> None:
         axes = [sharding.layout.dim_axes(dim) for dim in range(len(sharding.shape))]

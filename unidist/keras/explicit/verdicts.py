@@ -14,7 +14,7 @@ from unidist.keras.explicit.rules import Rule
 from unidist.keras.layers import more_than_its_kernel
 from unidist.keras.telling import listed
 
-# Of a reason that one rank tells the others.
+# Of a reason that one rank sends to the others.
 _BYTES = 240
 KINDS = {"column": "its outputs stay cut", "row": "its inputs come cut"}
 

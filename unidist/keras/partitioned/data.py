@@ -130,7 +130,7 @@ def _padded(array: Any, missing: int) -> Any:
 
 
 def _place_part(part: Part, distribution: Any) -> Any:
-    """The global array of which every process has its own rows."""
+    """The global array, made of each process's own rows."""
     array = np.asarray(part.array)
     sharding = layouts.of_batch(array.shape, distribution)
     places = rows_by_process(sharding)
@@ -159,7 +159,7 @@ def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
 
 
 def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
-    """The true rows of an array of which process p filled the first counts[p] rows of its parts, each part once."""
+    """The true rows of an array where process p filled the first counts[p] rows of its parts, each part once."""
     filled: dict[int, int] = {}
     for own, count in zip(places, counts, strict=True):
         for place, unit in enumerate(own):

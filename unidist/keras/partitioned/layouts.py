@@ -54,7 +54,7 @@ def places(mesh: Any, axes: Axes) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a variable rests, where layers use it, and where its gradient and its slots lie."""
+    """Where a variable rests, where layers use it, and where its gradient and its slots are."""
 
     storage: NamedSharding
     compute: NamedSharding
@@ -62,7 +62,7 @@ class Placement:
 
 
 def placement(variable: Any, distribution: Any) -> Placement:
-    """The three layouts of a placed variable. Those of which all are one are where it rests."""
+    """The three layouts of a placed variable. Where all are one, that is where it rests."""
     rests = native(variable._layout, distribution) if variable._layout is not None else replicated(distribution)
     found, shape = layouts_of(variable, distribution), tuple(variable.shape)
     if found == placed.alike(found.storage):
@@ -72,7 +72,7 @@ def placement(variable: Any, distribution: Any) -> Placement:
 
 
 def layouts_of(variable: Any, distribution: Any) -> VariableLayouts:
-    """How a variable lies on a distribution, or would.
+    """How a variable is laid out on a distribution, or would.
 
     Raises:
         LayoutError: two rules match its path, or a dim does not divide; for Keras's own strategies too.
@@ -91,7 +91,7 @@ def of_keras(layout: Layout, shape: tuple[int, ...], distribution: Any) -> Any:
 
 
 def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
-    """How an array of a batch lies on the mesh. Its first dim need not divide, the others must.
+    """How an array of a batch is laid out on the mesh. Its first dim need not divide, the others must.
 
     Raises:
         LayoutError: another dim than the first does not divide over its axes.

@@ -1,4 +1,4 @@
-"""What a compiled step communicates, read from its program and told to the ledger each time the step runs."""
+"""What a compiled step communicates, read from its program and reported to the ledger each time the step runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProgramCollectives:
         self._found: dict[Any, tuple[Event, ...]] = {}
 
     def record(self, distribution: Any, purpose: str, state: Any, batch: Any) -> None:
-        """Tells the ledger of one run of the step with these arguments. Compiles the step where it is new."""
+        """Reports to the ledger one run of the step with these arguments. Compiles the step where it is new."""
         leaves, structure = jax.tree.flatten((state, batch))
         key = (structure, tuple((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves))
         found = self._found.get(key)

@@ -27,7 +27,7 @@ def current() -> Any:
 def initialize_layout(variable: Any) -> None:
     """JaxVariable._initialize_layout: finds the layout, and remembers it and the distribution."""
     record = placed.of_new(variable)
-    # A slot lies where its variable does, and is placed with it.
+    # A slot is laid out as its variable, and is placed with it.
     distribution = current() if record.owner is None else placed.of(record.owner).distribution
     if distribution is None or record.lies_on(distribution):  # Keras asks twice.
         return
@@ -113,7 +113,7 @@ def distribution_of(model: Any) -> Any:
 
 
 def place_model(model: Any, distribution: Any) -> None:
-    """Places what does not lie on the distribution yet: variables, metrics, the optimizer's slots.
+    """Places what is not on the distribution yet: variables, metrics, the optimizer's slots.
 
     Compiled steps are dropped where anything moved: they were made for the old places.
 

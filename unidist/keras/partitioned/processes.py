@@ -83,7 +83,7 @@ def meet(purpose: str) -> None:
 
 
 def _of_first(own: Array) -> Array:
-    """The first process's array: the sum of all, of which the others are zeros."""
+    """The first process's array: the sum of all, where the others are zeros."""
     devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
     processes = Mesh(devices, ("process", "device"))
     sharding = NamedSharding(processes, PartitionSpec("process"))

@@ -1,4 +1,4 @@
-"""Reading in several JAX processes: each reads its own rows of every batch where the data tells which these are, and
+"""Reading in several JAX processes: each reads its own rows of every batch where the data says which these are, and
 the whole batch where it does not."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Around:
 
 
 class LockstepAdapter(_Around):
-    """A Keras data adapter for data of which each process was given its own rows."""
+    """A Keras data adapter for data that each process was given its own rows of."""
 
     def __init__(self, adapter: Any) -> None:
         super().__init__(adapter)
@@ -88,7 +88,7 @@ class SameAdapter(_Around):
 
     Args:
         several: the processes, which must see the same.
-        distribution: by which the rows of a batch lie.
+        distribution: by which the rows of a batch are cut.
     """
 
     def __init__(self, adapter: Any, several: Processes, distribution: Any) -> None:

@@ -3,7 +3,7 @@
 A layer that treats each row alone is called on each data shard's rows, with collectives of its own (regions.py). For
 all others each of the three is a constraint that the compiler must fulfil, on global arrays. Nothing that a model, a
 loss or a step written by hand computes changes by either. Of a constraint the compiler chooses the collectives: a
-partial gradient becomes a reduce_scatter on TPUs and GPUs, and an all_reduce of which each device keeps its part on
+partial gradient becomes a reduce_scatter on TPUs and GPUs, and an all_reduce after which each device keeps its part on
 CPUs, where XLA has no such pass.
 """
 

@@ -16,7 +16,7 @@ from unidist.keras.compat import jax_trainer
 from unidist.keras.partitioned import alike, data, ledger, pacing, placing, processes
 from unidist.keras.strategy import adopt
 
-# Keras's steps are told by the state they take: fit's has optimizer variables, evaluate's only metrics.
+# Keras's steps are recognised by the state they take: fit's has optimizer variables, evaluate's only metrics.
 _STEPS = {4: "train step", 3: "test step", 2: "predict step"}
 
 
@@ -92,7 +92,7 @@ def building(original: Any) -> Any:
 
 
 def making_function(original: Any) -> Any:
-    """JAXTrainer._make_function: every step places its batch, and tells the ledger what it communicates."""
+    """JAXTrainer._make_function: every step places its batch, and reports to the ledger what it communicates."""
     if "out_shardings" in inspect.signature(original).parameters:
         return _making_and_compiling(original)
 

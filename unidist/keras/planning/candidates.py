@@ -1,4 +1,4 @@
-"""Candidates: the layers whose kernels can be cut, told by their class and equation."""
+"""Candidates: the layers whose kernels can be cut, recognised by their class and equation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _bias_dim(bias: Any, letters: list[str], letter: str) -> int | None:
 
 
 def einsum_shape(equation: str, data: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an einsum's output. (EinsumDense itself tells the open one that it was built for.)"""
+    """The shape of an einsum's output. (EinsumDense itself gives the open one that it was built for.)"""
     inputs, output = equation.replace(" ", "").split("->")
     data_term, kernel_term = inputs.split(",")
     head, _, tail = data_term.partition("...")

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="unidist plan",
-        description="Where each variable of a model would lie, what a device holds, what a training step sends. "
+        description="How each variable of a model would be laid out, what a device holds, what a training step sends. "
         "No device is needed, and the model's values are not made.",
     )
     parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function without arguments that returns a model")

@@ -1,4 +1,4 @@
-"""plan: how a Keras model lies on a mesh, before anything is placed."""
+"""plan: how a Keras model is laid out on a mesh, before anything is placed."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _difference(a: Any, b: Any) -> Any:
 
 
 def _confined(found: Candidate, where: list[Any], change: Change) -> int | None:
-    """The summed kernel dim along which all differences lie in the changed slice and nowhere else; None: in none."""
+    """The summed kernel dim along which all differences are in the changed slice and nowhere else; None: in none."""
     for kernel_dim, dim in found.inputs.items():
         size = found.kernel.shape[kernel_dim]
         if size % change.parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -10,12 +10,12 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
-from unidist.keras.known import keeps_numbers
 from unidist.keras.planning import samples
+from unidist.keras.planning.activations import SeenTensor, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.reaching import Reacher
 from unidist.keras.planning.running import Runner, Trace, _numpy, middle
-from unidist.planner.facts import Affine, Calls, Facts, LayerFact, VariableFact
+from unidist.planner.facts import Activation, Affine, Calls, Facts, LayerFact, VariableFact
 
 # Lengths of sequences to run a model on: the first two that it takes.
 LENGTHS = ((8, 16), (4, 8), (2, 4))
@@ -43,12 +43,12 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     candidates = [c for c in candidates if id(c.kernel) in held]
     known = {id(c.layer) for c in candidates}
     others = [x for x in layers if id(x) not in known]
-    composites = [x for x in others if any(id(y) in known for y in inside(x))]
-    runner = Runner(candidates, composites, [x for x in others if keeps_numbers(x)])
+    runner = Runner(candidates, others)
     with runner.installed():
         runs = _run(runner, model, inputs)
         reaches = Reacher(runner, model, parts, runs.near).all() if parts > 1 else []
         behind = _behind(runner, model, inputs, runs, reaches)
+        marked = _marked(runner, model, inputs, runs, reaches)
         slots, optimizer = _slots(model, variables)
     place = {id(v): k for k, v in enumerate(variables)}
     order = sorted(range(len(candidates)), key=lambda k: _first_call(runs.near, k))
@@ -61,6 +61,7 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
         parts=parts,
         slots=slots,
         optimizer=optimizer,
+        activations=_activations(runs, marked, renumbered),
     )
 
 
@@ -129,6 +130,30 @@ def _behind(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[
         return frozenset(call for call in calls if _keeps_places(trace, runs.near, *call))
 
     return _Behind(kept(sums), kept(tables))
+
+
+def _marked(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[Any]) -> list[SeenTensor]:
+    """The tensors of a run in which the outputs of pairs' first layers are NaN: those between a pair's layers have it,
+    as nothing else is reached."""
+    sources = frozenset(reach.source for reach in reaches if reach.target is not None)
+    if not sources:
+        return []
+    kwargs = {"training": False} if model._call_has_training_arg else {}
+    given = samples.sample(model, inputs, runs.lengths[0])
+    try:
+        return _tensors(runner.run(model, (given,), kwargs, marked=sources))
+    except Exception:
+        # A model, or a framework that looks for mistakes, may refuse NaN: then nothing is known to be cut.
+        return []
+
+
+def _activations(runs: _Runs, marked: list[SeenTensor], number: dict[int, int]) -> tuple[Activation, ...]:
+    found = activations(_tensors(runs.near), _tensors(runs.far), marked, runs.line, samples.ROWS, itemsize)
+    return tuple(replace(one, behind=None if one.behind is None else number[one.behind]) for one in found)
+
+
+def _tensors(trace: Trace) -> list[SeenTensor]:
+    return [] if trace.seen is None else trace.seen.tensors
 
 
 def _first_call(trace: Trace, index: int) -> tuple[int, int]:

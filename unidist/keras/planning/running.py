@@ -1,7 +1,7 @@
 """Running a model without its kernels: every candidate's output is random numbers, whatever its input is.
 
 So a run needs no large variable, and a change of one candidate's output arrives at other candidates only through what
-lies between them.
+stands between them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from keras import distribution as keras_distribution
 
 from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
+from unidist.keras.known import keeps_numbers
+from unidist.keras.planning.activations import Seen, keeps_what_it_takes
 from unidist.keras.planning.candidates import Candidate, einsum_shape
+from unidist.keras.planning.candidates import inside as within
 
 
 class RandomValues(keras.StatelessScope):  # type: ignore[misc]
@@ -69,27 +72,32 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """In place of a tensor of which the shape alone is asked for."""
+    """In place of a tensor whose shape alone is asked for."""
 
     shape: tuple[int, ...]
 
 
 @dataclass
 class Trace:
-    """One run: what each candidate took, what it gave in elements, and what came out."""
+    """One run: what each candidate took, what it gave in elements, what came out, and what all layers took and gave
+    (`seen`, where it was asked for)."""
 
     taken: dict[int, list[Any]] = field(default_factory=dict)
     given: dict[int, list[tuple[tuple[int, ...], bool]]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
+    seen: Seen | None = None
 
 
 class Runner:
     """Runs a model or layers of it, with their candidates' calls replaced while `installed`."""
 
-    def __init__(self, candidates: list[Candidate], composites: list[Any], keeping: list[Any]) -> None:
+    def __init__(self, candidates: list[Candidate], others: list[Any]) -> None:
+        """`others`: the model's layers that are no candidates."""
+        known = {id(found.layer) for found in candidates}
         self.candidates = candidates
-        self.composites = composites
-        self.keeping = keeping
+        self.composites = [layer for layer in others if any(id(one) in known for one in within(layer))]
+        self.keeping = [layer for layer in others if keeps_numbers(layer)]
+        self.others = others
         self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.read_elsewhere: set[int] = set()
         self._owners = {id(v): k for k, c in enumerate(candidates) for v in c.variables}
@@ -100,6 +108,7 @@ class Runner:
         self._capturing = False
         self._measuring = False
         self._places_of: frozenset[int] = frozenset()
+        self._marked: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Runner]:
@@ -116,6 +125,7 @@ class Runner:
             ]
             inside += [(layer, self._through, layer) for layer in self.composites]
             inside += [(layer, self._keeping, layer) for layer in self.keeping]
+            inside += [(layer, self._looking_on, layer) for layer in self.others]
             for layer, function, subject in inside:
                 link = functools.partial(functools.partial, function, subject)
                 stack.callback(around(layer, Stage.PLANNED, link))
@@ -130,11 +140,15 @@ class Runner:
         capture: bool = False,
         places_of: frozenset[int] = frozenset(),
         measure: bool = False,
+        marked: frozenset[int] = frozenset(),
     ) -> Trace:
         """Calls a layer; with `change`, with one slice of one candidate's output changed; with `places_of`, with one
-        place of the sequence changed in the outputs of these candidates; with `measure`, for the shapes alone."""
+        place of the sequence changed in the outputs of these candidates; with `measure`, for the shapes alone; with
+        `marked`, with NaN as the outputs of these candidates."""
         self._trace, self._change, self._capturing, self._places_of = Trace(), change, capture, places_of
-        self._measuring = measure
+        self._measuring, self._marked = measure, marked
+        if capture or measure or marked:
+            self._trace.seen = Seen(bool(marked))
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
         self._trace.outputs += [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
@@ -145,6 +159,16 @@ class Runner:
         given = [t for t in tree.flatten((args, kwargs)) if is_tensor(t) and not jax_utils.is_in_jax_tracing_scope(t)]
         self._trace.outputs += [_numpy(t) for t in given if is_float_dtype(keras.backend.standardize_dtype(t.dtype))]
         return rest(*args, **kwargs)
+
+    def _looking_on(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
+        seen = self._trace.seen
+        if seen is None:
+            return rest(*args, **kwargs)
+        before = seen.calls
+        given = rest(*args, **kwargs)
+        if seen.calls == before:
+            seen.add((args, kwargs, given))
+        return given
 
     def _through(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.
@@ -175,9 +199,16 @@ class Runner:
         if index in self._places_of and not reverse and len(shape) > 2:
             value = value.copy()
             value[:, middle(shape)] += 1.0
-        y = keras.ops.convert_to_tensor(value, found.layer.compute_dtype)
+        marked = index in self._marked and not reverse
+        if marked:
+            value = np.full(shape, np.nan, "float32")
+        before = y = keras.ops.convert_to_tensor(value, found.layer.compute_dtype)
         activation = getattr(found.layer, "activation", None)
         y = y if activation is None else activation(y)
+        if (seen := self._trace.seen) is not None:
+            seen.add(inputs)
+            seen.source = index if marked else seen.source
+            seen.add((before if keeps_what_it_takes(activation) else None, y))
         if found.kind == "table" and not reverse:
             mask = keras.layers.Embedding.compute_mask(found.layer, inputs)
             if mask is not None:

@@ -35,7 +35,7 @@ def settle(model: Any, distribution: Any) -> bool:
 
 
 def to_place(model: Any, distribution: Any) -> list[Any]:
-    """Settles, and gives the variables that do not lie where the distribution wants them, slots after all others.
+    """Settles, and gives the variables that are not where the distribution wants them, slots after all others.
 
     Raises:
         LayoutError: the model cannot be run on a small random batch.

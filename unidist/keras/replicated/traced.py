@@ -25,7 +25,7 @@ class Traced:
         backend: the adapter in use.
 
     Attributes:
-        failure: what a collective raised. TensorFlow tells of it by an error of its own.
+        failure: what a collective raised. TensorFlow reports it by an error of its own.
     """
 
     def __init__(self, distribution: UnidistDistribution, backend: Any) -> None:

@@ -25,16 +25,16 @@ Parts = Mapping[int, torch.Tensor]
 
 
 def meet(address: str, count: int, index: int, timeout: float) -> dict[int, Connection]:
-    """Rank -> the connection with it. Process 0 listens at the address, and tells the others where each listens."""
+    """Rank -> the connection with it. Process 0 listens at the address, and sends to all where each listens."""
     host, _, port = address.rpartition(":")
     key = os.environ.get("UNIDIST_TOKEN", "no token").encode()
     with Listener((host, 0 if index else int(port)), backlog=count, authkey=key) as door:
         if index == 0:
             came = [door.accept() for _ in range(1, count)]
-            told = {rank: (own, link) for link in came for rank, own in [json.loads(link.recv_bytes())]}
-            for _, link in told.values():
-                link.send_bytes(json.dumps({rank: own for rank, (own, _) in told.items()}).encode())
-            return {rank: link for rank, (_, link) in told.items()}
+            found = {rank: (own, link) for link in came for rank, own in [json.loads(link.recv_bytes())]}
+            for _, link in found.values():
+                link.send_bytes(json.dumps({rank: own for rank, (own, _) in found.items()}).encode())
+            return {rank: link for rank, (_, link) in found.items()}
         links = {0: _knock((host, int(port)), key, timeout)}
         links[0].send_bytes(json.dumps([index, door.address[1]]).encode())
         ports = json.loads(links[0].recv_bytes())
@@ -194,11 +194,11 @@ class SocketsBackend(LocalViewBackend[torch.Tensor]):
     def initialize(self, cluster: Cluster) -> None:
         if self._count > 1:
             raise BackendMismatchError(f"this is process {self._index} of {self._count} already")
-        told = detect()
-        if told is None or told.address is None:
+        found = detect()
+        if found is None or found.address is None:
             raise BackendNotAvailableError("start the script with `unidist run --backend sockets -n 2 script.py`")
-        links = meet(told.address, told.process_count, told.process_index, cluster.timeout)
-        self._enter(told.process_count, told.process_index, links, cluster.timeout)
+        links = meet(found.address, found.process_count, found.process_index, cluster.timeout)
+        self._enter(found.process_count, found.process_index, links, cluster.timeout)
 
     def shutdown(self) -> None:
         for link in self.comm.links.values():
