@@ -36,6 +36,7 @@ class Reacher:
         self.parts = parts
         self._index = {id(c.layer): k for k, c in enumerate(runner.candidates)}
         self._members: dict[int, list[int]] = {}
+        self._places: dict[int, dict[int, int]] = {}
         self._clean: dict[int, Trace] = {id(model): run}
         self._kinds = Kinds()
         self._answers: dict[Any, Answer] = {}
@@ -83,13 +84,13 @@ class Reacher:
 
     def _answer(self, around: list[Any], level: int, index: int, dim: int) -> Answer:
         layer = around[level]
-        place = self._members_of(layer).index(index)
+        place = self._places_in(layer)[index]
         if level == len(around) - 1:
             key: Any = (self._kinds.of(layer), place, dim)
         else:
             # The blocks of a stack differ in where they stand, so of what was seen around one only a no is for all.
             block = around[level + 1]
-            key = (self._kinds.of(layer), self._kinds.of(block), self._members_of(block).index(index), dim)
+            key = (self._kinds.of(layer), self._kinds.of(block), self._places_in(block)[index], dim)
         found = self._answers.get(key)
         if found is None or (level < len(around) - 1 and not (found.left or found.spread)):
             found = self._answers[key] = self._ask(layer, index, dim)
@@ -111,12 +112,14 @@ class Reacher:
     def _ask_part(self, layer: Any, change: Change) -> Answer:
         args, kwargs = self.runner.captured[id(layer)]
         if id(layer) not in self._clean:
-            self._clean[id(layer)] = self.runner.run(layer, args, kwargs)
+            self._clean[id(layer)] = self.runner.run_kept(layer, args, kwargs)
         clean = self._clean[id(layer)]
-        trace = self.runner.run(layer, args, kwargs, change)
+        trace = self.runner.run_changed(layer, args, kwargs, change, clean)
         arrivals: list[tuple[int, int]] = []
         spread: list[int] = []
-        for place, member in enumerate(self._members_of(layer)):
+        places = self._places_in(layer)
+        for member in sorted(places if trace.touched is None else trace.touched, key=places.__getitem__):
+            place = places[member]
             taken, before = trace.taken.get(member, []), clean.taken.get(member, [])
             if not taken and not before:
                 continue
@@ -132,14 +135,25 @@ class Reacher:
                 else:
                     arrivals.append((place, dim))
         left = len(trace.outputs) != len(clean.outputs) or any(
-            _difference(a, b).any() for a, b in zip(trace.outputs, clean.outputs, strict=False)
+            _differs(a, b, clean) for a, b in zip(trace.outputs, clean.outputs, strict=False)
         )
         return Answer(tuple(arrivals), tuple(spread), bool(left))
+
+    def _places_in(self, layer: Any) -> dict[int, int]:
+        """Candidate -> its place in a layer."""
+        if id(layer) not in self._places:
+            self._places[id(layer)] = {member: place for place, member in enumerate(self._members_of(layer))}
+        return self._places[id(layer)]
 
     def _members_of(self, layer: Any) -> list[int]:
         if id(layer) not in self._members:
             self._members[id(layer)] = [self._index[id(x)] for x in inside(layer) if id(x) in self._index]
         return self._members[id(layer)]
+
+
+def _differs(a: Any, b: Any, clean: Trace) -> bool:
+    # A run that is kept has numbers alone, which are equal to themselves.
+    return not (a is b and clean.record is not None) and bool(_difference(a, b).any())
 
 
 def _difference(a: Any, b: Any) -> Any:

@@ -89,7 +89,7 @@ def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
         try:
             given = samples.sample(model, inputs, far) if is_open else None
             longer = runner.run(model, (given,), kwargs, measure=True) if is_open else None
-            trace = runner.run(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
+            trace = runner.run_kept(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
             return _Runs(trace, longer or trace, (near, far))
         except UnidistError:
             raise

@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from keras import distribution as keras_distribution
 
 from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
+from unidist.keras.graphs import Graph, Record
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 
 
@@ -76,11 +78,21 @@ class Shaped:
 
 @dataclass
 class Trace:
-    """One run: what each candidate took, what it gave in elements, and what came out."""
+    """One run: what each candidate took, what it gave in elements, and what came out.
+
+    Attributes:
+        graph, record: of a run that can be run again in parts (graphs.py); else None.
+        inside: for each place of the graph the candidates there.
+        touched: of a run in parts, the candidates that can have taken something else; None of a whole run.
+    """
 
     taken: dict[int, list[Any]] = field(default_factory=dict)
     given: dict[int, list[tuple[tuple[int, ...], bool]]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
+    graph: Graph | None = None
+    record: Record | None = None
+    inside: list[list[int]] = field(default_factory=list)
+    touched: frozenset[int] | None = None
 
 
 class Runner:
@@ -137,8 +149,38 @@ class Runner:
         self._measuring = measure
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
-        self._trace.outputs += [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
+        self._trace.outputs += [t for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
+
+    def run_kept(self, layer: Any, args: Any, kwargs: Any, capture: bool = False) -> Trace:
+        """A run with nothing changed, kept so that it can be run again in parts, where that is possible."""
+        graph = Graph.of(layer)
+        if graph is None:
+            return self.run(layer, args, kwargs, capture=capture)
+        with graph.recording() as record:
+            trace = self.run(layer, args, kwargs, capture=capture)
+        # What is no number differs from itself: a whole run shows it wherever it is.
+        if graph.is_whole(record) and not any(map(has_no_number, (*trace.outputs, *chain(*trace.taken.values())))):
+            numbers = {id(found.layer): k for k, found in enumerate(self.candidates)}
+            trace.inside = [[numbers[x] for x in layers if x in numbers] for layers in graph.inside]
+            trace.graph, trace.record = graph, record
+        return trace
+
+    def run_changed(self, layer: Any, args: Any, kwargs: Any, change: Change, clean: Trace) -> Trace:
+        """A run with a change: of what the change reaches, where the clean run was kept, else of all."""
+        if clean.graph is not None and clean.record is not None:
+            place = clean.graph.place_of(self.candidates[change.candidate].layer)
+            if place is not None:
+                with clean.graph.replaying(clean.record, place) as replay:
+                    trace = self.run(layer, args, kwargs, change)
+                touched = frozenset(k for at in replay.called for k in clean.inside[at])
+                calls = {k: len(clean.taken.get(k, ())) for k in touched}
+                if not replay.has_written and calls == dict.fromkeys(touched, 0) | {
+                    k: len(taken) for k, taken in trace.taken.items()
+                }:
+                    trace.touched = touched
+                    return trace
+        return self.run(layer, args, kwargs, change)
 
     def _keeping(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What it keeps numbers of goes out of the model, as its outputs do.
@@ -212,6 +254,12 @@ def _one_thread() -> Iterator[None]:
 def middle(shape: tuple[int, ...]) -> int:
     """The place of a sequence that is changed: one with others on both sides, for what looks one way alone."""
     return shape[1] // 2
+
+
+def has_no_number(tensor: Any) -> bool:
+    """Whether a NaN is in a tensor."""
+    value = _numpy(tensor)
+    return bool((value != value).any())
 
 
 def _changed(value: Any, dim: int, change: Change) -> Any:
