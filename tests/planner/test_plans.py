@@ -271,9 +271,9 @@ def test_layers_of_one_kind_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     asked, ask = [], Reacher._ask
 
-    def counting(self, layer, index, dim):  # type: ignore[no-untyped-def]
+    def counting(self, layer, *rest):  # type: ignore[no-untyped-def]
         asked.append(layer.name)
-        return ask(self, layer, index, dim)
+        return ask(self, layer, *rest)
 
     monkeypatch.setattr(Reacher, "_ask", counting)
     assert len(unidist.plan(perceptrons(a=False, b=False, c=False), MESH).pairs) == 3

@@ -55,10 +55,16 @@ class Record:
 
 @dataclass
 class Replay:
-    """A run of what a change reaches: the places of the calls that were made."""
+    """A run of what a change reaches.
+
+    Attributes:
+        called: the places of the calls that were made.
+        is_ended: nothing more is to be called; what the model gives is of no use then.
+    """
 
     called: set[int] = field(default_factory=set)
     has_written: bool = False
+    is_ended: bool = False
 
 
 def _alone(place: int, changed: bool) -> bool:
@@ -173,7 +179,7 @@ class Graph:
         changed: dict[int, Any] = {}
         losses: dict[int, tuple[Any, ...]] = {}
         pending = [place]
-        while pending:
+        while pending and not replay.is_ended:
             place = heapq.heappop(pending)
             if place in replay.called:
                 continue

@@ -3,10 +3,14 @@
 A change is looked for in the smallest layer around its source first, run alone on what it was called with: where that
 layer's own output stays the same nothing left it. Where it changes, the layer around it is next, up to the model.
 Layers of one kind (kinds.py) answer alike, and are asked once.
+
+What spreads makes no pair, and where else it arrives matters to few: to those whose outputs meet a pair whole. So a run
+in parts (graphs.py) ends where a change has spread, and is made again to its end where that is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +24,12 @@ from unidist.planner.facts import Reach
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was seen inside one layer; candidates by their place in it."""
+    """What was seen inside one layer; candidates by their place in it. `is_whole`: all that there is to see."""
 
     arrivals: tuple[tuple[int, int], ...] = ()
     spread: tuple[int, ...] = ()
     left: bool = True
+    is_whole: bool = True
 
 
 class Reacher:
@@ -41,9 +46,10 @@ class Reacher:
         self._kinds = Kinds()
         self._answers: dict[Any, Answer] = {}
         self._around: dict[int, list[Any]] = {}
+        self._to_the_end = False
 
     def all(self) -> list[Reach]:
-        """A reach for each product and each dim of its outputs that divides."""
+        """A reach for each product and each dim of its outputs that divides; not all of them to the end."""
         self._find_around(self.model, [])
         out = []
         for index, found in enumerate(self.runner.candidates):
@@ -53,6 +59,14 @@ class Reacher:
                 if found.kernel.shape[dim] % self.parts == 0 and index in self._around:
                     out.append(self._reach(index, dim))
         return out
+
+    def to_the_end(self, reach: Reach) -> Reach:
+        """The reach with all that a change arrives at."""
+        self._to_the_end = True
+        try:
+            return self._reach(reach.source, reach.dim)
+        finally:
+            self._to_the_end = False
 
     def _find_around(self, layer: Any, outer: list[Any]) -> None:
         """For each candidate the layers around it that were called, outermost first; of several, the first found."""
@@ -80,6 +94,7 @@ class Reacher:
             arrivals=tuple((members[k], d) for k, d in answer.arrivals),
             spread=tuple(members[k] for k in answer.spread),
             leaked=answer.left,
+            is_whole=answer.is_whole,
         )
 
     def _answer(self, around: list[Any], level: int, index: int, dim: int) -> Answer:
@@ -92,16 +107,20 @@ class Reacher:
             block = around[level + 1]
             key = (self._kinds.of(layer), self._kinds.of(block), self._places_in(block)[index], dim)
         found = self._answers.get(key)
+        if found is not None and not found.is_whole and self._to_the_end:
+            found = None
         if found is None or (level < len(around) - 1 and not (found.left or found.spread)):
-            found = self._answers[key] = self._ask(layer, index, dim)
+            # What is seen for other blocks too is seen to the end.
+            ends = level == len(around) - 1 and not self._to_the_end
+            found = self._answers[key] = self._ask(layer, index, dim, ends)
         return found
 
-    def _ask(self, layer: Any, index: int, dim: int) -> Answer:
+    def _ask(self, layer: Any, index: int, dim: int, ends: bool) -> Answer:
         """Runs a layer with the first, the second and the last slice changed: a shift or a sum along the dim shows in
-        one of them."""
+        one of them. With `ends` it may end where the change has spread."""
         answers = []
         for part in sorted({0, 1, self.parts - 1}):
-            answers.append(self._ask_part(layer, Change(index, dim, part, self.parts)))
+            answers.append(self._ask_part(layer, Change(index, dim, part, self.parts), ends))
             if answers[-1].spread or answers[-1].left:
                 return answers[-1]
         if any(answer.arrivals != answers[0].arrivals for answer in answers):
@@ -109,35 +128,44 @@ class Reacher:
             return Answer(spread=tuple(spread), left=False)
         return Answer(answers[0].arrivals, (), False)
 
-    def _ask_part(self, layer: Any, change: Change) -> Answer:
+    def _ask_part(self, layer: Any, change: Change, ends: bool) -> Answer:
         args, kwargs = self.runner.captured[id(layer)]
         if id(layer) not in self._clean:
             self._clean[id(layer)] = self.runner.run_kept(layer, args, kwargs)
         clean = self._clean[id(layer)]
-        trace = self.runner.run_changed(layer, args, kwargs, change, clean)
-        arrivals: list[tuple[int, int]] = []
-        spread: list[int] = []
+        arrived: dict[int, tuple[bool, int | None]] = {}
+
+        def look(trace: Trace, members: Iterable[int]) -> bool:
+            """Whether it has spread."""
+            arrived.update((member, self._arrival(member, trace, clean, change)) for member in members)
+            return any(arrived[member] == (True, None) for member in members)
+
+        def enough(trace: Trace, members: list[int]) -> bool:
+            return ends and look(trace, members)
+
+        trace = self.runner.run_changed(layer, args, kwargs, change, clean, enough)
         places = self._places_in(layer)
-        for member in sorted(places if trace.touched is None else trace.touched, key=places.__getitem__):
-            place = places[member]
-            taken, before = trace.taken.get(member, []), clean.taken.get(member, [])
-            if not taken and not before:
-                continue
-            if len(taken) != len(before):
-                spread.append(place)
-                continue
-            where = [_difference(a, b) for a, b in zip(taken, before, strict=True)]
-            hit = [w for w in where if w.any()]
-            if hit:
-                dim = _confined(self.runner.candidates[member], hit, change)
-                if dim is None:
-                    spread.append(place)
-                else:
-                    arrivals.append((place, dim))
+        members = sorted(places if trace.touched is None else trace.touched, key=places.__getitem__)
+        look(trace, members)
+        found = [(places[member], *arrived[member]) for member in members]
         left = len(trace.outputs) != len(clean.outputs) or any(
             _differs(a, b, clean) for a, b in zip(trace.outputs, clean.outputs, strict=False)
         )
-        return Answer(tuple(arrivals), tuple(spread), bool(left))
+        return Answer(
+            arrivals=tuple((place, dim) for place, hit, dim in found if hit and dim is not None),
+            spread=tuple(place for place, hit, dim in found if hit and dim is None),
+            left=left,
+            is_whole=not trace.is_ended,
+        )
+
+    def _arrival(self, member: int, trace: Trace, clean: Trace, change: Change) -> tuple[bool, int | None]:
+        """Whether a change arrived at a candidate, and along which summed kernel dim as its slice alone."""
+        taken, before = trace.taken.get(member, []), clean.taken.get(member, [])
+        if len(taken) != len(before):
+            return True, None
+        where = [_difference(a, b) for a, b in zip(taken, before, strict=True)]
+        hit = [w for w in where if w.any()]
+        return bool(hit), _confined(self.runner.candidates[member], hit, change) if hit else None
 
     def _places_in(self, layer: Any) -> dict[int, int]:
         """Candidate -> its place in a layer."""

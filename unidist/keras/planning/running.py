@@ -84,6 +84,7 @@ class Trace:
         graph, record: of a run that can be run again in parts (graphs.py); else None.
         inside: for each place of the graph the candidates there.
         touched: of a run in parts, the candidates that can have taken something else; None of a whole run.
+        is_ended: it was ended before the change had arrived everywhere.
     """
 
     taken: dict[int, list[Any]] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Trace:
     record: Record | None = None
     inside: list[list[int]] = field(default_factory=list)
     touched: frozenset[int] | None = None
+    is_ended: bool = False
 
 
 class Runner:
@@ -166,21 +168,31 @@ class Runner:
             trace.graph, trace.record = graph, record
         return trace
 
-    def run_changed(self, layer: Any, args: Any, kwargs: Any, change: Change, clean: Trace) -> Trace:
-        """A run with a change: of what the change reaches, where the clean run was kept, else of all."""
-        if clean.graph is not None and clean.record is not None:
-            place = clean.graph.place_of(self.candidates[change.candidate].layer)
-            if place is not None:
-                with clean.graph.replaying(clean.record, place) as replay:
-                    trace = self.run(layer, args, kwargs, change)
-                touched = frozenset(k for at in replay.called for k in clean.inside[at])
-                calls = {k: len(clean.taken.get(k, ())) for k in touched}
-                if not replay.has_written and calls == dict.fromkeys(touched, 0) | {
-                    k: len(taken) for k, taken in trace.taken.items()
-                }:
-                    trace.touched = touched
-                    return trace
-        return self.run(layer, args, kwargs, change)
+    def run_changed(
+        self, layer: Any, args: Any, kwargs: Any, change: Change, clean: Trace, ends: Callable[[Trace, list[int]], bool]
+    ) -> Trace:
+        """A run with a change: of what the change reaches, where the clean run was kept, else of all.
+
+        Args:
+            ends: asked behind each call in which the change arrives, with the candidates there: whether enough is seen.
+        """
+        graph, record = clean.graph, clean.record
+        place = None if graph is None else graph.place_of(self.candidates[change.candidate].layer)
+        if graph is None or record is None or place is None:
+            return self.run(layer, args, kwargs, change)
+
+        def goes_on(at: int, changed: bool) -> bool:
+            replay.is_ended = at != place and ends(self._trace, clean.inside[at])
+            return changed
+
+        with graph.replaying(record, place, goes_on) as replay:
+            trace = self.run(layer, args, kwargs, change)
+        trace.touched = frozenset(k for at in replay.called for k in clean.inside[at])
+        trace.is_ended = replay.is_ended
+        expected = {k: len(clean.taken[k]) for k in trace.touched if k in clean.taken}
+        if replay.has_written or expected != {k: len(taken) for k, taken in trace.taken.items()}:
+            return self.run(layer, args, kwargs, change)
+        return trace
 
     def _keeping(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What it keeps numbers of goes out of the model, as its outputs do.
