@@ -384,6 +384,14 @@ class OwnEntrance(layers.Dense):  # type: ignore[misc]
         return super().__call__(*args, **kwargs)
 
 
+class Own(layers.Layer):  # type: ignore[misc]
+    def call(self, x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    def compute_output_shape(self, shape):  # type: ignore[no-untyped-def]
+        return shape
+
+
 def hooked() -> keras.Model:
     model = stack(2)
     model.layers[0].register_forward_hook(lambda layer, args, out: out * 2)
@@ -397,7 +405,9 @@ def called_otherwise() -> keras.Model:
 
 
 def of_layer(*several: layers.Layer) -> keras.Model:
-    return keras.Sequential([keras.Input((8,)), layers.Dense(8), *several])
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), *several])
+    assert model._functional is not None
+    return model
 
 
 @pytest.mark.parametrize(
@@ -408,7 +418,7 @@ def of_layer(*several: layers.Layer) -> keras.Model:
         lambda: of_layer(OwnEntrance(4)),
         lambda: of_layer(layers.Dense(4, activation=lambda x: x)),
         lambda: of_layer(of_layer(Remembers(True))),
-        lambda: of_layer(layers.Reshape((2, 4)), layers.TimeDistributed(Remembers(True))),
+        lambda: of_layer(layers.Reshape((2, 4)), layers.TimeDistributed(Own())),
         lambda: keras.Model(x := keras.Input((8,)), ops.map(lambda row: row + 1, x)),
         lambda: OwnCall(x := keras.Input((8,)), layers.Dense(4)(x)),
         hooked,
@@ -417,6 +427,12 @@ def of_layer(*several: layers.Layer) -> keras.Model:
 )
 def test_code_of_the_users_is_run_as_a_whole(build) -> None:
     assert Graph.of(build()) is None
+
+
+def test_layers_of_keras_are_run_in_parts() -> None:
+    assert Graph.of(of_layer(layers.Reshape((2, 4)), layers.TimeDistributed(layers.Dense(4)))) is not None
+    x = keras.Input((8,))
+    assert Graph.of(keras.Model(x, ops.softmax(layers.Dense(4)(x)))) is not None
 
 
 def test_bits_are_compared() -> None:
