@@ -250,6 +250,18 @@ def test_a_change_that_a_plan_asks_for_is_followed_to_its_end() -> None:
     assert rows["gate/kernel"].startswith("column: its outputs are gathered, (16, 4) has no 4 equal parts that meet")
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_stored_shards_are_not_kept(zero, replays) -> None:
+    """What a layer gives may be a part of a fetched value, whose memory is let go behind its call."""
+    mesh = unidist.Mesh({"data": 2, "model": 2})
+    rules = unidist.LayoutMap(mesh, {".*/d[02]/kernel": (None, "model"), ".*/d[13]/kernel": ("model", None)})
+    with unidist.ModelParallel(mesh, rules, zero=zero).scope():
+        model = stack(4)
+    model.predict(np.ones((4, 8), "float32"), verbose=0)
+    assert len(pairs_of(model)) == 2
+    assert bool(replays["runs"]) == (zero == 0)
+
+
 # how often layers are called ------------------------------------------------------------------------------------------
 
 
