@@ -1,6 +1,7 @@
 """How costs grow: with ranks, with layers, with variables. On the simulator, of whose ranks one works at a time.
 
-    python benchmarks/scaling.py [--ranks 1 2 4 8 16 32 64] [--layers 4 8 16 32] [--variables 1000 10000] [--world 512]
+    python benchmarks/scaling.py [--ranks 1 2 4 8 16 32 64] [--layers 4 8 16 32 64] [--variables 1000 10000]
+                                 [--world 512]
 
 Ranks: a step of a perceptron under each strategy. Its time over that on one device, the messages of a rank, and its
 bytes in the unit in which they do not grow:
@@ -157,7 +158,7 @@ def of_a_world(ranks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--layers", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--layers", type=int, nargs="*", default=[4, 8, 16, 32, 64])
     parser.add_argument("--variables", type=int, nargs="*", default=[1000, 10000])
     parser.add_argument("--world", type=int, default=512)
     asked = parser.parse_args()

@@ -271,9 +271,9 @@ def test_layers_of_one_kind_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     asked, ask = [], Reacher._ask
 
-    def counting(self, layer, index, dim):  # type: ignore[no-untyped-def]
+    def counting(self, layer, *rest):  # type: ignore[no-untyped-def]
         asked.append(layer.name)
-        return ask(self, layer, index, dim)
+        return ask(self, layer, *rest)
 
     monkeypatch.setattr(Reacher, "_ask", counting)
     assert len(unidist.plan(perceptrons(a=False, b=False, c=False), MESH).pairs) == 3
@@ -350,6 +350,46 @@ def test_a_plan_leaves_no_variable_waiting_for_values() -> None:
 
     unidist.plan(dense_then(keras.layers.Activation("relu")), MESH)
     assert not global_state.get_global_attribute("uninitialized_variables", [])
+
+
+def fitted_elsewhere() -> None:
+    """What Keras does where any model is fitted: the last stateless scope ends."""
+    import keras
+
+    with keras.StatelessScope():
+        pass
+
+
+def test_a_planned_model_without_values_is_let_go() -> None:
+    """Keras's list of what waits for values alone held it, and a fit of another model filled it."""
+    import gc
+    import weakref
+
+    import keras
+
+    with keras.StatelessScope(initialize_variables=False):
+        model = dense_then(keras.layers.Activation("relu"))
+    kernel = weakref.ref(model.variables[0])
+    assert unidist.plan(model, MESH).pairs
+    kept = model.variables[1]
+    del model
+    gc.collect()
+    assert kernel() is None
+    assert kept._value is None
+    fitted_elsewhere()
+    # What somebody still has may be used.
+    assert kept._value is not None
+
+
+def test_a_model_of_the_command_never_gets_values() -> None:
+    import keras
+
+    from unidist.keras.planning.command import build
+
+    model = build(lambda: dense_then(keras.layers.Activation("relu")))
+    fitted_elsewhere()
+    assert [v._value for v in model.variables] == [None] * 4
+    assert unidist.plan(model, MESH).pairs
 
 
 @pytest.mark.parametrize("name", ["adafactor", "nadam"])

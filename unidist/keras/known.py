@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -25,6 +26,8 @@ _NOT_OF_ROWS = (
     *(keras.layers.Layer, keras.initializers.Initializer),
     *(keras.regularizers.Regularizer, keras.constraints.Constraint),
 )
+# Functions that torch lets stand before and behind a module's call.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Of a layer's methods those that its call uses for nothing.
 _NOT_CALLED = frozenset(
     [
@@ -76,6 +79,21 @@ def is_known(layer: Any) -> bool:
     return 0 not in axes or isinstance(layer, keras.layers.BatchNormalization)
 
 
+def runs_only_keras(operation: Any, given: Iterable[Any] = ()) -> bool:
+    """Whether no code of the user's runs in a call of a layer or of a graph's operation that is `given` these values;
+    that of layers inside of it aside."""
+    own = vars(operation).get("call")
+    if own is not None and getattr(inspect.unwrap(own), "__func__", None) is not type(operation).call:
+        return False
+    hooks = [hook for name in _HOOKS for hook in vars(operation).get(name, {}).values()]
+    if not all(map(_is_safe, hooks)) or not _is_of_either(_home(type(operation), "__call__")):
+        return False
+    if isinstance(operation, keras.layers.Layer):
+        return is_container(operation) or is_known(operation)
+    functions = [value for name, value in vars(operation).items() if name != "call"]
+    return _is_of_either(type(operation)) and all(_is_safe(f) for f in (*functions, *given) if callable(f))
+
+
 def keeps_numbers(layer: Any) -> bool:
     """Whether a layer of the user's keeps numbers of what it is given: metrics, or others that are not trained.
 
@@ -96,6 +114,11 @@ def _overrides_helpers(kind: type) -> bool:
         for one in users
         for name, value in vars(one).items()
     )
+
+
+def _home(kind: type, method: str) -> type:
+    """The class that defines a method."""
+    return next(one for one in kind.__mro__ if method in vars(one))
 
 
 def _is_of_either(kind: type) -> bool:

@@ -25,13 +25,19 @@ class Choice:
 
 
 class Chooser:
-    """Chooses for one model on one mesh; `axes`: the axes that may cut."""
+    """Chooses for one model on one mesh.
+
+    Attributes:
+        axes: the axes that may cut.
+        paired: the layers that were chosen for pairs.
+    """
 
     def __init__(self, facts: Facts, mesh: Mesh, axes: Axes) -> None:
         self.facts = facts
         self.axes = axes
         self.parts = mesh.axis_size(axes) if axes else 1
         self.choices: dict[int, Choice] = {}
+        self.paired: set[int] = set()
         total = sum(variable.bytes for variable in facts.variables)
         self.large = min(LARGE_BYTES, total * LARGE_PART)
 
@@ -59,6 +65,7 @@ class Chooser:
             free = {reach.source: reach for reach in reaches if self._is_free(self.facts.layers[reach.source])}
             free.pop(row, None)
             if free and self._is_free(layer) and self._divides(layer.kernel, dim):
+                self.paired |= {row, *free}
                 self._pair(layer, dim, list(free.values()))
                 self._beside(row, layer)
 

@@ -104,6 +104,7 @@ class Reach:
         arrivals: (layer, kernel dim): products whose input changed in exactly that slice of a summed dim.
         spread: products whose input changed in another way.
         leaked: it also reached the model's output, or a loss.
+        is_whole: False where it has spread and was followed no further.
     """
 
     source: int
@@ -111,6 +112,7 @@ class Reach:
     arrivals: tuple[tuple[int, int], ...] = ()
     spread: tuple[int, ...] = ()
     leaked: bool = False
+    is_whole: bool = True
 
     @property
     def target(self) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import LayoutError
 from unidist.ledger import Ledger
 from unidist.planner.choosing import Choice, Chooser, size_text
-from unidist.planner.facts import Facts, VariableFact, local_bytes
+from unidist.planner.facts import Facts, Reach, VariableFact, local_bytes
 from unidist.planner.holding import activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
@@ -168,6 +168,21 @@ class Plan:
             part = Ledger([e for e in self.predicted.events if (e.op, e.axes) == (op, axes)])
             out.append((op, ", ".join(axes), f"{part.count():,}", f"{part.bytes():,.0f}"))
         return [*out, ("total", "", f"{self.predicted.count():,}", f"{self.predicted.bytes():,.0f}")]
+
+
+def to_follow(facts: Facts, mesh: Mesh, axes: Axes) -> list[Reach]:
+    """The reaches that are to be followed to their end before a plan is chosen.
+
+    What has spread makes no pair. Where else it arrives matters to pairs that meet its source whole, and not even to
+    these where the source is in a pair by then: the row that it is comes before all that its outputs reach.
+    """
+    ended = [reach for reach in facts.reaches if not reach.is_whole]
+    if not ended:
+        return []
+    chooser = Chooser(facts, mesh, axes)
+    joined = pairs(facts, [_without_idle_axes(choice.layout, mesh) for choice in chooser.choose()])
+    paired = chooser.paired & {k for row, columns in joined.items() for k in (row, *columns)}
+    return [reach for reach in ended if reach.source not in paired]
 
 
 def make_plan(

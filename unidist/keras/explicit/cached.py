@@ -19,8 +19,9 @@ import torch
 from unidist.keras.compat import tree
 from unidist.keras.explicit import context, heads
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.disturbing import is_close
 from unidist.keras.explicit.engine import Engine
-from unidist.keras.explicit.pairs import Pair, is_close, refused
+from unidist.keras.explicit.pairs import Pair, refused
 from unidist.keras.explicit.rules import Rule
 from unidist.keras.explicit.verdicts import agreed
 

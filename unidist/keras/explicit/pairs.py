@@ -12,9 +12,7 @@ What fails any check is gathered, and the reason is kept (verdicts.py), the same
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,18 +21,13 @@ import torch
 from unidist import events
 from unidist.errors import UnidistError
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import StatelessScope, tree
-from unidist.keras.explicit import context
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.disturbing import Reach, Trials, floats, forward, is_close
 from unidist.keras.explicit.rules import Rule
 from unidist.keras.explicit.verdicts import KINDS, Verdict, agreed, unfit
-from unidist.keras.known import keeps_numbers
 from unidist.keras.layers import more_than_its_kernel
-from unidist.keras.telling import listed
 
-RELATIVE = 1e-4
-ABSOLUTE = 1e-6
 DIFFERENT = "outputs or gradients differ with the pair"
 _BOLD = re.compile(r"\x1b\[\d*m")
 
@@ -50,40 +43,6 @@ class Pair:
     @property
     def rules(self) -> list[Rule]:
         return [self.row, *self.columns]
-
-
-@dataclass
-class _Clean:
-    """An undisturbed run: what each row layer took and each column layer gave, what came out, and what each layer took
-    that is watched: for its random numbers, or since it keeps numbers of what it takes."""
-
-    watched: list[Any]
-    keeping: frozenset[int]  # ids of those that keep
-    seen: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    taken: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass
-class _Reach:
-    """Where a change of one column's output arrived."""
-
-    rows: dict[Rule, str] = field(default_factory=dict)  # how, if not as its slice alone
-    hits: dict[Rule, int] = field(default_factory=dict)  # in how many calls
-    leaks: list[str] = field(default_factory=list)  # at what else it arrived
-    odd: list[str] = field(default_factory=list)  # what else goes with no pair
-    random: list[Any] = field(default_factory=list)
-
-    @property
-    def against(self) -> str:
-        """What the outputs do that goes with no pair; "" where nothing."""
-        if self.odd:
-            return self.odd[0]
-        if self.leaks:
-            return f"{'also ' if self.rows else ''}reach {listed(self.leaks)}"
-        if len(self.rows) > 1:
-            return f"reach several row layers: {listed(repr(row.name) for row in self.rows)}"
-        return next((f"reach {row.name!r} {how}" for row, how in self.rows.items() if how), "")
 
 
 def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pair], dict[int, Verdict]]:
@@ -106,8 +65,8 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pai
     with events.for_purpose("proof of pairs"), frame.widened():
         frame.trial = frozenset()
         try:
-            clean = _clean_run(model, frame, x)
-            pairs = _closed(rows, {c: _disturbed(model, c, clean, frame, x) for c in columns}, reasons, frame)
+            trials = Trials(model, rules, frame, x)
+            pairs = _closed(rows, {c: trials.reach(c) for c in columns}, reasons, frame)
             proven = _equal(model, pairs, frame, x, reasons)
         finally:
             frame.trial = None
@@ -161,138 +120,10 @@ def _tell_calls(layer: Any) -> None:
     around_call(layer, Stage.HOLDING, inside)
 
 
-# 1. disturbance -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _probing(frame: Frame, probe: Callable[[Rule, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    frame.probe = probe
-    try:
-        yield
-    finally:
-        frame.probe = None
-
-
-def _clean_run(model: Any, frame: Frame, x: Any) -> _Clean:
-    inside = list(model._flatten_layers(include_self=False))
-    keeping = frozenset(id(layer) for layer in inside if keeps_numbers(layer))
-    seeded = {id(layer) for layer in inside if getattr(layer, "seed_generator", None) is not None}
-    clean = _Clean([layer for layer in inside if id(layer) in seeded | keeping], keeping)
-
-    def record(rule: Rule, value: torch.Tensor) -> torch.Tensor:
-        clean.seen.setdefault(id(rule), []).append(value.detach())
-        return value
-
-    def note(layer: Any, taken: list[torch.Tensor]) -> None:
-        clean.taken.setdefault(id(layer), []).extend(taken)
-
-    with _probing(frame, record), _watching(clean.watched, frame, note), torch.no_grad():
-        clean.outputs = _floats(_forward(model, x))
-    return clean
-
-
-def _disturbed(model: Any, column: Rule, clean: _Clean, frame: Frame, x: Any) -> _Reach:
-    reach = _Reach(odd=[] if id(column) in clean.seen else ["are not seen on the first rows"])
-    seen: dict[int, int] = {}
-
-    def probe(rule: Rule, value: torch.Tensor) -> torch.Tensor:
-        if rule is column:
-            return _changed(value, rule.out_dim, _slice_of(rule, value.shape[rule.out_dim], frame))
-        before = clean.seen.get(id(rule))
-        if before is None:
-            return value
-        # A shared layer is called several times: each call is compared with the same one of the clean run.
-        call = seen[id(rule)] = seen.get(id(rule), -1) + 1
-        if call >= len(before) or value.shape != before[call].shape:
-            reach.odd.append(f"change how {rule.name!r} is called")
-            return value
-        where = value != before[call]
-        if bool(where.any()) and rule.kind == "column":
-            # It takes the whole of what was changed.
-            reach.leaks.append(repr(rule.name))
-        elif bool(where.any()):
-            slice_ = _slice_of(rule, value.shape[rule.in_dim], frame)
-            sound = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
-            how = "in other slices than their own" if rule.axes == column.axes else "which other axes cut"
-            reach.rows[rule] = reach.rows.get(rule) or ("" if sound else how)
-            reach.hits[rule] = reach.hits.get(rule, 0) + 1
-        # What goes on is clean: a change that arrives anywhere else came by another way.
-        return before[call]
-
-    calls: dict[int, list[bool]] = {}
-
-    def note(layer: Any, taken: list[torch.Tensor]) -> None:
-        known = clean.taken[id(layer)]
-        hit = not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in known)
-        if id(layer) in clean.keeping:
-            reach.leaks += [f"what {layer.name!r} keeps of its inputs"] if hit else []
-            return
-        calls.setdefault(id(layer), []).append(hit)
-        if hit:
-            reach.random.append(layer)
-
-    with _probing(frame, probe), _watching(clean.watched, frame, note), torch.no_grad():
-        outputs = _floats(_forward(model, x))
-    # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
-    mixed = [repr(layer.name) for layer in reach.random if not all(calls[id(layer)])]
-    partly = [repr(row.name) for row, hits in reach.hits.items() if hits != len(clean.seen[id(row)])]
-    reach.odd += [f"reach some calls of {listed(names)} and not others" for names in (mixed, partly) if names]
-    if not is_close(outputs, clean.outputs):
-        reach.leaks.append("the outputs of the model")
-    if not reach.rows and not reach.leaks:
-        reach.odd.append("reach no row layer")
-    return reach
-
-
-def _changed(y: torch.Tensor, dim: int, where: tuple[int, int]) -> torch.Tensor:
-    """y with one slice replaced by values of its own scale in an order that no symmetry hides."""
-    y = y.clone()
-    part = y.narrow(dim, *where)
-    scale = 1.0 + float(y.abs().max()) if y.numel() else 1.0
-    ramp = torch.linspace(0.3, 1.7, max(part.numel(), 1), dtype=y.dtype, device=y.device)[: part.numel()]
-    part.copy_(scale * torch.where(torch.arange(part.numel(), device=y.device) % 3 == 0, -ramp, ramp).view(part.shape))
-    return y
-
-
-def _slice_of(rule: Rule, size: int, frame: Frame) -> tuple[int, int]:
-    """The second rank's part of a dim: the first would hide a shift by nothing."""
-    parts = frame.world.mesh.axis_size(rule.axes)
-    step = -(-size // parts)
-    return min(step, size), max(min(2 * step, size) - step, 0)
-
-
-def _is_within(where: torch.Tensor, dim: int, part: tuple[int, int]) -> bool:
-    outside = where.clone()
-    outside.narrow(dim, *part).fill_(False)
-    return not bool(outside.any())
-
-
-@contextlib.contextmanager
-def _watching(layers: list[Any], frame: Frame, note: Callable[[Any, list[torch.Tensor]], None]) -> Iterator[None]:
-    """Calls note(layer, what it takes) at each call of one of the layers: those that a change reaches will work on
-    shards. Random numbers must be drawn apart there, and what is kept of shards would be another number."""
-
-    def before(layer: Any, args: Any) -> None:
-        # Virtual ranks share the layer: each notes its own calls.
-        if context.frame() is frame:
-            note(layer, [t.detach() for t in _floats(args)])
-
-    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _floats(values: Any) -> list[torch.Tensor]:
-    return [t for t in tree.flatten(values) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
 # 2. closure -----------------------------------------------------------------------------------------------------------
 
 
-def _closed(rows: list[Rule], reaches: dict[Rule, _Reach], reasons: dict[int, str], frame: Frame) -> list[Pair]:
+def _closed(rows: list[Rule], reaches: dict[Rule, Reach], reasons: dict[int, str], frame: Frame) -> list[Pair]:
     """The candidates on which all ranks agree; what speaks against the others goes into `reasons`."""
     found = {row: _meeting(row, reaches) for row in rows}
     own = {row: against for row, (_, against) in found.items()}
@@ -302,7 +133,7 @@ def _closed(rows: list[Rule], reaches: dict[Rule, _Reach], reasons: dict[int, st
     return [pair for row, (pair, _) in found.items() if not reasons[id(row)]]
 
 
-def _meeting(row: Rule, reaches: dict[Rule, _Reach]) -> tuple[Pair, str]:
+def _meeting(row: Rule, reaches: dict[Rule, Reach]) -> tuple[Pair, str]:
     """What a row layer would be paired with, and what speaks against it."""
     feeders = [column for column, reach in reaches.items() if row in reach.rows]
     random = {id(m): m for c in feeders for m in reaches[c].random}
@@ -311,7 +142,7 @@ def _meeting(row: Rule, reaches: dict[Rule, _Reach]) -> tuple[Pair, str]:
     return Pair(row, feeders, list(random.values())), against
 
 
-def _against_column(reach: _Reach, against_rows: dict[int, str]) -> str:
+def _against_column(reach: Reach, against_rows: dict[int, str]) -> str:
     if reach.against:
         return f"its outputs {reach.against}"
     (row,) = reach.rows
@@ -368,7 +199,7 @@ def refused(error: Exception) -> str:
 def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tensor]:
     leaves = [v._storage.local(frame) for v in model.trainable_variables]
     with torch.enable_grad():
-        outputs = _floats(_forward(model, x))
+        outputs = floats(forward(model, x))
         sums = [_weighted(t) for t in outputs]
         total = sum(sums[1:], sums[0]) if sums else torch.zeros(())
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else []
@@ -378,25 +209,3 @@ def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tenso
 def _weighted(t: torch.Tensor) -> torch.Tensor:
     weights = torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=t.dtype, device=t.device)
     return (t.reshape(-1) * weights[: t.numel()]).sum()
-
-
-def is_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    """Whether tensors are the same but for rounding."""
-    if [t.shape for t in found] != [t.shape for t in wanted]:
-        return False
-    return all(
-        float((a - b).abs().max()) <= ABSOLUTE + _relative(b) * float(b.abs().max())
-        for a, b in zip(found, wanted, strict=True)
-        if b.numel()
-    )
-
-
-def _relative(t: torch.Tensor) -> float:
-    return max(RELATIVE, 2 * torch.finfo(t.dtype).eps) if t.is_floating_point() else RELATIVE
-
-
-def _forward(model: Any, x: Any) -> Any:
-    """Outputs and added losses of the model in inference; whatever it writes into its variables is dropped."""
-    with StatelessScope(collect_losses=True) as scope:
-        outputs = model(x, training=False) if model._call_has_training_arg else model(x)
-    return outputs, list(scope.losses)

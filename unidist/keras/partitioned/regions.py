@@ -196,7 +196,7 @@ class _Call:
         values = [_given(variable, own, region) for variable, own in zip(self.variables, cuts, strict=True)]
         shards, rows = layouts.places(cut.mesh, cut.axes), PartitionSpec(cut.axes)
         arrays = [
-            _padded(self.leaves[place], -self.rows % shards) if own else self.leaves[place]
+            _padded(self.leaves[place], -self.rows % shards, cut.mesh) if own else self.leaves[place]
             for place, own in zip(self.arrays, self.has_rows, strict=True)
         ]
         trees = []
@@ -240,18 +240,23 @@ def _whole(cut: fanning.Cut | None, value: Any) -> Any:
     return fanning.gathered(cut, value) if cut.stored else value[0]
 
 
-def _padded(array: Any, missing: int) -> Any:
+def _padded(array: Any, missing: int, mesh: Any) -> Any:
     """With the last row repeated: of zeros a layer might make what is no number; and no gradient comes back of them."""
-    return array if not missing else jnp.concatenate([array, jnp.repeat(array[-1:], missing, axis=0)])
+    if not missing:
+        return array
+    array = _even(array, mesh)
+    return jnp.concatenate([array, jnp.repeat(array[-1:], missing, axis=0)])
 
 
 def _cut(array: Any, rows: int, mesh: Any) -> Any:
-    """Its first rows; whole on every device where they are uneven on a mesh of several axes (data.cut says why)."""
-    if array.shape[0] == rows:
-        return array
-    cut = array[:rows]
+    return array if array.shape[0] == rows else _even(array[:rows], mesh)
+
+
+def _even(array: Any, mesh: Any) -> Any:
+    """Rows that do not divide, and their gradient, whole on every device where the mesh has several axes (data.cut says
+    why)."""
     several = sum(size > 1 for size in mesh.shape.values()) > 1
-    return jax.lax.with_sharding_constraint(cut, NamedSharding(mesh, PartitionSpec())) if several else cut
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec())) if several else array
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -117,6 +117,8 @@ def build(function: Callable[[], Any]) -> Any:
     """
     import keras
 
+    from unidist.keras.planning.waiting import leave_without
+
     try:
         with keras.StatelessScope(initialize_variables=False):
             model = function()
@@ -130,6 +132,7 @@ def build(function: Callable[[], Any]) -> Any:
         ) from error
     if not isinstance(model, keras.Model):
         raise LayoutError(f"{function.__name__} returned {type(model).__name__!r}, not a keras.Model")
+    leave_without(model)
     return model
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from unidist.algebra import Axes, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
-from unidist.keras.planning.reading import read
+from unidist.keras.planning.reading import ended, read
+from unidist.keras.planning.waiting import let_go
 from unidist.keras.strategy import as_layout_map, takes_uneven
-from unidist.planner.plan import Plan, make_plan
+from unidist.planner.plan import Plan, make_plan, to_follow
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes
 
@@ -29,7 +31,8 @@ def plan(
 ) -> Plan:
     """The layouts of a model on a mesh, with reasons, bytes and the traffic of a step. Nothing is placed or sent, and
     no device is needed. The model may have been built without values, inside of
-    `keras.StatelessScope(initialize_variables=False)`.
+    `keras.StatelessScope(initialize_variables=False)`. Keras gives it values as soon as any model is fitted while it is
+    alive: delete it once it is planned, or call `keras.utils.clear_session()`.
 
     Args:
         model: a built Keras model.
@@ -60,7 +63,9 @@ def plan(
     rules = None if _is_auto(layout_map) else as_layout_map(layout_map, grid)
     if rules is not None and rules.mesh != grid:
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
-    facts = read(model, grid.axis_size(axes) if axes else 1, inputs)
+    follow = functools.partial(to_follow, mesh=grid, axes=axes) if rules is None else ended
+    facts = read(model, grid.axis_size(axes) if axes else 1, inputs, follow)
+    let_go(model)
     rows = batch if batch is not None else 8 * _places(grid, data)
     strategy = Strategy(grid, data, zero=zero, uneven=takes_uneven(), sequence_parallel=sequence_parallel)
     return make_plan(facts, strategy, axes, rules, batch=rows, sequence=sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,7 +16,7 @@ from unidist.keras.planning.activations import SeenTensor, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.reaching import Reacher
 from unidist.keras.planning.running import Runner, Trace, _numpy, middle
-from unidist.planner.facts import Activation, Affine, Calls, Facts, LayerFact, VariableFact
+from unidist.planner.facts import Activation, Affine, Calls, Facts, LayerFact, Reach, VariableFact
 
 # Lengths of sequences to run a model on: the first two that it takes.
 LENGTHS = ((8, 16), (4, 8), (2, 4))
@@ -23,13 +24,19 @@ LENGTHS = ((8, 16), (4, 8), (2, 4))
 _SMALL = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1}
 
 
-def read(model: Any, parts: int, inputs: Any = None) -> Facts:
+def ended(facts: Facts) -> list[Reach]:
+    """The reaches that were not followed to their end."""
+    return [reach for reach in facts.reaches if not reach.is_whole]
+
+
+def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], list[Reach]] = ended) -> Facts:
     """What the planner must know of a model, found by running it on two rows without its kernels.
 
     Args:
         model: a built model; its variables need no values.
         parts: into how many slices outputs are to be cut.
         inputs: as the model is called, where it does not say itself.
+        follow: which reaches are to be followed to their end, of those that were not.
 
     Raises:
         LayoutError: the model is not built, or cannot be run.
@@ -46,23 +53,28 @@ def read(model: Any, parts: int, inputs: Any = None) -> Facts:
     runner = Runner(candidates, others)
     with runner.installed():
         runs = _run(runner, model, inputs)
-        reaches = Reacher(runner, model, parts, runs.near).all() if parts > 1 else []
+        reacher = Reacher(runner, model, parts, runs.near)
+        reaches = reacher.all() if parts > 1 else []
         behind = _behind(runner, model, inputs, runs, reaches)
-        marked = _marked(runner, model, inputs, runs, reaches)
         slots, optimizer = _slots(model, variables)
-    place = {id(v): k for k, v in enumerate(variables)}
-    order = sorted(range(len(candidates)), key=lambda k: _first_call(runs.near, k))
-    renumbered = {k: n for n, k in enumerate(order)}
-    return Facts(
-        name=model.name,
-        variables=tuple(_variables(model, variables, layers)),
-        layers=tuple(_layer(candidates[k], k, place, runner, runs, behind) for k in order),
-        reaches=tuple(sorted((_renumber(r, renumbered) for r in reaches), key=lambda r: (r.source, r.dim))),
-        parts=parts,
-        slots=slots,
-        optimizer=optimizer,
-        activations=_activations(runs, marked, renumbered),
-    )
+        place = {id(v): k for k, v in enumerate(variables)}
+        first = {k: n for n, k in enumerate(runs.near.taken)}
+        order = sorted(range(len(candidates)), key=lambda k: (first.get(k, len(first)), k))
+        facts = Facts(
+            name=model.name,
+            variables=tuple(_variables(model, variables, layers)),
+            layers=tuple(_layer(candidates[k], k, place, runner, runs, behind) for k in order),
+            reaches=_renumbered(reaches, order),
+            parts=parts,
+            slots=slots,
+            optimizer=optimizer,
+        )
+        while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
+            reaches = [reacher.to_the_end(r) if (r.source, r.dim) in wanted else r for r in reaches]
+            facts = replace(facts, reaches=_renumbered(reaches, order))
+        marked = _marked(runner, model, inputs, runs, reaches)
+        number = {k: n for n, k in enumerate(order)}
+    return replace(facts, activations=_activations(runs, marked, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
         try:
             given = samples.sample(model, inputs, far) if is_open else None
             longer = runner.run(model, (given,), kwargs, measure=True) if is_open else None
-            trace = runner.run(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
+            trace = runner.run_kept(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
             return _Runs(trace, longer or trace, (near, far))
         except UnidistError:
             raise
@@ -156,19 +168,19 @@ def _tensors(trace: Trace) -> list[SeenTensor]:
     return [] if trace.seen is None else trace.seen.tensors
 
 
-def _first_call(trace: Trace, index: int) -> tuple[int, int]:
-    order = list(trace.taken)
-    return (order.index(index), index) if index in trace.taken else (len(order), index)
-
-
-def _renumber(reach: Any, number: dict[int, int]) -> Any:
-    return type(reach)(
-        source=number[reach.source],
-        dim=reach.dim,
-        arrivals=tuple((number[k], d) for k, d in reach.arrivals),
-        spread=tuple(number[k] for k in reach.spread),
-        leaked=reach.leaked,
-    )
+def _renumbered(reaches: list[Reach], order: list[int]) -> tuple[Reach, ...]:
+    """Reaches between the layers in their order, from those between candidates."""
+    number = {k: n for n, k in enumerate(order)}
+    found = [
+        replace(
+            reach,
+            source=number[reach.source],
+            arrivals=tuple((number[k], d) for k, d in reach.arrivals),
+            spread=tuple(number[k] for k in reach.spread),
+        )
+        for reach in reaches
+    ]
+    return tuple(sorted(found, key=lambda r: (r.source, r.dim)))
 
 
 def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[VariableFact]:

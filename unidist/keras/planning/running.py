@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from keras import distribution as keras_distribution
 
 from unidist.keras.calls import Call, Stage, around
 from unidist.keras.compat import is_float_dtype, is_tensor, jax_utils, set_keras_mask, tree
+from unidist.keras.graphs import Graph, Record
 from unidist.keras.known import keeps_numbers
 from unidist.keras.planning.activations import Seen, keeps_what_it_takes
 from unidist.keras.planning.candidates import Candidate, einsum_shape
@@ -79,13 +81,25 @@ class Shaped:
 
 @dataclass
 class Trace:
-    """One run: what each candidate took, what it gave in elements, what came out, and what all layers took and gave
-    (`seen`, where it was asked for)."""
+    """One run: what each candidate took, what it gave in elements, and what came out.
+
+    Attributes:
+        seen: what all layers took and gave, where it was asked for.
+        graph, record: of a run that can be run again in parts (graphs.py); else None.
+        inside: for each place of the graph the candidates there.
+        touched: of a run in parts, the candidates that can have taken something else; None of a whole run.
+        is_ended: it was ended before the change had arrived everywhere.
+    """
 
     taken: dict[int, list[Any]] = field(default_factory=dict)
     given: dict[int, list[tuple[tuple[int, ...], bool]]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     seen: Seen | None = None
+    graph: Graph | None = None
+    record: Record | None = None
+    inside: list[list[int]] = field(default_factory=list)
+    touched: frozenset[int] | None = None
+    is_ended: bool = False
 
 
 class Runner:
@@ -151,8 +165,48 @@ class Runner:
             self._trace.seen = Seen(bool(marked))
         with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
             outputs = layer(*args, **kwargs)
-        self._trace.outputs += [_numpy(t) for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
+        self._trace.outputs += [t for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
+
+    def run_kept(self, layer: Any, args: Any, kwargs: Any, capture: bool = False) -> Trace:
+        """A run with nothing changed, kept so that it can be run again in parts, where that is possible."""
+        graph = Graph.of(layer)
+        if graph is None:
+            return self.run(layer, args, kwargs, capture=capture)
+        with graph.recording() as record:
+            trace = self.run(layer, args, kwargs, capture=capture)
+        # What is no number differs from itself: a whole run shows it wherever it is.
+        if graph.is_whole(record) and not any(map(has_no_number, (*trace.outputs, *chain(*trace.taken.values())))):
+            numbers = {id(found.layer): k for k, found in enumerate(self.candidates)}
+            trace.inside = [[numbers[x] for x in layers if x in numbers] for layers in graph.inside]
+            trace.graph, trace.record = graph, record
+        return trace
+
+    def run_changed(
+        self, layer: Any, args: Any, kwargs: Any, change: Change, clean: Trace, ends: Callable[[Trace, list[int]], bool]
+    ) -> Trace:
+        """A run with a change: of what the change reaches, where the clean run was kept, else of all.
+
+        Args:
+            ends: asked behind each call in which the change arrives, with the candidates there: whether enough is seen.
+        """
+        graph, record = clean.graph, clean.record
+        place = None if graph is None else graph.place_of(self.candidates[change.candidate].layer)
+        if graph is None or record is None or place is None:
+            return self.run(layer, args, kwargs, change)
+
+        def goes_on(at: int, changed: bool) -> bool:
+            replay.is_ended = at != place and ends(self._trace, clean.inside[at])
+            return changed
+
+        with graph.replaying(record, place, goes_on) as replay:
+            trace = self.run(layer, args, kwargs, change)
+        trace.touched = frozenset(k for at in replay.called for k in clean.inside[at])
+        trace.is_ended = replay.is_ended
+        expected = {k: len(clean.taken[k]) for k in trace.touched if k in clean.taken}
+        if replay.has_written or expected != {k: len(taken) for k, taken in trace.taken.items()}:
+            return self.run(layer, args, kwargs, change)
+        return trace
 
     def _keeping(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         # What it keeps numbers of goes out of the model, as its outputs do.
@@ -243,6 +297,12 @@ def _one_thread() -> Iterator[None]:
 def middle(shape: tuple[int, ...]) -> int:
     """The place of a sequence that is changed: one with others on both sides, for what looks one way alone."""
     return shape[1] // 2
+
+
+def has_no_number(tensor: Any) -> bool:
+    """Whether a NaN is in a tensor."""
+    value = _numpy(tensor)
+    return bool((value != value).any())
 
 
 def _changed(value: Any, dim: int, change: Change) -> Any:
