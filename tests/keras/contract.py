@@ -188,6 +188,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "nadam": lambda: optimizers.Nadam(0.01, epsilon=1e-3),
     # Of whole variables:
     "adafactor": lambda: optimizers.Adafactor(0.01),
+    "schedule free": lambda: optimizers.ScheduleFreeAdamW(0.01, epsilon=1e-3),
     "lamb": lambda: optimizers.Lamb(0.01, epsilon=1e-3),
     "muon": lambda: optimizers.Muon(0.01, epsilon=1e-3),
     # Of all gradients:
@@ -318,15 +319,16 @@ def mixed(kind: str | None, zero: int, policy: str) -> Result:
 
 
 def toggled(kind: str | None, zero: int) -> Result:
-    """A layer frozen between two fits, and thawed for a third."""
+    """A layer frozen between two fits, one from the beginning, and both thawed for a third."""
     fresh()
     x, y = rows(12 if FEW_PROGRAMS else ROWS)
     with scope(_strategy(kind, zero)):
-        model = _crossed(plain(), _sgd(momentum=0.9))
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        model = plain()
+        model.get_layer("b").trainable = False
+        _crossed(model, _sgd(momentum=0.9)).fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         model.get_layer("a").trainable = False
         _crossed(model, _sgd(momentum=0.9)).fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-        model.get_layer("a").trainable = True
+        model.get_layer("a").trainable = model.get_layer("b").trainable = True
         return _fitted_on_even(_crossed(model, _sgd(momentum=0.9)))
 
 
@@ -337,6 +339,43 @@ def seeded(kind: str | None, zero: int) -> Result:
         random = [layers.Dropout(0.5, name="drop"), layers.GaussianNoise(0.5, name="noise")]
         model = _crossed(keras.Sequential([*plain().layers[:1], *random, *plain().layers[1:]], name="plain"), _adam())
     return _fitted(model, *rows())
+
+
+def _tables(name: str) -> Any:
+    tokens, table = layers.Input((7,), dtype="int32"), layers.Embedding(5, 8, name="table")
+    h = table(tokens)
+    if name == "tied":
+        return keras.Model(tokens, Likeness(table, name="likeness")(layers.LayerNormalization(name="norm")(h)))
+    h = layers.Flatten()(h)
+    # Looks at all rows: no proof says that it treats each alone.
+    h = layers.Lambda(lambda x: x - ops.mean(x, axis=0), name="centred")(h) if name == "centred" else h
+    if name == "spectral":
+        h = layers.SpectralNormalization(layers.Dense(8, activation="tanh", name="c"), name="unit")(h)
+    return keras.Model(tokens, layers.Dense(4, name="out")(h))
+
+
+class Likeness(layers.Layer):
+    """What each vector shares with those of a table."""
+
+    def __init__(self, table: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        return ops.matmul(x, ops.transpose(self.table.embeddings))
+
+
+def looked_up(kind: str | None, zero: int, name: str) -> Result:
+    """A table that is cut by the features, and a last batch that does not divide."""
+    fresh()
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 5, (13, 7)).astype("int32")
+    y = x if name == "tied" else rng.integers(0, 4, 13).astype("int32")
+    rules: dict[str, tuple[str | None, ...]] = {".*table/embeddings": (None, "model")}
+    with scope(_strategy(kind, zero, rules)):
+        model = _crossed(_tables(name), _sgd(momentum=0.9))
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return {"history": history, **told(model)}
 
 
 def few(kind: str | None, zero: int) -> Result:

@@ -50,6 +50,7 @@ OPTIMIZERS = {
     "nadam": ("dp", 2),
     "lamb": ("dp", 3),
     "muon": ("2x2", 3),
+    "schedule free": ("dp", 3),
 }
 
 
@@ -118,6 +119,15 @@ def test_half_precision(four: ProcessWorld, expected: Any, kind: str, zero: int,
 @pytest.mark.parametrize(("program", "kind", "zero"), [("toggled", "2x2", 3), ("few", "dp", 3), ("few", "2x2", 0)])
 def test_loops(four: ProcessWorld, expected: Any, program: str, kind: str, zero: int) -> None:
     same(four.call(RUN(program), kind, zero)[0], expected(program, *ALONE))
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"), [("plain", 0), ("centred", 1), ("tied", 0), ("tied", 3), ("spectral", 0), ("spectral", 1)]
+)
+def test_tables_and_rows_that_do_not_divide(four: ProcessWorld, expected: Any, name: str, zero: int) -> None:
+    found = four.call(RUN("looked_up"), "2x2", zero, name)[0]
+    same(found, expected("looked_up", *ALONE, name))
+    assert any(path.endswith("table/embeddings") for path in found["sharded"])
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("2x2", 1), ("dp", 3)])

@@ -124,8 +124,11 @@ def _spread(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadV
 
 
 def _in_parts(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadVariable:
+    before = getattr(variable, "_value", None)
+    # TensorFlow's tapes watch what was made trainable. A layer that is frozen for now may be trained later.
+    watched = variable.trainable if before is None else before.trainable
     with dtensor.default_mesh(storage.mesh):
-        return values.SpreadVariable(values.put(host, storage), trainable=variable.trainable, name=variable.name)
+        return values.SpreadVariable(values.put(host, storage), trainable=watched, name=variable.name)
 
 
 def initializing(original: Any) -> Any:
