@@ -349,6 +349,8 @@ def _tables(name: str) -> Any:
     h = layers.Flatten()(h)
     # Looks at all rows: no proof says that it treats each alone.
     h = layers.Lambda(lambda x: x - ops.mean(x, axis=0), name="centred")(h) if name == "centred" else h
+    if name == "chosen":
+        h = layers.Lambda(lambda x: ops.where(ops.sum(x) > 0, 2 * x, x), name="chosen")(h)
     if name == "spectral":
         h = layers.SpectralNormalization(layers.Dense(8, activation="tanh", name="c"), name="unit")(h)
     return keras.Model(tokens, layers.Dense(4, name="out")(h))

@@ -221,6 +221,12 @@ def test_a_state_of_whole_batches_over_horovod(worlds: Worlds) -> None:
         assert "built for, but each of 2 devices gets 3, and no device" in message
 
 
+@pytest.mark.parametrize("where", WHERE, ids=str)
+def test_one_condition_chooses_between_rows_of_all(everywhere: Any, where: tuple[str, str, int]) -> None:
+    """DTensor crashed the process."""
+    everywhere(where, "looked_up", "chosen")
+
+
 @pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])
 @pytest.mark.parametrize("name", ["clipping", "penalized"])
 def test_a_step_of_ones_own_sees_the_gradients_of_all_rows(

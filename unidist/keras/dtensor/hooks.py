@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import keras
-from tensorflow.python.ops import array_ops
+from tensorflow.python.ops import array_ops, gen_math_ops
 
 from unidist.backends import registry
 from unidist.errors import MeshError
@@ -42,6 +42,7 @@ def table() -> Table:
             *pinning.hooks(),
             *recurrent.hooks(),
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
+            Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
             *keras_saving.hooks_of_saving(saving.holding, saving.gathered),
             *keras_saving.hooks_of_loading(saving.loading),
         )

@@ -165,6 +165,24 @@ def slicing(original: Callable[..., Any]) -> Callable[..., Any]:
     return strided_slice
 
 
+def selecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation of tf.where with two values. On a mesh a single condition is spread over what it chooses from:
+    DTensor crashes the process where it has no dims and they have some."""
+
+    @functools.wraps(original)
+    def select_v2(condition: Any, t: Any, e: Any, name: Any = None) -> Any:
+        if _mesh.get() is None:
+            return original(condition, t, e, name=name)
+        chosen = [x.shape if isinstance(x, tf.Tensor) else tf.TensorShape(np.shape(x)) for x in (t, e)]
+        shape = tf.broadcast_static_shape(*chosen) if all(one.rank is not None for one in chosen) else None
+        condition = tf.convert_to_tensor(condition)
+        if condition.shape.rank == 0 and shape is not None and shape.rank and shape.is_fully_defined():
+            condition = tf.broadcast_to(condition, shape)
+        return original(condition, t, e, name=name)
+
+    return select_v2
+
+
 def _spec(begin: Any, end: Any, strides: Any, options: dict[str, Any]) -> _Spec:
     first = _scalars(begin)
     masks = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
