@@ -349,6 +349,10 @@ def _tables(name: str) -> Any:
     h = layers.Flatten()(h)
     # Looks at all rows: no proof says that it treats each alone.
     h = layers.Lambda(lambda x: x - ops.mean(x, axis=0), name="centred")(h) if name == "centred" else h
+    if name == "normalized":
+        unit = layers.Normalization(name="unit")
+        unit.adapt(3 + 2 * np.random.default_rng(1).normal(size=(20, 56)).astype("float32"))
+        h = unit(h)
     if name == "chosen":
         h = layers.Lambda(lambda x: ops.where(ops.sum(x) > 0, 2 * x, x), name="chosen")(h)
     if name == "spectral":

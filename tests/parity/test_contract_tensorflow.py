@@ -227,6 +227,10 @@ def test_one_condition_chooses_between_rows_of_all(everywhere: Any, where: tuple
     everywhere(where, "looked_up", "chosen")
 
 
+def test_what_a_layer_keeps_as_tensors_is_on_every_mesh(everywhere: Any) -> None:
+    everywhere(WHERE[0], "looked_up", "normalized")
+
+
 @pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])
 @pytest.mark.parametrize("name", ["clipping", "penalized"])
 def test_a_step_of_ones_own_sees_the_gradients_of_all_rows(

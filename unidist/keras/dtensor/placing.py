@@ -21,6 +21,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import memory, placed, sessions
 from unidist.keras.compat import RNN, in_stateless_scope, random_seed_dtype, tree
 from unidist.keras.dtensor import values, worlds
+from unidist.keras.known import is_of_keras
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.planning.settling import to_place
 from unidist.keras.ranges import Stored
@@ -58,6 +59,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
+    _as_constants(model)
     strangers = [*to_place(model, distribution), *_states(model)]
     sessions.of(model).told = distribution
     if not strangers:
@@ -72,6 +74,17 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
     applied(model, distribution)
+
+
+def _as_constants(model: Any) -> None:
+    """What a layer of Keras's keeps as a tensor, as Normalization its means, is a constant of programs on any mesh:
+    DTensor takes no tensor that is on none."""
+    for layer in model._flatten_layers():
+        held = vars(layer).items() if is_of_keras(type(layer)) else ()
+        eager = {name: x for name, x in held if isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x)}
+        for name, x in eager.items():
+            if not values.is_spread(x):
+                object.__setattr__(layer, name, x.numpy())
 
 
 def _states(model: Any) -> list[Any]:
