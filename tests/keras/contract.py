@@ -342,7 +342,7 @@ def seeded(kind: str | None, zero: int) -> Result:
 
 
 def _tables(name: str) -> Any:
-    tokens, table = layers.Input((7,), dtype="int32"), layers.Embedding(5, 8, name="table")
+    tokens, table = layers.Input((7,), dtype="int32"), layers.Embedding(5, 6, name="table")
     h = table(tokens)
     if name == "tied":
         return keras.Model(tokens, Likeness(table, name="likeness")(layers.LayerNormalization(name="norm")(h)))
@@ -351,7 +351,7 @@ def _tables(name: str) -> Any:
     h = layers.Lambda(lambda x: x - ops.mean(x, axis=0), name="centred")(h) if name == "centred" else h
     if name == "normalized":
         unit = layers.Normalization(name="unit")
-        unit.adapt(3 + 2 * np.random.default_rng(1).normal(size=(20, 56)).astype("float32"))
+        unit.adapt(3 + 2 * np.random.default_rng(1).normal(size=(20, 42)).astype("float32"))
         h = unit(h)
     if name == "chosen":
         h = layers.Lambda(lambda x: ops.where(ops.sum(x) > 0, 2 * x, x), name="chosen")(h)

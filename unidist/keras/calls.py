@@ -26,7 +26,6 @@ class Stage(enum.IntEnum):
     ROWS = enum.auto()  # what treats each row alone is called with this shard's rows
     WHOLE = enum.auto()  # a model gives no parts of sequences
     HEADS = enum.auto()  # an attention counts its rank's heads
-    ROWLESS = enum.auto()  # where a rank has no rows, a layer that needs one is called with one
     RULE = enum.auto()  # a layer computes with shards of its weights
 
 

@@ -41,7 +41,6 @@ _PLACES = {
     "DTypePolicy": "keras.src.dtype_policies.dtype_policy:DTypePolicy",
     "BaseConv": "keras.src.layers.convolutional.base_conv:BaseConv",
     "Layer": "keras.src.layers.layer:Layer",
-    "DataLayer": "keras.src.layers.preprocessing.data_layer:DataLayer",
     "BatchNormalization": "keras.src.layers.normalization.batch_normalization:BatchNormalization",
     "RNN": "keras.src.layers.rnn.rnn:RNN",
     "legacy_h5_format": "keras.src.legacy.saving.legacy_h5_format:",

@@ -13,11 +13,11 @@ from unidist.keras.compat import INSIDE, Functional, TorchModuleWrapper, is_floa
 
 # Whose routing loss is of all tokens.
 _MIXTURES = ("qwen_moe", "mixtral", "qwen3_moe", "qwen3_5_moe")
-# What of Keras's and keras_hub's looks at several rows: what mixes images, the likeness of each row to all others,
-# codebooks that follow what they are given.
+# What of Keras's and keras_hub's looks at several rows: what mixes or equalizes images, the likeness of each row to all
+# others, codebooks that follow what they are given.
 _MIXING = frozenset(
     [
-        *("MixUp", "CutMix", "CLIPHead", "SigLIPHead", "MetaCLIP2Head"),
+        *("MixUp", "CutMix", "Equalization", "CLIPHead", "SigLIPHead", "MetaCLIP2Head"),
         *("VectorQuantizerEMA", "ResidualVectorQuantizer"),
     ]
 )

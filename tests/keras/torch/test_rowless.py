@@ -19,6 +19,7 @@ VECTORS = RNG.normal(size=(9, 6)).astype("float32")
 
 PREPARING = {
     "resized": lambda: layers.Resizing(6, 6),
+    "resized inside": lambda: keras.Sequential([layers.Conv2D(3, 1), layers.Resizing(6, 6)]),
     "cropped": lambda: layers.CenterCrop(6, 6),
     "stretched": lambda: layers.AutoContrast(value_range=(0.0, 1.0)),
     "equalized": lambda: layers.Equalization(value_range=(0.0, 1.0)),

@@ -37,7 +37,6 @@ from unidist.keras.explicit import (
     pairs,
     placing,
     programs,
-    rowless,
     rules,
     seen,
     sequence,
@@ -161,7 +160,6 @@ class Engine:
         if self.distribution.strategy.sequence_parallel:
             sequence.give_whole(self.model)
         overridden.install(self.model)
-        rowless.install(self.model)
         if self.world.data_axes:
             mixing.check_losses(self.model)
             self.mixers = [*mixing.install_regions(self.model), *activity.install_regions(self.model)]

@@ -1,6 +1,6 @@
 """Ranks without rows: the last batch of an epoch may have fewer rows than there are data shards.
 
-Most layers compute with no rows as with any number. What Keras and torch refuse is mended here.
+Layers compute with no rows as with any number. What Keras refuses is mended here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 
-from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import DataLayer, torch_numpy
+from unidist.keras.compat import torch_numpy
 from unidist.keras.explicit import context
-from unidist.keras.explicit.calls import around_call
-from unidist.keras.explicit.context import Frame
-from unidist.keras.explicit.parts import mapped
 from unidist.keras.interception import Hook
 
 
@@ -38,34 +34,6 @@ def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[
         return reduce(x, dim=dims, keepdim=keepdims)
 
     return extreme
-
-
-def install(model: Any) -> None:
-    """Lets a model's layers that prepare data be called where there are no rows: torch resizes no empty images."""
-    for layer in model._flatten_layers():
-        if isinstance(layer, DataLayer) and not hasattr(layer, _MARK):
-            around_call(layer, Stage.ROWLESS, _with_one)
-            object.__setattr__(layer, _MARK, True)
-
-
-# On a layer that is seen to.
-_MARK = "_unidist_rowless_call"
-
-
-def _with_one(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-    """A call on one made-up row, whose results are cut off."""
-    if frame.rows is None or frame.rows.local:
-        return rest(*args, **kwargs)
-    empty: list[torch.Tensor] = []
-
-    def filled(x: Any) -> Any:
-        if not _is_empty(x) or x.shape[0]:
-            return x
-        empty.append(x)
-        return x.new_zeros((1, *x.shape[1:]))
-
-    out = rest(*mapped(filled, args), **mapped(filled, kwargs))
-    return mapped(lambda x: x[:0] if isinstance(x, torch.Tensor) and x.ndim else x, out) if empty else out
 
 
 def _is_empty(x: Any) -> bool:
