@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import unidist
 from tests.keras.hub import zoo
+from tests.support.saving import saved_bytes
 from unidist.keras import sessions
 
 # LENGTH is 6: on 4 devices its parts are 2, 2, 2 and 0 places.
@@ -144,20 +145,11 @@ def test_what_backward_keeps_of_the_activations_is_less() -> None:
 def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
     """Bytes that the first rank's forward pass keeps for backward, weights left out."""
     engine = sessions.of(model).engine
-    weights = {v._storage.leaf(0).untyped_storage().data_ptr() for v in model.variables}
+    weights = [v._storage.leaf(0) for v in model.variables]
 
     def forward(frame) -> int:  # type: ignore[no-untyped-def]
-        found = {}
-
-        def keep(t: torch.Tensor) -> torch.Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in weights:
-                found[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            out = model(x, training=True)
+        out, saved = saved_bytes(lambda: model(x, training=True), weights)
         assert out.requires_grad
-        return sum(found.values())
+        return saved
 
     return engine.world.run(forward)  # type: ignore[no-any-return]

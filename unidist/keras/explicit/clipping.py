@@ -28,11 +28,6 @@ def hooks() -> Iterator[Hook]:
     yield Hook(torch.nn.utils, "clip_grads_with_norm_", _of_parts, why, imported=True)
 
 
-def _rank(storage: Storage) -> int:
-    frame = context.frame()
-    return storage.world.ranks[0] if frame is None else frame.rank
-
-
 def _held(tensors: Any) -> list[torch.Tensor]:
     """What this rank has of them."""
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -46,8 +41,9 @@ def _of_parts(original: Any) -> Callable[..., Any]:
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = _held(parameters)
         own: dict[int, torch.Tensor] = {}
+        frame = context.frame()
         for storage in list(norms.placed):
-            if (part := storage.states.get(_rank(storage))) is not None:
+            if (part := storage.states.get(storage.rank_at_work(frame))) is not None:
                 held = (*storage.shards.values(), *storage.leaves.values())
                 own |= dict.fromkeys(map(id, held), part)
         return original([own.get(id(one), one) for one in given], *args, **kwargs)
@@ -78,5 +74,8 @@ def _of_wholes(original: Any) -> Callable[..., torch.Tensor]:
 
 def _owners() -> dict[int, Storage]:
     """id of a part's gradient -> whose it is."""
-    parts = ((one, one.states.get(_rank(one))) for one in list(norms.placed) if one.shardings.state.layout.dims)
+    frame = context.frame()
+    parts = (
+        (one, one.states.get(one.rank_at_work(frame))) for one in list(norms.placed) if one.shardings.state.layout.dims
+    )
     return {id(part.grad): storage for storage, part in parts if part is not None and part.grad is not None}

@@ -29,7 +29,8 @@ def _summed(original: Any) -> Callable[..., Any]:
         if frame is None or not frame.own_step or frame.trial is not None:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        of = [_storage_of(frame, x) for x in given]
+        leaves_of = {id(one.leaves[frame.rank]): one for one in norms.placed if frame.rank in one.leaves}
+        of = [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in given]
         if not any(of):
             return original(outputs, inputs, *args, **kwargs)
         _check(frame, outputs, args, kwargs)
@@ -38,12 +39,6 @@ def _summed(original: Any) -> Callable[..., Any]:
         return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
 
     return grad
-
-
-def _storage_of(frame: Frame, x: torch.Tensor) -> Storage | None:
-    if isinstance(x, seen.Value):
-        return x.kept
-    return next((one for one in norms.placed if one.leaves.get(frame.rank) is x), None)
 
 
 def _check(frame: Frame, outputs: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from unidist.keras.known import is_container, is_known, is_of_keras, operations_
 _MIXING_LOSSES = ("dice", "tversky", "circle")
 # On a tensor: it has no rows, whatever its first dim.
 _ROWLESS = "_unidist_rowless"
-# On a step of the user's own: its Mixer.
+# On a layer, a loss, or a step of the user's own: its Mixer; False on a layer that is known.
 _MIXER = "_unidist_mixer"
 
 
@@ -171,12 +171,12 @@ def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:
 
 
 def _give_region(layer: Any, name: str) -> Mixer:
-    known: Mixer | None = vars(layer).get("_unidist_mixer")
+    known: Mixer | None = vars(layer).get(_MIXER)
     if known is not None:
         return known
     mixer = Mixer(layer, name)
     around_call(layer, Stage.REGION, mixer.call)
-    object.__setattr__(layer, "_unidist_mixer", mixer)
+    object.__setattr__(layer, _MIXER, mixer)
     return mixer
 
 
@@ -199,10 +199,10 @@ def _give_region_to_step(model: Any) -> Mixer:
 
 def _leave_regions(layer: Any) -> None:
     """Lets a known layer compute with this shard's rows, wherever it is called."""
-    if vars(layer).get("_unidist_mixer") is not None:
+    if vars(layer).get(_MIXER) is not None:
         return
     around_call(layer, Stage.ROWS, on_locals)
-    object.__setattr__(layer, "_unidist_mixer", False)
+    object.__setattr__(layer, _MIXER, False)
 
 
 def without_region(call: Any) -> Call | None:
@@ -301,4 +301,4 @@ def of_losses(model: Any) -> list[Mixer]:
     """Those of the losses that a model was compiled with, once they were called."""
     compiled = getattr(model, "_compile_loss", None)
     losses = [entry[1] for entry in getattr(compiled, "_flat_losses", None) or ()]
-    return [mixer for loss in losses if isinstance(mixer := getattr(loss, "_unidist_mixer", None), Mixer)]
+    return [mixer for loss in losses if isinstance(mixer := getattr(loss, _MIXER, None), Mixer)]

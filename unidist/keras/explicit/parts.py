@@ -77,7 +77,7 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _values(args), _values(kwargs or {})
+        args, kwargs = values(args), values(kwargs or {})
         if func in rowwise.OF_THE_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -182,7 +182,7 @@ def _wholes(value: Any) -> Any:
     return mapped(whole, value)
 
 
-def _values(value: Any) -> Any:
+def values(value: Any) -> Any:
     """With the values of Keras's variables, which torch's functions take as well."""
     return mapped(lambda x: x.value if isinstance(x, backend.Variable) else x, value)
 

@@ -14,9 +14,9 @@ from typing import Any, Self
 import torch
 
 from unidist.errors import CapabilityError
-from unidist.keras.compat import backend, tree
+from unidist.keras.compat import tree
 from unidist.keras.explicit import context, norms, rowwise
-from unidist.keras.explicit.parts import mapped
+from unidist.keras.explicit.parts import mapped, values
 from unidist.keras.explicit.storage import Storage
 
 _EACH = rowwise.each()
@@ -68,7 +68,7 @@ class Seen(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = values(args), values(kwargs or {})
         if func in rowwise.OF_THE_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -134,7 +134,7 @@ class Value(Seen):
     def grad(self, value: torch.Tensor | None) -> None:
         frame = context.frame()
         if value is None:
-            self.kept.forget_gradients(_rank(self.kept))
+            self.kept.forget_gradients(self.kept.rank_at_work(context.frame()))
             return
         self.kept.own(frame).grad = part_of(value, self.kept)
 
@@ -156,7 +156,7 @@ class Gradient(Seen):
     def write(self, whole: torch.Tensor) -> None:
         _check_shape(self.kept, whole)
         with torch.no_grad():
-            self.part.copy_(whole[self.kept.shardings.state.slices(_rank(self.kept))])
+            self.part.copy_(whole[self.kept.shardings.state.slices(self.kept.rank_at_work(context.frame()))])
 
     def held(self) -> torch.Tensor:
         return self.part
@@ -171,8 +171,6 @@ class Gradient(Seen):
 
 def whole(x: Any) -> Any:
     """What a value or a gradient that is cut stands for; anything else as it is."""
-    if isinstance(x, backend.Variable):
-        x = x.value
     return x.whole() if isinstance(x, Seen) else x
 
 
@@ -187,7 +185,7 @@ def part_of(grad: torch.Tensor, storage: Storage) -> torch.Tensor:
         return grad.part
     found: torch.Tensor = whole(grad)
     _check_shape(storage, found)
-    return found[state.slices(_rank(storage))]
+    return found[state.slices(storage.rank_at_work(context.frame()))]
 
 
 def settle() -> None:
@@ -199,11 +197,6 @@ def settle() -> None:
     for seen, tensor, version in lent:
         if tensor._version != version:
             seen.write(tensor)
-
-
-def _rank(storage: Storage) -> int:
-    frame = context.frame()
-    return storage.world.ranks[0] if frame is None else frame.rank
 
 
 def _check_shape(storage: Storage, found: torch.Tensor) -> None:
@@ -218,7 +211,6 @@ def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     read: list[tuple[Seen, torch.Tensor]] = []
 
     def fetched(x: Any) -> Any:
-        x = x.value if isinstance(x, backend.Variable) else x
         if isinstance(x, Seen):
             read.append((x, x.whole()))
             return read[-1][1]
@@ -265,14 +257,14 @@ def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
     in_place = func in _EACH_IN_PLACE
     if not in_place and not (func in _EACH and _EACH[func](0, args, kwargs)):
         return NotImplemented
-    given = [x.value if isinstance(x, backend.Variable) else x for x in (*args, *kwargs.values())]
+    given = [*args, *kwargs.values()]
     gradients = [x for x in given if isinstance(x, Gradient)]
     if not gradients or (in_place and not isinstance(first, Gradient)):
         return NotImplemented
     state = gradients[0].kept.shardings.state
     if any(x.kept.shardings.state != state for x in gradients) or not all(_fits(state.shape, x) for x in given):
         return NotImplemented
-    at = state.slices(_rank(gradients[0].kept))
+    at = state.slices(gradients[0].kept.rank_at_work(context.frame()))
 
     def local(x: Any) -> Any:
         if isinstance(x, Gradient):

@@ -175,7 +175,7 @@ class Storage:
         """What a layer computes with on the rank at work; fetched from the other data ranks if need be."""
         if frame is not None and frame.inputs is not None:
             return frame.inputs[id(self)]
-        rank = frame.rank if frame is not None else self.world.ranks[0]
+        rank = self.rank_at_work(frame)
         unit = self.units.get(rank)
         if unit is not None:
             unit.need()
@@ -185,9 +185,13 @@ class Storage:
             return self.shards[rank]
         return self.leaves[rank]
 
+    def rank_at_work(self, frame: Frame | None) -> int:
+        """That of a frame; outside of frames this process's (first) one."""
+        return self.world.ranks[0] if frame is None else frame.rank
+
     def own(self, frame: Frame | None) -> torch.nn.Parameter:
         """What an optimizer sees on the rank at work: the part that has the gradient."""
-        return self.states[frame.rank if frame is not None else self.world.ranks[0]]
+        return self.states[self.rank_at_work(frame)]
 
     def parameter(self) -> torch.nn.Parameter:
         """What torch sees of the variable: this process's (first) stored shard."""
@@ -225,7 +229,7 @@ class Storage:
         stored = self.shardings.stored
         if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
             return torch.as_tensor(self._assembled())
-        shard = self.settled(frame.rank if frame is not None else self.world.ranks[0])
+        shard = self.settled(self.rank_at_work(frame))
         if not stored.layout.dims and not stored.layout.partial:
             return shard
         if frame is None and walks.was_read():

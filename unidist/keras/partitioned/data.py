@@ -42,7 +42,7 @@ def cut(tree: Any, distribution: Any) -> Any:
     On a mesh that cuts variables too they are whole on every device from there on. XLA's partitioner adds the rows that
     it pads itself to what is scattered over two axes, as the gradient of an embedding (JAX 0.10).
     """
-    is_whole = distribution is not None and len(_cutting(distribution.device_mesh.backend_mesh)) > 1
+    is_whole = distribution is not None and layouts.has_several_axes(distribution.device_mesh.backend_mesh)
 
     def true(leaf: Any) -> Any:
         if not isinstance(leaf, Padded):
@@ -50,10 +50,6 @@ def cut(tree: Any, distribution: Any) -> Any:
         return replicate(leaf.cut(), distribution) if is_whole else leaf.cut()
 
     return jax.tree.map(true, tree, is_leaf=is_padded_leaf)
-
-
-def _cutting(mesh: Any) -> list[str]:
-    return [axis for axis, size in mesh.shape.items() if size > 1]
 
 
 def is_padded_leaf(leaf: Any) -> bool:

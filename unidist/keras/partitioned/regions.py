@@ -255,8 +255,9 @@ def _cut(array: Any, rows: int, mesh: Any) -> Any:
 def _even(array: Any, mesh: Any) -> Any:
     """Rows that do not divide, and their gradient, whole on every device where the mesh has several axes (data.cut says
     why)."""
-    several = sum(size > 1 for size in mesh.shape.values()) > 1
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec())) if several else array
+    if not layouts.has_several_axes(mesh):
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
