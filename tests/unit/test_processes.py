@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.parity.worlds import Reference
 from unidist.testing.processes import ProcessFailedError, ProcessWorld
 
 _seen: list[object] = []
@@ -110,6 +114,42 @@ def test_a_hanging_call_is_ended_after_the_timeout() -> None:
             world.call(hang)
         assert time.monotonic() - began < 10
         assert not any(alive(pid) for pid in pids)
+
+
+def hang_once(path: str) -> str:
+    """Hangs where the file is not there yet."""
+    if os.path.exists(path):
+        return "answered"
+    with open(path, "w"):
+        time.sleep(600)
+    return "hung"
+
+
+def test_a_reference_that_hangs_is_started_once_more_and_a_warning_says_so(tmp_path: Path) -> None:
+    with Reference(1, timeout=60) as world:
+        (first,) = world.pids
+        world.timeout = 1.5
+        with pytest.warns(UserWarning, match="A reference hung"):
+            outcomes = world.outcomes(hang_once, str(tmp_path / "hung"))
+        assert not alive(first)
+        assert outcomes[0].value == "answered"
+        # What hangs twice, or fails, is a failure.
+        with pytest.warns(UserWarning, match="A reference hung"):
+            assert world.outcomes(hang)[0].failure is not None
+        failure = world.outcomes(fail_in, 0)[0].failure
+        assert failure is not None
+        assert failure.kind == "ValueError"
+
+
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="what it prints is only asked for where it is installed")
+def test_a_debugger_says_where_a_process_is_outside_of_python() -> None:
+    with ProcessWorld(1, timeout=60, debugger=True) as world:
+        world.start()
+        world.timeout = 1.5
+        with pytest.raises(ProcessFailedError, match="did not answer in time") as caught:
+            world.call(hang)
+    assert "Thread 1" in str(caught.value)
+    assert re.search(r"#\d+ .*(nanosleep|select|pause)", str(caught.value)), caught.value
 
 
 def test_a_failing_setup_ends_every_process() -> None:

@@ -31,6 +31,7 @@ from unidist.launch.forkserver import Forked, ForkServer
 from unidist.launch.request import LOOPBACK
 from unidist.launch.request import free_port as free_port
 from unidist.testing import forkserver
+from unidist.testing.stacks import native_stacks
 
 Target: TypeAlias = str | Callable[..., Any]
 # Starts a process that writes its errors to a file.
@@ -104,6 +105,7 @@ class ProcessWorld:
         timeout: seconds that one call (and starting with the setup) may take. Then every process is ended.
         preload: names of modules that the processes find imported, before their environment has a launcher's
             variables: they are forked from servers that stay (`unidist.testing.forkserver`). () for new ones.
+        debugger: a process that does not answer in time is looked at by gdb, where it is installed: up to a minute.
 
     Processes start at `start()`, at the context's beginning, or at the first call. A call that leaves some process
     without an answer ends the world, and the next call starts a new one on another port: one hanging or killed
@@ -120,6 +122,7 @@ class ProcessWorld:
         setup_args: tuple[Any, ...] = (),
         timeout: float = 120.0,
         preload: Sequence[str] = (),
+        debugger: bool = False,
     ) -> None:
         self.count = count
         self.timeout = timeout
@@ -128,6 +131,7 @@ class ProcessWorld:
         self._setup = None if setup is None else target_name(setup)
         self._setup_args = setup_args
         self._preload = tuple(preload)
+        self._debugger = debugger
         self._children: list[_Child] = []
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
@@ -231,7 +235,8 @@ class ProcessWorld:
         for index in late:
             self._children[index].tell_where()
         for index in late:
-            found[index] = Outcome(failure=self._failure(index, "timeout", "did not answer in time", ""))
+            stacks = native_stacks(self._children[index].process.pid) if self._debugger else ""
+            found[index] = Outcome(failure=self._failure(index, "timeout", "did not answer in time", stacks))
         if late or any(o.failure is not None and o.failure.kind == "ended" for o in found.values()):
             self.close(patience=0.0)
         return found
