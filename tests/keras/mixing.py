@@ -67,6 +67,14 @@ class Center(layers.Layer):
         return x - ops.mean(x, axis=0, keepdims=True)
 
 
+class Ranked(layers.Layer):
+    """Sorts the rows, and one row less than there are."""
+
+    def call(self, x: Any) -> Any:
+        steps = ops.sort(ops.diff(x, axis=0), axis=0)
+        return x - ops.quantile(x, 0.3, axis=0) + 0.1 * ops.sort(x, axis=0) + ops.mean(steps[:2], axis=0)
+
+
 class Neighbour(layers.Layer):
     """A layer inside is called with rows in another order."""
 
@@ -222,6 +230,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "alone": (lambda: _stack(Scaled), alone, set()),
     "sampling": (lambda: _stack(Sampling), alone, {"stack/sampling"}),
     "center": (lambda: _stack(Center), alone, {"stack/center"}),
+    "ranked": (lambda: _stack(Ranked), alone, {"stack/ranked"}),
     "neighbour": (lambda: _stack(Neighbour), alone, {"stack/neighbour"}),
     "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
     "operations": (_centred_by_operations, alone, {"mean"}),

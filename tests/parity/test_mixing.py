@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 RUN = "tests.keras.mixing:mixed"
 CASES = (
     *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone"),
-    *("sampling", "center", "neighbour", "experts", "operations", "filtering", "own"),
+    *("sampling", "center", "ranked", "neighbour", "experts", "operations", "filtering", "own"),
     *("penalty", "functions", "time", "pairs", "helper"),
 )
 # Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.

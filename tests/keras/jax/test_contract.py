@@ -130,6 +130,15 @@ def test_tables_and_rows_that_do_not_divide(four: ProcessWorld, expected: Any, n
     assert any(path.endswith("table/embeddings") for path in found["sharded"])
 
 
+@pytest.mark.parametrize(("kind", "zero"), [("dp", 0), ("dp", 3), ("2x2", 1)])
+def test_rows_are_sorted(four: ProcessWorld, one: ProcessWorld, kind: str, zero: int) -> None:
+    """Those of a batch that does not divide, and one less than those of a batch that does."""
+    program = "tests.keras.mixing:mixed"
+    found = four.call(program, kind, zero, "ranked", True)[0]
+    same(found, one.call(program, *ALONE, "ranked", True)[0])
+    assert found["spread"] == 4
+
+
 @pytest.mark.parametrize(("kind", "zero"), [("2x2", 1), ("dp", 3)])
 def test_dropout_and_noise_are_one_devices(four: ProcessWorld, expected: Any, kind: str, zero: int) -> None:
     """And two runs with one seed are the same to the last bit."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import jax
+
 from unidist.backends import registry
 from unidist.backends.jax.virtual import prepare_devices
 from unidist.keras import entrances, making
@@ -31,6 +33,7 @@ from unidist.keras.partitioned import (
     redistribution,
     regions,
     saving,
+    sorting,
     trainer,
 )
 from unidist.planner.layout_map import LayoutMap
@@ -99,6 +102,7 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
     yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
     yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")
+    yield Hook(jax.lax.sort_p, "bind", sorting.binding, "rows that do not divide are sorted whole")
     yield Hook(conversions, "convert_to_numpy", pacing.converting, "waits end when a process is lost")
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
