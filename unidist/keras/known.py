@@ -68,7 +68,7 @@ def is_known(layer: Any) -> bool:
         f".{name}." in home for name in _MIXTURES
     ):
         return False
-    if any(kind.__name__ in _MIXING and _is_of_either(kind) for kind in type(layer).__mro__):
+    if any(kind.__name__ in _MIXING and is_of_either(kind) for kind in type(layer).__mro__):
         return False
     if isinstance(layer, (keras.layers.Lambda, TorchModuleWrapper)) or _is_given_functions(layer):
         return False
@@ -86,12 +86,12 @@ def runs_only_keras(operation: Any, given: Iterable[Any] = ()) -> bool:
     if own is not None and getattr(inspect.unwrap(own), "__func__", None) is not type(operation).call:
         return False
     hooks = [hook for name in _HOOKS for hook in vars(operation).get(name, {}).values()]
-    if not all(map(_is_safe, hooks)) or not _is_of_either(_home(type(operation), "__call__")):
+    if not all(map(_is_safe, hooks)) or not is_of_either(_home(type(operation), "__call__")):
         return False
     if isinstance(operation, keras.layers.Layer):
         return is_container(operation) or is_known(operation)
     functions = [value for name, value in vars(operation).items() if name != "call"]
-    return _is_of_either(type(operation)) and all(_is_safe(f) for f in (*functions, *given) if callable(f))
+    return is_of_either(type(operation)) and all(_is_safe(f) for f in (*functions, *given) if callable(f))
 
 
 def keeps_numbers(layer: Any) -> bool:
@@ -107,7 +107,7 @@ def keeps_numbers(layer: Any) -> bool:
 
 def _overrides_helpers(kind: type) -> bool:
     """Whether a class of the user's overrides a method that the call of Keras's may use."""
-    users = list(itertools.takewhile(lambda one: not _is_of_either(one), kind.__mro__))
+    users = list(itertools.takewhile(lambda one: not is_of_either(one), kind.__mro__))
     given = kind.__mro__[len(users)]
     return any(
         callable(value) and not name.startswith("__") and name not in _NOT_CALLED and hasattr(given, name)
@@ -121,7 +121,7 @@ def _home(kind: type, method: str) -> type:
     return next(one for one in kind.__mro__ if method in vars(one))
 
 
-def _is_of_either(kind: type) -> bool:
+def is_of_either(kind: type) -> bool:
     return is_of_keras(kind) or kind.__module__.startswith("keras_hub.")
 
 

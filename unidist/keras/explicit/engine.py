@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from unidist.algebra import Layout
 from unidist.backends import ending
 from unidist.errors import CapabilityError
 from unidist.keras import sessions, stateful, telling
-from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import (
     TorchModuleWrapper,
     TorchTrainer,
@@ -27,6 +25,7 @@ from unidist.keras.compat import (
 from unidist.keras.explicit import (
     activity,
     attributes,
+    changes,
     context,
     data,
     heads,
@@ -42,16 +41,14 @@ from unidist.keras.explicit import (
     sequence,
     statistics,
 )
-from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
+from unidist.keras.explicit.pairing import Pairing
 from unidist.keras.explicit.perrank import PerRankList, PerRankSet
 from unidist.keras.explicit.traffic import Traffic
 from unidist.keras.explicit.verdicts import Verdict
+from unidist.keras.known import is_of_keras
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
-
-_log = logging.getLogger(__name__)
-PROBE_ROWS = 2
 
 
 class Engine:
@@ -67,9 +64,9 @@ class Engine:
         self.model = model
         self.distribution = distribution
         self.world = placing.world_of(distribution)
-        self.rules: list[rules.Rule] = []
-        self.pairs: list[pairs.Pair] | None = None
-        self.verdicts: dict[int, Verdict] = {}
+        self.pairing = Pairing(model)
+        self._looked = changes.Looked()
+        self._own_layers: list[Any] = []
         self.traffic: Traffic | None = None
         self.mixers: list[mixing.Mixer] = []
         self._prepared: tuple[Any, ...] = ()
@@ -104,35 +101,42 @@ class Engine:
     def prepare(self) -> None:
         """Places what is not placed yet, gives rules to layers and watches gradients. Cheap when nothing changed."""
         model = self.model
-        if self._state() == self._prepared:
+        changed = self._looked.changed(model._flatten_layers())
+        if not changed and self._state() == self._prepared:
             return
         stateful.refuse(model, self.distribution)
+        placing.check_meshes(model)
         fresh = not self._prepared
         if fresh and settle(model, self.distribution):
             placing.move_model(model, self.distribution)
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
-            self._set_rules()
             if not programs.is_compiled(model):
                 statistics.keep_seeds_on_host(model)
-        self._part_pairs()
+        if changed:
+            self._set_rules(changed)
+        self._follow_what_was_compiled()
+        self.pairing.part_changed()
         metrics.adopt(model.metrics, self._loss_trackers())
         self._adopt_loss()
         self._watch_gradients()
         if programs.is_compiled(model):
             programs.install_programs(model, self.world.backend)
+        self._looked.changed(model._flatten_layers())
         self._prepared = self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """What prepare() depends on: a new optimizer, new variables, another choice of trainable ones."""
+        """What prepare() depends on beside the layers: what the model was compiled with, new variables, another choice
+        of trainable ones."""
         model = self.model
         optimizer = getattr(model, "optimizer", None)
         slots = len(optimizer.variables) if optimizer is not None else 0
         weights = model.variables
         compiled = bool(getattr(model, "jit_compile", False))
         return (
-            id(optimizer),
+            optimizer,
+            *(getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")),
             compiled,
             slots,
             len(weights),
@@ -140,30 +144,44 @@ class Engine:
             tuple(v.trainable for v in weights),
         )
 
-    def _set_rules(self) -> None:
-        for layer in self.model._flatten_layers():
-            if self.world.is_virtual:
-                if isinstance(layer, TorchModuleWrapper):
-                    raise CapabilityError(
-                        f"layer {layer.name!r} wraps a torch module, and the simulator's ranks would share its "
-                        "one copy: use('torch') with real processes instead"
-                    )
-                object.__setattr__(layer, "_losses", PerRankList())
-                object.__setattr__(layer, "_loss_ids", PerRankSet())
-            rule = rules.make_rule(layer)
-            if rule is not None:
-                rule.in_parts = self.distribution.strategy.sequence_parallel
-                rules.install_rule(rule)
-                self.rules.append(rule)
-        for layer in self.model._flatten_layers():
+    def _set_rules(self, changed: list[Any]) -> None:
+        """Gives rules and regions to layers that are new, or are others by now. What was proven is proven again."""
+        model, world = self.model, self.world
+        self.pairing.forget()
+        programs.forget(model)
+        for mixer in self.mixers:
+            mixer.forget()
+        held = {id(rule) for rule in self.rules}
+        found = [rule for layer in changed if (rule := self._rule_of(layer)) is not None and id(rule) not in held]
+        self.rules.extend(found)
+        for layer in changed:
             heads.install_heads(layer, self.rules)
-        if self.distribution.strategy.sequence_parallel:
-            sequence.give_whole(self.model)
+        if self.distribution.strategy.sequence_parallel and not self._prepared:
+            sequence.give_whole(model)
+        if world.data_axes:
+            self.mixers = [*mixing.install_regions(model), *activity.install_regions(model)]
+        self._own_layers = [layer for layer in model._flatten_layers() if not is_of_keras(type(layer))]
+        if not self._prepared:
+            telling.applied(model, self.distribution)
+
+    def _rule_of(self, layer: Any) -> rules.Rule | None:
+        if self.world.is_virtual and not isinstance(vars(layer).get("_losses"), PerRankList):
+            if isinstance(layer, TorchModuleWrapper):
+                raise CapabilityError(
+                    f"layer {layer.name!r} wraps a torch module, and the simulator's ranks would share its "
+                    "one copy: use('torch') with real processes instead"
+                )
+            object.__setattr__(layer, "_losses", PerRankList())
+            object.__setattr__(layer, "_loss_ids", PerRankSet())
+        rule = rules.given_rule(layer)
+        if rule is not None:
+            rule.in_parts = self.distribution.strategy.sequence_parallel
+        return rule
+
+    def _follow_what_was_compiled(self) -> None:
         overridden.install(self.model)
         if self.world.data_axes:
             mixing.check_losses(self.model)
-            self.mixers = [*mixing.install_regions(self.model), *activity.install_regions(self.model)]
-        telling.applied(self.model, self.distribution)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
@@ -183,9 +201,11 @@ class Engine:
 
     def step(self, function: Callable[[Any], Any], batches: Any, *, kind: str) -> Any:
         """Keras's step function on each rank's rows; of kind "train", "test" or "predict" (outputs are joined)."""
-        if not self._ready:
+        if not self._ready or self._looked.call_other_functions():
             self.prepare()
             self._ready = True
+        elif self._looked.have_changed(self._own_layers) and not programs.is_compiled(self.model):
+            self.pairing.change_in_training()
         batch = batches[0]
         if isinstance(batches, data.LocalBatches):
             rows, local = batches.rows, batch
@@ -232,33 +252,20 @@ class Engine:
 
     def prove_pairs(self, frame: Frame, x: Any) -> None:
         """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
-        if self.pairs is not None and frame.rank in self._proven_on:
-            return
-        found, verdicts = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
-        self._proven_on.add(frame.rank)
-        if self.pairs is None:
-            self.pairs, self.verdicts = found, verdicts
-            if verdicts:
-                rows = f": into {telling.listed(repr(pair.row.name) for pair in found)}" if found else ""
-                _log.info("model %r: pairs proven: %d%s", self.model.name, len(found), rows)
-                telling.said((verdict.path, str(verdict)) for verdict in verdicts.values())
-            pairs.hold(self.model, found)
-            for pair in found:
-                for layer in pair.random:
-                    _distinct_seeds(layer, pair.row)
-        self._traffic().release(frame)
+        if self.pairing.prove(frame, x):
+            self._traffic().release(frame)
 
-    def _part_pairs(self) -> None:
-        """Parts pairs with a layer that computes in another way by now, as with a low-rank kernel: it gathers."""
-        for pair in list(self.pairs or ()):
-            if (verdicts := pairs.parted(pair)) is not None:
-                self.pairs = [other for other in self.pairs or () if other is not pair]
-                self.verdicts |= verdicts
-                telling.said((verdict.path, str(verdict)) for verdict in verdicts.values())
+    @property
+    def rules(self) -> list[rules.Rule]:
+        return self.pairing.rules
 
-    @functools.cached_property
-    def _proven_on(self) -> set[int]:
-        return set()
+    @property
+    def pairs(self) -> list[pairs.Pair] | None:
+        return self.pairing.pairs
+
+    @property
+    def verdicts(self) -> dict[int, Verdict]:
+        return self.pairing.verdicts
 
     def _adopt_loss(self) -> None:
         """A loss that the model computes itself may mix rows: it gets the rows of all shards."""
@@ -376,23 +383,3 @@ def prepare_for_loop(model: Any, given: Any) -> None:
 def _is_own_step(model: Any, kind: str) -> bool:
     name = f"{kind}_step"
     return name in vars(model) or getattr(type(model), name) is not getattr(TorchTrainer, name)
-
-
-def _few_rows(x: Any) -> Any:
-    if x is None:
-        return None
-    x = torch.as_tensor(x)
-    return x[:PROBE_ROWS] if len(x) else x.new_zeros((1, *x.shape[1:]))
-
-
-def _distinct_seeds(layer: Any, row: rules.Rule) -> None:
-    """Random numbers on activations that are sharded differ along the axes that cut them, while the row's pair is in
-    use."""
-
-    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-        if frame.rows is None or not row.is_paired(frame):
-            return rest(*args, **kwargs)
-        with frame.seeds_at(frame.world.seed_place(frame.rank, row.axes)):
-            return rest(*args, **kwargs)
-
-    around_call(layer, Stage.SEEDS, inside)

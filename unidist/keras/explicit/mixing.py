@@ -2,13 +2,14 @@
 
 Layers, operations and losses of Keras and keras_hub treat each row alone, but for those named here, and are called with
 this shard's rows as they are. Anything else is called on RowParts (rowparts.py): its first call shows whether it looks
-at other rows. If not, it too is called with this shard's rows from then on.
+at other rows. If not, it too is called with this shard's rows from then on, until the model changes (changes.py).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from unidist.errors import CapabilityError
 from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage, without
 from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask, tree
-from unidist.keras.explicit import context
+from unidist.keras.explicit import changes, context
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped
@@ -30,7 +31,7 @@ from unidist.keras.known import is_container, is_known, is_of_keras, operations_
 _MIXING_LOSSES = ("dice", "tversky", "circle")
 # On a tensor: it has no rows, whatever its first dim.
 _ROWLESS = "_unidist_rowless"
-# On a layer, a loss, or a step of the user's own: its Mixer; False on a layer that is known.
+# On a layer, a loss, or a step of the user's own: its Mixer. On a layer that is known: what lets it be tried again.
 _MIXER = "_unidist_mixer"
 
 
@@ -95,7 +96,7 @@ class Mixer:
         rows = frame.rows
         if rows is None or not can_begin(frame):
             return rest(*args, **kwargs)
-        key = frame.rank, torch.is_grad_enabled(), kwargs.get("training")
+        key = frame.rank, torch.is_grad_enabled(), kwargs.get("training"), changes.key(self._subject())
         # What backward computes again is computed as it was: the step that has found it out goes on in the old way.
         # What is made of wholes alone may have rows to cut, or none, and is noted as such each time.
         is_alone = self.mixes.get(key) is False and key not in self._of_wholes
@@ -116,6 +117,12 @@ class Mixer:
             self._of_wholes.add(key)
         told = iter(self._have_rows())
         return mapped(lambda x: _as_local(frame, rows, x, next(told, None)), out)
+
+    def forget(self) -> None:
+        """What it has shown no longer holds: the model has changed."""
+        self.mixes.clear()
+        self._found_in.clear()
+        self._of_wholes.clear()
 
     def look(self, frame: Frame, rows: Rows, function: Any, x: Any) -> Any:
         """What a function of a tensor gives that is shown the rows of all shards: the same on each."""
@@ -171,9 +178,11 @@ def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:
 
 
 def _give_region(layer: Any, name: str) -> Mixer:
-    known: Mixer | None = vars(layer).get(_MIXER)
-    if known is not None:
+    known: Mixer | Callable[[], None] | None = vars(layer).get(_MIXER)
+    if isinstance(known, Mixer):
         return known
+    if known is not None:
+        known()
     mixer = Mixer(layer, name)
     around_call(layer, Stage.REGION, mixer.call)
     object.__setattr__(layer, _MIXER, mixer)
@@ -201,8 +210,7 @@ def _leave_regions(layer: Any) -> None:
     """Lets a known layer compute with this shard's rows, wherever it is called."""
     if vars(layer).get(_MIXER) is not None:
         return
-    around_call(layer, Stage.ROWS, on_locals)
-    object.__setattr__(layer, _MIXER, False)
+    object.__setattr__(layer, _MIXER, around_call(layer, Stage.ROWS, on_locals))
 
 
 def without_region(call: Any) -> Call | None:

@@ -13,6 +13,7 @@ What fails any check is gathered, and the reason is kept (verdicts.py), the same
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +35,12 @@ _BOLD = re.compile(r"\x1b\[\d*m")
 
 @dataclass(eq=False)
 class Pair:
-    """Column layers whose outputs meet in one row layer."""
+    """Column layers whose outputs meet in one row layer, and the layer in whose calls that is in use."""
 
     row: Rule
     columns: list[Rule] = field(default_factory=list)
     random: list[Any] = field(default_factory=list)
+    holder: Any = None
 
     @property
     def rules(self) -> list[Rule]:
@@ -46,8 +48,8 @@ class Pair:
 
 
 def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pair], dict[int, Verdict]]:
-    """The proven pairs, already switched on, and a verdict for each column and row layer, by its rule's id. All ranks
-    of the mesh take part and agree.
+    """The proven pairs, not in use yet (`hold`), and a verdict for each column and row layer, by its rule's id. All
+    ranks of the mesh take part and agree.
 
     Args:
         model: a placed model whose rules are installed.
@@ -70,9 +72,6 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pai
             proven = _equal(model, pairs, frame, x, reasons)
         finally:
             frame.trial = None
-    for pair in proven:
-        for rule in pair.rules:
-            rule.paired = True
     return proven, _verdicts(asked, reasons, proven)
 
 
@@ -90,34 +89,44 @@ def parted(pair: Pair) -> dict[int, Verdict] | None:
         return None
     first = next(f"{rule.name!r} {changed[id(rule)]}" for rule in pair.rules if id(rule) in changed)
     out = {}
+    let_go(pair)
     for rule in pair.rules:
-        rule.paired = False
         reason = f"it {changed[id(rule)]}" if id(rule) in changed else first
         out[id(rule)] = Verdict(rule.name, rule.kind, reason=reason)
     return out
 
 
-def hold(model: Any, pairs: list[Pair]) -> None:
+def hold(model: Any, pairs: list[Pair]) -> list[Callable[[], None]]:
     """From now on a pair is in use in calls of the innermost layer that has all of it, and in no others: a layer of it
-    that a step calls by itself gathers."""
+    that a step calls by itself gathers. Gives what takes off again what watches these calls."""
     has = [(layer, {id(inner) for inner in layer._flatten_layers()}) for layer in model._flatten_layers()]
     watched: set[int] = set()
+    undo: list[Callable[[], None]] = []
     for pair in pairs:
         wanted = {id(rule.layer) for rule in pair.rules}
         holder, _ = min((one for one in has if wanted <= one[1]), key=lambda one: len(one[1]))
+        pair.holder = holder
         for rule in pair.rules:
-            rule.within = holder
+            rule.holders.append(holder)
         if id(holder) not in watched:
             watched.add(id(holder))
-            _tell_calls(holder)
+            undo.append(_note_calls(holder))
+    return undo
 
 
-def _tell_calls(layer: Any) -> None:
+def let_go(pair: Pair) -> None:
+    """Parts a pair. Where one of its layers is in a pair of another model too, it stays in that one."""
+    for rule in pair.rules if pair.holder is not None else ():
+        rule.holders.remove(pair.holder)
+    pair.holder = None
+
+
+def _note_calls(layer: Any) -> Callable[[], None]:
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         with frame.calling(layer):
             return rest(*args, **kwargs)
 
-    around_call(layer, Stage.HOLDING, inside)
+    return around_call(layer, Stage.HOLDING, inside)
 
 
 # 2. closure -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from unidist.algebra import Layout, Sharding
 from unidist.array import as_layout
+from unidist.errors import LayoutError
 from unidist.keras import placed, sessions
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import backend, in_stateless_scope
@@ -150,6 +151,31 @@ def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
     held = Storage(world, shardings, variable.path)
     held.fill(value, trainable=variable._trainable)
     lay(variable, held)
+
+
+def check_meshes(model: Any) -> None:
+    """What a model trains is on one mesh. A part that it does not train, as a teacher, may be on another.
+
+    Raises:
+        LayoutError: its layers were distributed over two, or what a layer needs would be fetched over another.
+    """
+    placed = list(filter(is_placed, model.variables))
+    trained = [*filter(is_placed, model.trainable_variables), *placed][:1]
+    for variable in placed:
+        first, own = trained[0]._storage.world, variable._storage.world
+        if (own.mesh, own.data_axes) == (first.mesh, first.data_axes):
+            continue
+        remedy = "Save the part that came first and load it in the scope of the new strategy"
+        if variable.trainable:
+            raise LayoutError(
+                f"model {model.name!r} trains variables on two meshes: {trained[0].path!r} on {first.mesh}, "
+                f"{variable.path!r} on {own.mesh}. {remedy}, or set trainable=False on it"
+            )
+        if not variable._storage.is_kept:
+            raise LayoutError(
+                f"model {model.name!r} is on {first.mesh}, and its {variable.path!r} is stored by zero=3 on "
+                f"{own.mesh}. {remedy}"
+            )
 
 
 def equalize(variables: Iterable[Any], world: RankWorld) -> None:

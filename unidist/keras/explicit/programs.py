@@ -69,6 +69,11 @@ def install_programs(model: Any, backend: Any) -> None:
     around_call(model, Stage.PROGRAM, inside)
 
 
+def forget(model: Any) -> None:
+    """The model has changed: its programs are made anew."""
+    vars(model).get(_ATTRIBUTE, {}).clear()
+
+
 def _is_in_a_step(frame: Frame) -> bool:
     """In a trainer's step, not proving pairs and not in a program already."""
     return frame.rows is not None and frame.trial is None and frame.inputs is None

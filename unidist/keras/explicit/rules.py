@@ -7,7 +7,7 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -24,6 +24,8 @@ from unidist.keras.explicit.moving import WHOLE, cut_dim, fanned, move, partial
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.layers import computes_as, has_more_than_its_kernel, more_than_its_kernel, own_call
 
+# On a layer: its rule.
+_RULE = "_unidist_rule"
 # What a tensor was fanned out to.
 _FANNED = "_unidist_fanned"
 # Activations that treat each element alone: they may run on a shard of the features.
@@ -51,8 +53,9 @@ class Rule:
             each key head, and of key heads that this rank works with.
         meets: the row of a pair that works with this column's whole output: while that is in use, each rank takes its
             own part of it, so its gradient arrives partial, and what is joined is fanned out.
-        paired: column: its output stays sharded; row: its input comes sharded. Set when proven (pairs.py).
-        within: the layer in whose calls that was proven: who calls this one by itself gets, and gives, the whole.
+        holders: layers in whose calls it is in a proven pair (pairs.py): a column's output stays sharded, a row's input
+            comes sharded. Who calls this layer by itself gets, and gives, the whole.
+        world: that its weights are on.
         reason: of "gather": why no other rule serves it.
     """
 
@@ -67,15 +70,20 @@ class Rule:
     pairable: bool = True
     share: tuple[int, int, int] | None = None
     meets: Rule | None = None
-    paired: bool = False
-    within: Any = None
+    holders: list[Any] = field(default_factory=list)
+    world: Any = None
     reason: str = ""
 
     def is_paired(self, frame: Frame) -> bool:
         """Whether it is paired for this rank: as proven, or as being tried."""
         if frame.trial is not None:
             return id(self) in frame.trial
-        return self.paired and (self.within is None or id(self.within) in frame.calls)
+        return any(id(holder) in frame.calls for holder in self.holders)
+
+    def is_at_home(self, frame: Frame) -> bool:
+        """Whether a rank works on the mesh that the weights are on: a model may call one that another mesh has."""
+        world = frame.world
+        return self.world is world or (self.world.mesh, self.world.data_axes) == (world.mesh, world.data_axes)
 
     def joined(self, frame: Frame) -> Layout:
         """What a column's output is where it does not stay cut."""
@@ -94,8 +102,23 @@ def make_rule(layer: Any) -> Rule | None:
         return None
     found = _found(layer)
     rule = Rule(layer, "gather", reason=found) if isinstance(found, str) else found
-    rule.parts = own[0]._storage.world.mesh.axis_size(rule.axes) if rule.axes else 1
+    rule.world = own[0]._storage.world
+    rule.parts = rule.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
+
+
+def given_rule(layer: Any) -> Rule | None:
+    """The rule that a layer is called by from now on. Models that share the layer share it."""
+    rule, known = make_rule(layer), vars(layer).get(_RULE)
+    if rule is None or (known is not None and _what(known) == _what(rule)):
+        return None if rule is None else known
+    install_rule(rule)
+    object.__setattr__(layer, _RULE, rule)
+    return rule
+
+
+def _what(rule: Rule) -> tuple[Any, ...]:
+    return rule.kind, rule.axes, rule.dim, rule.in_dim, rule.out_dim, rule.reason, id(rule.world)
 
 
 def _is_sharded(variable: Any) -> bool:
@@ -110,7 +133,7 @@ def install_rule(rule: Rule) -> None:
         if str(get_device()) == "meta":
             return rest(*args, **kwargs)
         with events.for_purpose(rule.name if frame.trial is None else events.purpose()):
-            if rule.kind != "gather" and has_more_than_its_kernel(rule.layer):
+            if rule.kind != "gather" and (has_more_than_its_kernel(rule.layer) or not rule.is_at_home(frame)):
                 return _gather(rule, frame, rest, *args, **kwargs)
             return apply(rule, frame, rest, *args, **kwargs)
 
