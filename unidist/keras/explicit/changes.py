@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import re
 from collections.abc import Iterable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import keras
@@ -14,28 +16,47 @@ from unidist.keras.known import is_of_either, is_of_keras
 
 # What such attributes hold: a mode, the number of a phase, a name, a function. A float, as a rate, chooses nothing.
 _CHOOSING = (bool, int, str)
+# Methods of a model that run outside of its call.
+_NOT_IN_CALLS = frozenset(["__init__", "build", "train_step", "test_step", "predict_step", "get_config", "from_config"])
 # unidist's own; what a task has compiled to generate with; kernels that a layer has besides (rules.py, pairs.py).
 _FOLLOWED = re.compile("^_unidist|_function$|lora|quantiz")
 # Set by Keras or by unidist as a layer is built, called, trained and placed.
-_NOT_CHOSEN = frozenset(["call", "built", "training", "_called", "_trainable", "_input_spec", "_path", "_parent_path"])
+_NOT_CHOSEN = frozenset(
+    [
+        *("call", "build", "quantize", "built", "training"),
+        *("_called", "_trainable", "_input_spec", "_path", "_parent_path"),
+    ]
+)
 
 
 def attributes(layer: Any) -> dict[str, Any]:
     """Those of a layer by which its call may choose. What a model of Keras's was compiled with is none of it."""
     if isinstance(layer, keras.Model) and is_of_either(type(layer)):
         return {}
-    aside = _NOT_CHOSEN | _of_models() if isinstance(layer, keras.Model) else _NOT_CHOSEN
+    read = _read_in_calls(type(layer)) if isinstance(layer, keras.Model) else None
     return {
         name: value
         for name, value in vars(layer).items()
-        if name not in aside and (isinstance(value, _CHOOSING) or callable(value)) and not _FOLLOWED.search(name)
+        if name not in _NOT_CHOSEN
+        and (read is None or name in read)
+        and (isinstance(value, _CHOOSING) or callable(value))
+        and not _FOLLOWED.search(name)
     }
 
 
 @functools.cache
-def _of_models() -> frozenset[str]:
-    """What Keras keeps on any model: how it was compiled, and the functions that it has made."""
-    return frozenset(vars(keras.Model(name="unidist")))
+def _read_in_calls(kind: Any) -> frozenset[str]:
+    """Names that the methods of a user's model read, but for those that its call uses for nothing: numbers that its
+    train_step counts choose nothing in its call."""
+    own = itertools.takewhile(lambda one: not is_of_either(one), kind.__mro__)
+    methods = {name: value for one in own for name, value in vars(one).items() if name not in _NOT_IN_CALLS}
+    codes = [inspect.unwrap(value).__code__ for value in methods.values() if isinstance(value, FunctionType)]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return frozenset(names)
 
 
 def key(subject: Any) -> tuple[Any, ...]:
@@ -58,19 +79,10 @@ class Looked:
 
     def changed(self, layers: Iterable[Any]) -> list[Any]:
         """Those of a model's layers that are new, or have other attributes than before."""
-        now = {id(layer): (layer, attributes(layer)) for layer in layers}
-        before, self._seen = self._seen, now
-        self._functions = [
-            (vars(layer), name, value)
-            for layer, own in now.values()
-            for name, value in own.items()
-            if isinstance(value, FunctionType)
-        ]
-        return [layer for one, (layer, own) in now.items() if one not in before or not _are_same(before[one][1], own)]
-
-    def call_other_functions(self) -> bool:
-        """Whether a layer that was looked at calls another function now. Cheap: asked at each step."""
-        return any(held.get(name) is not value for held, name, value in self._functions)
+        before = self._seen
+        self.note(layers)
+        now = self._seen.values()
+        return [one for one, own in now if id(one) not in before or not _are_same(before[id(one)][1], own)]
 
     def have_changed(self, layers: Iterable[Any]) -> bool:
         """Whether some of the layers that were looked at have other attributes now, which are noted."""
@@ -82,12 +94,24 @@ class Looked:
                 found = True
         return found
 
+    def call_other_functions(self) -> bool:
+        """Whether a layer that was looked at calls another function now. Cheap: asked at each step."""
+        return any(held.get(name) is not value for held, name, value in self._functions)
+
+    def note(self, layers: Iterable[Any]) -> None:
+        """These layers, as they are now, are what will be compared."""
+        self._seen = {id(layer): (layer, attributes(layer)) for layer in layers}
+        self._functions = [
+            (vars(layer), name, value)
+            for layer, own in self._seen.values()
+            for name, value in own.items()
+            if isinstance(value, FunctionType)
+        ]
+
 
 def _are_same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    if before.keys() != now.keys():
-        return False
-    return all(
-        value is before[name]
-        or (isinstance(value, _CHOOSING) and type(value) is type(before[name]) and value == before[name])
-        for name, value in now.items()
-    )
+    return before.keys() == now.keys() and all(_is_same(before[name], value) for name, value in now.items())
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (isinstance(new, _CHOOSING) and type(old) is type(new) and bool(old == new))

@@ -123,7 +123,7 @@ class Engine:
         self._watch_gradients()
         if programs.is_compiled(model):
             programs.install_programs(model, self.world.backend)
-        self._looked.changed(model._flatten_layers())
+        self._looked.note(model._flatten_layers())
         self._prepared = self._state()
 
     def _state(self) -> tuple[Any, ...]:
@@ -147,7 +147,8 @@ class Engine:
     def _set_rules(self, changed: list[Any]) -> None:
         """Gives rules and regions to layers that are new, or are others by now. What was proven is proven again."""
         model, world = self.model, self.world
-        self.pairing.forget()
+        if self._prepared:
+            self.pairing.follow_change()
         programs.forget(model)
         for mixer in self.mixers:
             mixer.forget()
@@ -205,7 +206,7 @@ class Engine:
             self.prepare()
             self._ready = True
         elif self._looked.have_changed(self._own_layers) and not programs.is_compiled(self.model):
-            self.pairing.change_in_training()
+            self.pairing.follow_change()
         batch = batches[0]
         if isinstance(batches, data.LocalBatches):
             rows, local = batches.rows, batch

@@ -18,8 +18,8 @@ from unidist.keras.explicit.verdicts import KINDS, Verdict
 
 _log = logging.getLogger("unidist.keras.explicit.engine")
 PROBE_ROWS = 2
-# How often a layer may change from one step to the next before nothing is paired any more.
-_CHANGES = 3
+# How often a model may change before nothing of it is paired any more.
+_CHANGES = 8
 
 
 class Pairing:
@@ -67,7 +67,7 @@ class Pairing:
                 self._say(verdicts)
 
     def forget(self) -> None:
-        """The model has changed: whatever was proven is to be proven again, at the next step."""
+        """Whatever was proven is to be proven again, at the next step."""
         for pair in self.pairs or ():
             pairs.let_go(pair)
         for undo in self._installed:
@@ -76,13 +76,13 @@ class Pairing:
         self._proven_on.clear()
         self.pairs, self.verdicts = None, {}
 
-    def change_in_training(self) -> None:
-        """A layer of the user's has changed from one step to the next. One that always does pairs nothing any more."""
+    def follow_change(self) -> None:
+        """Layers have changed, as between two steps. Where they always do, nothing is paired any more."""
         self._changes += 1
         self.forget()
         if self._changes > _CHANGES:
             self._gives_up, self.pairs = True, []
-            reason = "a layer of the model changes from step to step"
+            reason = "a layer of the model changes again and again"
             self.verdicts = {id(r): Verdict(r.name, r.kind, reason=reason) for r in self.rules if r.kind in KINDS}
             self._say(self.verdicts)
 
