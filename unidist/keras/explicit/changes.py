@@ -33,7 +33,8 @@ def attributes(layer: Any) -> dict[str, Any]:
     """Those of a layer by which its call may choose. What a model of Keras's was compiled with is none of it."""
     if isinstance(layer, keras.Model) and is_of_either(type(layer)):
         return {}
-    read = _read_in_calls(type(layer)) if isinstance(layer, keras.Model) else None
+    kind: Any = type(layer)
+    read = _read_in_calls(kind) if isinstance(layer, keras.Model) else None
     return {
         name: value
         for name, value in vars(layer).items()
