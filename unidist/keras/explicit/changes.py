@@ -31,18 +31,21 @@ _NOT_CHOSEN = frozenset(
 
 def attributes(layer: Any) -> dict[str, Any]:
     """Those of a layer by which its call may choose. What a model of Keras's was compiled with is none of it."""
-    if isinstance(layer, keras.Model) and is_of_either(type(layer)):
-        return {}
     kind: Any = type(layer)
-    read = _read_in_calls(kind) if isinstance(layer, keras.Model) else None
+    if _is_of_either(kind):
+        # Its private attributes are Keras's, which sets them as it builds and calls the layer.
+        given = () if isinstance(layer, keras.Model) else (item for item in vars(layer).items() if item[0][0] != "_")
+    else:
+        read = _read_in_calls(kind) if isinstance(layer, keras.Model) else None
+        given = (item for item in vars(layer).items() if read is None or item[0] in read)
     return {
         name: value
-        for name, value in vars(layer).items()
-        if name not in _NOT_CHOSEN
-        and (read is None or name in read)
-        and (isinstance(value, _CHOOSING) or callable(value))
-        and not _FOLLOWED.search(name)
+        for name, value in given
+        if (isinstance(value, _CHOOSING) or callable(value)) and name not in _NOT_CHOSEN and not _FOLLOWED.search(name)
     }
+
+
+_is_of_either = functools.cache(is_of_either)
 
 
 @functools.cache
