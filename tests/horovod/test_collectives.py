@@ -17,6 +17,7 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.support import flights
+from tests.support.policies import threads
 from tests.visible import OF_KERAS
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
@@ -74,6 +75,13 @@ def four(kept: dict[str, ProcessWorld]) -> ProcessWorld:
     if "four" not in kept:
         kept["four"] = ProcessWorld(4, setup=join, preload=preloaded.TORCH)
     return kept["four"]
+
+
+def test_threads_that_carry_messages_interrupt_no_other(two: ProcessWorld) -> None:
+    for (_, own), *others in two.call(threads):
+        assert not own
+        # Horovod's own and gloo's, which have no names.
+        assert sum(late for _, late in others) >= 2
 
 
 def backend() -> Any:

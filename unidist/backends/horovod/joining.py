@@ -12,6 +12,7 @@ from typing import Any
 from unidist.backends.environment import detect
 from unidist.backends.horovod import rendezvous
 from unidist.backends.protocol import Cluster
+from unidist.backends.turns import interrupting_nobody
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 # The servers of this process by their address. They stay when a world is left: the next one may be joined there.
@@ -115,7 +116,8 @@ def _initialised(hvd: Any, index: int, count: int, timeout: float, variables: di
     _put(chosen)
     begun = time.monotonic()
     try:
-        hvd.init(process_sets="dynamic")
+        with interrupting_nobody():
+            hvd.init(process_sets="dynamic")
     except (RuntimeError, ValueError) as error:
         _put(before)
         raise BackendNotAvailableError(

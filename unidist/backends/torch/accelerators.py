@@ -20,6 +20,8 @@ DeviceType = Literal["cpu", "cuda"]
 TRANSPORT = "UNIDIST_TORCH_TRANSPORT"
 # Keras's own word for where it computes on torch.
 KERAS_DEVICE = "KERAS_TORCH_DEVICE"
+# How gloo calls the thread that its messages come through.
+GLOOS_THREAD = "gloo_tcp_loop"
 # Of the machine, and of all containers on it.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -17,6 +17,7 @@ from unidist.backends.environment import detect
 from unidist.backends.protocol import Cluster
 from unidist.backends.torch import accelerators
 from unidist.backends.torch.accelerators import DeviceType
+from unidist.backends.turns import interrupting_nobody
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, UnidistError
 
 # The stores of this process, by where they are, and how often a world was joined there. They stay when a world is left:
@@ -129,9 +130,10 @@ def _init(method: str, count: int, index: int, device_type: DeviceType, timeout:
     try:
         store = _store(method, count, index, limit)
         kinds = accelerators.transports(device_type)
-        dist.init_process_group(kinds, store=store, world_size=count, rank=index, timeout=limit)
-        # Whoever left before all are in would take the others' connections down.
-        dist.all_reduce(torch.zeros(1))
+        with interrupting_nobody(accelerators.GLOOS_THREAD):
+            dist.init_process_group(kinds, store=store, world_size=count, rank=index, timeout=limit)
+            # Whoever left before all are in would take the others' connections down.
+            dist.all_reduce(torch.zeros(1))
     except (RuntimeError, ValueError) as error:  # DistNetworkError, DistStoreError and gloo's own
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -17,8 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 from unidist.algebra import Group
 from unidist.backends import noting
 from unidist.backends.noting import noted
+from unidist.backends.torch import accelerators
 from unidist.backends.torch.calls import Calls
 from unidist.backends.torch.lost import told
+from unidist.backends.turns import interrupting_nobody
 
 _CPU = torch.device("cpu")
 
@@ -128,7 +130,12 @@ class Transports:
         backend, store = _with_gloo(_kinds(default)), c10d._world.pg_map[default][1]
         pg: dist.ProcessGroup
         making = "making the process group"
-        with noted(noting.told(making, group.ranks)), told(making, group.ranks), _by_members_alone(default):
+        with (
+            noted(noting.told(making, group.ranks)),
+            told(making, group.ranks),
+            _by_members_alone(default),
+            interrupting_nobody(accelerators.GLOOS_THREAD),
+        ):
             pg, _ = c10d._new_process_group_helper(
                 group.size,
                 group.index,
