@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import sampling
+from tests.support import covered, sampling
 from tests.support.hiding import FROM_PROGRAMS, HIDDEN
 from unidist.backends.environment import without_launcher
 from unidist.testing import forkserver
@@ -38,6 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.path[:0] = hidden
     hidden += [str(ROOT / folder) for folder in FROM_PROGRAMS]
     os.environ["PYTHONPATH"] = os.pathsep.join([*hidden, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what ci/covered.toml says, but for `--all` and tests that are named one by one."""
+    if sampling.WHOLE or sampling.SEED != sampling.USUAL or any("::" in argument for argument in config.args):
+        return
+    names = {item.nodeid for item in items}
+    if not config.option.keyword and (missing := covered.unknown(names, {name.partition("::")[0] for name in names})):
+        raise pytest.UsageError("ci/covered.toml names what is not there:\n" + "\n".join(missing))
+    left_out = [item for item in items if item.nodeid in covered.left_out()]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in covered.left_out()]
 
 
 def pytest_report_header() -> str:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import combinations
 from typing import TypeVar
 
-SEED = int(os.environ.get("TESTS_SEED", "20"))
+USUAL = 20
+SEED = int(os.environ.get("TESTS_SEED", USUAL))
 WHOLE = os.environ.get("TESTS_ALL") == "1"
 
 _Row = TypeVar("_Row", bound=tuple[Hashable, ...])

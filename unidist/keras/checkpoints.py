@@ -28,7 +28,7 @@ from unidist.checkpoint.reading import Reader, Verify
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
-from unidist.keras import configs, later, seeds
+from unidist.keras import configs, later, renaming, seeds
 from unidist.keras.fetching import Source
 from unidist.keras.held import WORDS, Held, Read, entries, words
 from unidist.keras.states import State, tried
@@ -347,11 +347,13 @@ def _fitting(state: State, reader: Reader | Source, strict: bool) -> tuple[list[
     Raises:
         CheckpointError: with `strict`, where something is missing, too much, or of another shape or dtype.
     """
-    ours = {tensor.name: (tensor, held) for tensor, held in state.variables}
+    stored = {name: tensor.kind for name, tensor in reader.tensors.items()}
+    there = renaming.in_checkpoint(state.model, {tensor.name: tensor.kind for tensor, _ in state.variables}, stored)
+    ours = {there.get(tensor.name, tensor.name): (tensor, held) for tensor, held in state.variables}
     wrong: list[str] = []
     lenient: list[str] = []
     fitting = []
-    kinds = {tensor.kind for tensor in reader.tensors.values()}
+    kinds = set(stored.values())
     for name in dict.fromkeys([*ours, *reader.tensors]):
         theirs = reader.tensors.get(name)
         own = ours.get(name)

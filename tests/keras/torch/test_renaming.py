@@ -1,0 +1,175 @@
+"""A model that a program makes again, so that Keras counts its names on, takes a checkpoint of the one before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import unidist
+from unidist.keras import renaming
+
+X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
+Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")
+
+
+class Twice(keras.layers.Layer):
+    """A layer with layers of its own, whose class has a number."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.first, self.second = keras.layers.Dense(6, "relu"), keras.layers.Dense(6, "relu")
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def stack() -> list[Any]:
+    """Ten and more of a class: "dense_10" comes behind "dense_9"."""
+    return [*(keras.layers.Dense(6, "relu") for _ in range(11)), keras.layers.Dense(4)]
+
+
+def nested() -> list[Any]:
+    inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6), keras.layers.Dense(6)])
+    return [inner, keras.layers.BatchNormalization(), Twice(), keras.layers.Dense(4)]
+
+
+def random() -> list[Any]:
+    return [keras.layers.Dense(6), keras.layers.Dropout(0.3), keras.layers.Dropout(0.2), keras.layers.Dense(4)]
+
+
+def recurrent() -> list[Any]:
+    return [
+        keras.layers.Reshape((3, 2)),
+        keras.layers.LSTM(6, return_sequences=True),
+        keras.layers.GRU(6),
+        keras.layers.Dense(4),
+    ]
+
+
+def named() -> list[Any]:
+    return [keras.layers.Dense(6, name="up_1"), keras.layers.Dense(6), keras.layers.Dense(4, name="down")]
+
+
+def scaled() -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=2.0)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def make(layers: Callable[[], list[Any]], optimizer: Callable[[], Any]) -> Any:
+    with unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), zero=1).scope():
+        model = keras.Sequential([keras.Input((6,)), *layers()])
+        model.compile(optimizer(), "mse", metrics=["mae"])
+    return model
+
+
+def train(model: Any) -> list[float]:
+    found: list[float] = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history["loss"]
+    return found
+
+
+def values(model: Any) -> list[Any]:
+    return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "optimizer"),
+    [(stack, adam), (nested, scaled), (random, adam), (recurrent, scaled), (named, adam)],
+    ids=lambda one: one.__name__,
+)
+def test_it_goes_on_as_the_one_before(
+    layers: Callable[[], list[Any]], optimizer: Callable[[], Any], tmp_path: Path
+) -> None:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    model = make(layers, optimizer)
+    train(model)
+    unidist.save(model, tmp_path)
+    losses = train(model)
+    again = make(layers, optimizer)
+    train(again)  # what a first fit draws is drawn
+    assert [v.path for v in again.weights] != [v.path for v in model.weights]
+    told = unidist.restore(again, tmp_path)
+    assert (told.skipped, told.converted) == ((), ())
+    assert train(again) == losses
+    for value, found in zip(values(model), values(again), strict=True):
+        np.testing.assert_array_equal(value, found)
+
+
+def test_optimizers_of_two_models_keep_their_own_slots() -> None:
+    keras.utils.clear_session()
+
+    class Pair(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = keras.layers.Dense(2), keras.layers.Dense(2)
+            self.for_one, self.for_two = keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.2)
+            self.one.build((None, 2))
+            self.two.build((None, 2))
+            self.for_one.build(self.one.trainable_variables)
+            self.for_two.build(self.two.trainable_variables)
+
+    def kinds(model: Any) -> dict[str, str]:
+        slots = {v.path: "optimizer" for one in (model.for_one, model.for_two) for v in one.variables}
+        return {**{v.path: "model" for v in (*model.one.weights, *model.two.weights)}, **slots}
+
+    before, after = Pair(), Pair()
+    found = renaming.in_checkpoint(after, kinds(after), kinds(before))
+    assert set(found) == set(kinds(after))
+    assert set(found.values()) == set(kinds(before))
+    assert found["adam_2/learning_rate"] == "adam/learning_rate"
+    assert found["adam_3/dense_3_kernel_velocity"] == "adam_1/dense_1_kernel_velocity"
+
+
+def test_slots_are_of_the_variable_with_the_longest_name() -> None:
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD())
+    ours = {"x/dense": "model", "x/dense/k": "model", "sgd/x_dense_m": "optimizer", "sgd/x_dense_k_m": "optimizer"}
+    theirs = {
+        "x/dense": "model",
+        "x/dense_1/k": "model",
+        "sgd/x_dense_m": "optimizer",
+        "sgd/x_dense_1_k_m": "optimizer",
+    }
+    assert renaming.in_checkpoint(model, ours, theirs) == dict(zip(ours, theirs, strict=True))
+
+
+def test_names_that_a_user_gave_are_not_counted_on(tmp_path: Path) -> None:
+    keras.utils.clear_session()
+
+    def blocks(first: int) -> Callable[[], list[Any]]:
+        return lambda: [keras.layers.Dense(6, name=f"block_{k}") for k in (first, first + 1)] + [keras.layers.Dense(4)]
+
+    unidist.save(make(blocks(0), adam), tmp_path)
+    with pytest.raises(unidist.CheckpointError, match=re.escape("block_2/kernel: is in the model alone")):
+        unidist.restore(make(blocks(1), adam), tmp_path)
+
+
+@pytest.mark.parametrize("fewer", [True, False])
+def test_a_model_of_more_or_fewer_layers_is_another(fewer: bool, tmp_path: Path) -> None:
+    keras.utils.clear_session()
+    sizes = (3, 2) if fewer else (2, 3)
+
+    def of(count: int) -> Callable[[], list[Any]]:
+        return lambda: [keras.layers.Dense(4) for _ in range(count)]
+
+    unidist.save(make(of(sizes[0]), adam), tmp_path)
+    other = make(of(sizes[1]), adam)
+    before = [np.asarray(v) for v in other.variables]
+    with pytest.raises(unidist.CheckpointError, match="does not fit model 'sequential_1'"):
+        unidist.restore(other, tmp_path)
+    for value, v in zip(before, other.variables, strict=True):
+        np.testing.assert_array_equal(value, np.asarray(v))

@@ -1,0 +1,56 @@
+"""Cases that run with `--all` alone, since others cover them: ci/covered.toml names both.
+
+What is left out is left out by its name, never by a rule, so that nothing that is new is left out. Where tests are
+named one by one (`pytest FILE::TEST`), all of those run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+REGISTER = Path(__file__).parents[2] / "ci" / "covered.toml"
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Some cases of one test, or all of it.
+
+    Attributes:
+        test: its file and name.
+        cases: what pytest has in brackets behind it; none: the test itself.
+        by: the cases, or tests, that notice what these would.
+        why: they do.
+    """
+
+    test: str
+    cases: tuple[str, ...]
+    by: tuple[str, ...]
+    why: str
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"{self.test}[{case}]" for case in self.cases) or (self.test,)
+
+
+@cache
+def register() -> tuple[Covered, ...]:
+    tables = tomllib.loads(REGISTER.read_text())["covered"]
+    return tuple(Covered(t["test"], tuple(t["cases"]), tuple(t["by"]), t["why"]) for t in tables)
+
+
+@cache
+def left_out() -> frozenset[str]:
+    """The ids of all cases that others cover."""
+    return frozenset(name for one in register() for name in one.ids)
+
+
+def unknown(collected: Iterable[str], whole: Collection[str]) -> list[str]:
+    """The ids that the register names and that are not there, of files that were collected whole."""
+    found = set(collected)
+    found |= {name.partition("[")[0] for name in found}
+    named = (name for one in register() for name in (*one.ids, *one.by))
+    return sorted({name for name in named if name.partition("::")[0] in whole and name not in found})
