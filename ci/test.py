@@ -4,9 +4,8 @@
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Its Python is the system's, if that is of the same version and the one that runs this was not optimized when it was
 built. Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
-import-linter and mypy, then every test in one pytest run of two workers, and a third for files that mostly wait
-(ci/timing.py): tests/unit, then the longest files first. Ends at the first failure of a check, or at the twentieth of
-a test.
+import-linter and mypy, then every test in one pytest run of two workers: tests/unit, then the longest files first
+(ci/timing.py). Ends at the first failure of a check, or at the twentieth of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -50,10 +49,9 @@ CHECKS = (
     ("lint-imports",),
     ("mypy",),
 )
-# Two and one: a test starts up to four processes of its own, and on two cores a third worker for all files makes all
-# of them take more of a core's time. So the third runs only files that mostly wait (ci/waiting.py). By files: the
-# processes and references of one are shared.
-WORKERS = 3
+# Two: a test starts up to four processes of its own, and on two cores a third worker makes all of them take more of
+# a core's time. By files: the processes and references of one are shared.
+WORKERS = 2
 SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
 PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
 # What notices first where another Keras differs: names inside it, steps of every Keras backend, Keras's own strategies.

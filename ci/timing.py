@@ -1,8 +1,7 @@
 """A pytest plugin: how long each file of tests takes, and which begin first.
 
 Files come in the order of ci/durations.json, the longest first, so that no worker is left with a long one at the end;
-those of tests/unit come before all others, as a mistake shows there soonest. Of three workers or more the last runs
-only files that mostly wait: for a timeout, or for processes that end. What a run took is printed by folder, and
+those of tests/unit come before all others, as a mistake shows there soonest. What a run took is printed by folder, and
 how fast the machine was meanwhile. The file named by the variable TIMES, if there is one, gets it by file, and for how
 long workers waited for worlds to start.
 """
@@ -25,8 +24,6 @@ from unidist.testing.processes import ProcessWorld
 
 DURATIONS = Path(__file__).parent / "durations.json"
 FIRST = "tests/unit/"
-# A file waits that takes at least so many seconds, and of them at most this share of a core.
-WAITS, OF_A_CORE = 5.0, 0.68
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -81,7 +78,7 @@ class Timing:
     # a worker -----------------------------------------------------------------------------------------------------
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        known = durations()
+        known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
 
         def turn(item: pytest.Item) -> tuple[bool, float]:
             file = file_of(item)
@@ -113,16 +110,6 @@ class Timing:
             output["starting"] = self.starting
 
     # the process that is asked for the tests ----------------------------------------------------------------------
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        if config.option.dist != "loadfile" or (config.option.numprocesses or 0) < 3:
-            return None
-        from ci.waiting import WaitingApart
-
-        found = durations().items()
-        waiting = {name for name, spent in found if spent["wall"] > WAITS and spent["cpu"] < OF_A_CORE * spent["wall"]}
-        return WaitingApart(config, log, frozenset(waiting))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -168,11 +155,6 @@ def pytest_configure(config: pytest.Config) -> None:
         timing.starting += time.monotonic() - began
 
     ProcessWorld.start = timed  # type: ignore[method-assign]
-
-
-def durations() -> dict[str, dict[str, float]]:
-    """What each file took when it was measured."""
-    return dict(json.loads(DURATIONS.read_text())["files"]) if DURATIONS.exists() else {}
 
 
 def file_of(item: pytest.Item) -> str:
