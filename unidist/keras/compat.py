@@ -69,6 +69,7 @@ _PLACES = {
     "EpochIterator": "keras.src.trainers.epoch_iterator:EpochIterator",
     "file_utils": "keras.src.utils.file_utils:",
     "jax_utils": "keras.src.utils.jax_utils:",
+    "to_snake_case": "keras.src.utils.naming:to_snake_case",
     "GLOBAL_RANDOM_SEED": "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",
     # torch
     "torch_random": "keras.src.backend.torch.random:",

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from unidist.keras.compat import to_snake_case
 from unidist.keras.states import optimizers
 
 # Layers keep them without giving them a name.
@@ -64,7 +65,7 @@ def _automatic(model: Any) -> Iterator[str]:
     found = optimizers(model)
     inner = [one.inner_optimizer for one in found if hasattr(one, "inner_optimizer")]
     for part in (*model._flatten_layers(), *found, *inner):
-        bare = _snake(type(part).__name__)
+        bare = to_snake_case(type(part).__name__)
         if re.fullmatch(rf"{re.escape(bare)}(_\d+)?", part.name):
             yield bare
 
@@ -91,10 +92,3 @@ def _bare(part: str, automatic: frozenset[str]) -> tuple[str, int]:
     if bare in automatic and number.isdigit():
         return bare, int(number)
     return part, 0
-
-
-def _snake(name: str) -> str:
-    """Keras's name for a class, as keras.src.utils.naming.to_snake_case gives it (3.15, 3.16)."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
