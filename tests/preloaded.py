@@ -36,7 +36,7 @@ _TENSORFLOW = (
 _BESIDES = ("keras", "pytest", "h5py")
 KERAS = {
     "torch": (*TORCH, *_BESIDES, "unidist.keras.explicit.hooks"),
-    "jax": (*JAX, *_BESIDES, "unidist.keras.partitioned.hooks"),
+    "jax": (*JAX, *_BESIDES, "tests.support.lasting_losses", "unidist.keras.partitioned.hooks"),
     "tensorflow": (*_TENSORFLOW, *_BESIDES, "unidist.keras.dtensor.hooks", "unidist.keras.replicated.hooks"),
 }
 # Keras on torch, given tf.data: keras_hub reads text by it.

@@ -281,6 +281,23 @@ def test_callbacks_in_two_processes(pair: ProcessWorld, expected: Any, tmp_path:
     assert [p.name for p in (tmp_path / "two").iterdir()] == ["best.keras"]
 
 
+ADDING = "tests.keras.jax.adding:{}".format
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("dp", 1), ("2x2", 3)])
+def test_losses_that_layers_add_are_counted_once_however_often_a_step_is_traced(
+    four: ProcessWorld, one: ProcessWorld, kind: str, zero: int
+) -> None:
+    found = four.call(ADDING("retraced"), kind, zero)[0]
+    same(found, one.call(ADDING("retraced"), None, 0)[0])
+    assert found["spread"] == 4
+
+
+def test_losses_of_a_call_that_was_only_traced_are_forgotten(four: ProcessWorld) -> None:
+    """The call within the step adds one for each of five points in time."""
+    assert set(four.call(ADDING("tried"), 3)[0]) == {0, 5}
+
+
 def test_the_ledger_tells_the_gradients_of_data_parallel_steps_exactly(four: ProcessWorld) -> None:
     steps = 3
     found = four.call(RUN("traffic"), "dp", steps * 8, 8)[0]

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from unidist.keras.compat import in_stateless_scope
 from unidist.keras.partitioned import fanning, layouts, placing, regions
 from unidist.keras.strategy import adopt
 
@@ -37,8 +38,12 @@ def calling(original: Any) -> Any:
             trainable_variables = _each(_to_compute, placed, trainable_variables)
             others = _placements(self.non_trainable_variables, distribution)
             non_trainable_variables = _each(_gathered, others, non_trainable_variables)
-        with regions.entering(region):
-            return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
+        try:
+            with regions.entering(region):
+                return original(self, trainable_variables, non_trainable_variables, *args, **kwargs)
+        finally:
+            if distribution is not None and not in_stateless_scope():
+                regions.forget_losses(self)
 
     return stateless_call
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,20 @@ def _of_unit(layer: Any) -> list[Any]:
     return list(getattr(layer, "_trainable_variables", ()))
 
 
+def forget_losses(layer: Any, losses: Iterable[Any] | None = None) -> None:
+    """To be called once the losses that layers added in a trace were read.
+
+    Keras finds them by `id`, and keeps the ids until each layer is called again. By then another layer's loss may have
+    such an id: Keras would count it twice, or drop it (3.15, 3.16).
+
+    Args:
+        losses: those to forget; None: all.
+    """
+    gone = None if losses is None else {id(loss) for loss in losses}
+    for part in layer._flatten_layers():
+        part._loss_ids.difference_update(part._loss_ids if gone is None else gone)
+
+
 class _UnprovenError(Exception):
     """The call does more than to give outputs."""
 
@@ -121,6 +135,7 @@ class _Call:
     """A layer's call, its arrays apart from all else that it is given.
 
     Attributes:
+        layer: is called.
         function: takes the call's arguments.
         variables: all of the layer.
         leaves, tree: the arguments.
@@ -128,6 +143,7 @@ class _Call:
         has_rows: which of these have rows.
     """
 
+    layer: Any
     function: Callable[..., Any]
     variables: list[Any]
     leaves: list[Any]
@@ -145,7 +161,7 @@ class _Call:
         others = (leaves[place] for place, own in zip(arrays, has_rows, strict=True) if not own)
         if rows is None or any(jnp.issubdtype(other.dtype, jnp.inexact) for other in others):
             return None
-        return cls(function, layer.variables, leaves, tree, arrays, has_rows)
+        return cls(layer, function, layer.variables, leaves, tree, arrays, has_rows)
 
     @property
     def rows(self) -> int:
@@ -163,7 +179,10 @@ class _Call:
             leaves[place] = array
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
         with entering(None), _Scope(self.variables, values) as scope:
-            outputs, tree = jax.tree.flatten(self.function(*args, **kwargs))
+            try:
+                outputs, tree = jax.tree.flatten(self.function(*args, **kwargs))
+            finally:
+                forget_losses(self.layer, scope.losses)
         if not scope.is_untouched or not all(isinstance(output, jax.Array) for output in outputs):
             raise _UnprovenError
         return outputs, [get_keras_mask(output) for output in outputs], tree
