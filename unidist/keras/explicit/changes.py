@@ -68,8 +68,23 @@ def key(subject: Any) -> tuple[Any, ...]:
     if is_of_keras(type(subject)):
         return ()
     return tuple(
-        (name, value if isinstance(value, _CHOOSING) else id(value)) for name, value in attributes(subject).items()
+        (name, value if isinstance(value, _CHOOSING) else _Itself(value)) for name, value in attributes(subject).items()
     )
+
+
+class _Itself:
+    """Equal to itself alone; kept, so that nothing else can be where it was in memory."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 class Looked:
