@@ -58,6 +58,9 @@ PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
 OF_KERAS = "@ci/of_keras.txt"
 DURATIONS = ROOT / "ci" / "durations.json"
 MEASURING = ROOT / "ci" / "measuring"
+# Run by each Python of the environment when it starts (the module `site`). With CPython's own thresholds a fifth of the
+# cores' time of a run goes into collecting garbage: frameworks are imported again and again, and leave much to look at.
+COLLECTING = "import gc; gc.set_threshold(50_000, 10, 10)\n"
 KEPT_DAYS = 30
 
 
@@ -212,8 +215,17 @@ def environment() -> Path:
             if code := run(*pip, "--constraint", CONSTRAINTS, *wanted) or run(HOROVOD, home / "bin" / "python"):
                 sys.exit(code)
         done.touch()
+        collect_less(home)
         forget_unused(base)
     return home / "bin" / "python"
+
+
+def collect_less(home: Path) -> None:
+    """Also in an environment that an earlier run has made."""
+    (packages,) = home.glob("lib/*/site-packages")
+    started = packages / "collecting.pth"
+    if not started.exists() or started.read_text() != COLLECTING:
+        started.write_text(COLLECTING)
 
 
 def with_keras(python: Path, version: str) -> Path:
@@ -239,6 +251,7 @@ def layered(python: Path, wanted: list[str], age: str = "") -> Path:
             if code := run(python, "-m", "pip", "--python", other / "bin" / "python", *install):
                 sys.exit(code)
         (other / "complete").touch()
+        collect_less(other)
     return other / "bin" / "python"
 
 
