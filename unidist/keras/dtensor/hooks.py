@@ -87,6 +87,8 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras.Model, "__call__", trainer.calling, "models are called on the mesh")
     yield Hook(keras_core.Variable, "_initialize", placing.initializing, "large variables rest in parts")
     yield Hook(keras_core.Variable, "assign", placing.loading, "a device's part is read from a file by itself")
+    for operator in values.OPERATORS:
+        yield Hook(keras_core.Variable, operator, values.operating, "outside of steps variables are read on the host")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")
     yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
     yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from tensorflow.experimental import dtensor
 from unidist.keras.compat import Trainer, get_keras_mask, set_keras_mask
 from unidist.keras.dtensor import values
 
-_mesh: ContextVar[dtensor.Mesh | None] = ContextVar("unidist_dtensor_mesh", default=None)
+_mesh = values.computing
 
 
 @contextlib.contextmanager

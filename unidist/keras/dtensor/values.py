@@ -6,6 +6,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,13 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array
+from unidist.keras.compat import in_stateless_scope
 from unidist.keras.dtensor import worlds
 from unidist.keras.ranges import Stored
 
 U = dtensor.UNSHARDED
+# The mesh on which this thread computes; None outside of steps and of calls of models.
+computing: ContextVar[dtensor.Mesh | None] = ContextVar("unidist_dtensor_mesh", default=None)
 
 
 def replicated(mesh: dtensor.Mesh, ndim: int) -> dtensor.Layout:
@@ -77,14 +82,13 @@ def whole(x: Any) -> Array:
 
 
 class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
-    """A DVariable that takes and gives whole values on the host.
+    """A DVariable that takes and gives whole values on the host, outside of what computes on its mesh.
 
     Attributes:
         compute: how it is laid out where layers read it; None: as it rests.
         state: of its gradient and its slots, and of itself while the optimizer updates it; None: as it rests.
         held: the whole value, while a model is being saved by a process that must not ask the others.
-        waits_on: the distribution that it is cut by, until its model is placed; None: it is placed. Until then it is
-            read whole on the host.
+        waits_on: the distribution that it is cut by, until its model is placed; None: it is placed.
     """
 
     compute: dtensor.Layout | None = None
@@ -121,7 +125,7 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         super().assign(found)
 
     def value(self) -> Any:
-        if self.waits_on is not None and tf.executing_eagerly():
+        if self.is_read_on_host():
             return on_host(super().value())
         found, wanted = super().value(), self._wanted()
         return found if wanted is None else _read_as(found, wanted, self.layout)
@@ -129,9 +133,14 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
         return (
             super()._dense_var_to_tensor(dtype, name, as_ref)
-            if self._wanted() is None and self.waits_on is None
+            if self._wanted() is None and not self.is_read_on_host()
             else self.value()
         )
+
+    def is_read_on_host(self) -> bool:
+        """DTensor computes nothing of a value on a mesh and one on the host."""
+        is_computing = computing.get() is not None or _reading.for_update
+        return tf.executing_eagerly() and (self.waits_on is not None or not is_computing)
 
     def _wanted(self) -> dtensor.Layout | None:
         """The layout in which it is read here; None: as it rests."""
@@ -194,6 +203,31 @@ def updating() -> Iterator[None]:
         yield
     finally:
         _reading.for_update = before
+
+
+# What a variable of Keras's has of them: TensorFlow would read the part of this process in C++, asking nobody.
+OPERATORS = (
+    *("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__getitem__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *(
+        f"__{side}{name}__"
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+        for side in ("", "r")
+    ),
+)
+
+
+def operating(original: Any) -> Any:
+    """An operator of a variable: outside of what computes on the mesh the variable is read on the host."""
+
+    @functools.wraps(original)
+    def operator(variable: Any, *others: Any) -> Any:
+        value = variable._value
+        if in_stateless_scope() or not isinstance(value, SpreadVariable) or not value.is_read_on_host():
+            return original(variable, *others)
+        return original(SimpleNamespace(value=variable._maybe_autocast(value.value())), *others)
+
+    return operator
 
 
 def scattering(original: Any) -> Any:
