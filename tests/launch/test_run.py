@@ -192,6 +192,33 @@ def test_a_signal_whose_exception_is_lost_comes_again() -> None:
     assert "Traceback" not in done.stderr
 
 
+TURNED = """
+import os, runpy, signal, sys, tempfile
+agent = runpy.run_path(sys.argv[1], run_name="agent")
+from torch.distributed.elastic.multiprocessing import api
+
+def launch(*_):
+    signal.signal(signal.SIGTERM, api._terminate_process_handler)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except api.SignalException:
+        raise SystemError("a call in C returned a result with an exception set")
+
+agent["main"].__globals__.update(launch_agent=launch, SubprocessContext=type("Workers", (), {"wait": None}))
+program = tempfile.NamedTemporaryFile("w", suffix=".py")
+print("def watch(descriptor): ...", file=program, flush=True)
+task = {"program": program.name, "failures": os.open(os.devnull, os.O_WRONLY), "node_rank": 0, "processes": 1}
+agent["main"].__globals__["configuration"] = lambda task: None
+sys.exit(agent["main"]({**task, "command": []}))
+"""
+
+
+def test_a_signal_whose_exception_became_another_is_known_by_its_code() -> None:
+    agent = ROOT / "unidist" / "backends" / "torch" / "agent.py"
+    done = subprocess.run([sys.executable, "-P", "-c", TURNED, str(agent)], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_that_do_not_listen_are_killed_after_the_grace(backend: str, tmp_path: Path) -> None:
     script = program(tmp_path, programs.HANGS)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
-from torch.distributed.elastic.multiprocessing import SubprocessContext
+from torch.distributed.elastic.multiprocessing import SubprocessContext, api
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -104,6 +104,16 @@ def sent_again(lost: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(lost)
 
 
+def noting(handler: Callable[..., None], came: list[int]) -> Callable[..., None]:
+    """torch's handler of signals. Its exception may come out as another one, where it was raised within a call in C."""
+
+    def handling(number: int, frame: Any) -> None:
+        came.append(number)
+        handler(number, frame)
+
+    return handling
+
+
 def telling(
     wait: Callable[..., RunProcsResult | None], first_rank: int, stream: TextIO
 ) -> Callable[..., RunProcsResult | None]:
@@ -129,6 +139,8 @@ def main(task: dict[str, Any]) -> int:
     # A signal that arrives while the agent logs would otherwise print a "Logging error" with a traceback of its own.
     logging.raiseExceptions = False
     rendezvous_handler_registry.register(_OURS, lambda parameters: Loopback(parameters.run_id))
+    came: list[int] = []
+    api._terminate_process_handler = noting(api._terminate_process_handler, came)
     with os.fdopen(task["failures"], "w") as stream:
         first_rank = task["node_rank"] * task["processes"]
         SubprocessContext.wait = telling(SubprocessContext.wait, first_rank, stream)  # type: ignore[method-assign]
@@ -136,8 +148,10 @@ def main(task: dict[str, Any]) -> int:
             launch_agent(configuration(task), sys.executable, [task["program"], *task["command"]])
         except ChildFailedError:
             return 0
-        except SignalException as error:
-            return 128 + error.sigval
+        except BaseException:
+            if not came:
+                raise
+            return 128 + came[0]
         finally:
             # It ends by itself now. A signal would raise in whatever runs at Python's exit, and print that.
             for one in _ENDING:
