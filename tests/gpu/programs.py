@@ -232,7 +232,7 @@ def _stepping(zero: int, width: int = 64, *, norm: bool = True) -> tuple[Callabl
     assert found is not None
     draw = np.random.default_rng(0)
     given = tuple(torch.tensor(draw.normal(size=(8, n)).astype("float32")).to(get_device()) for n in (8, 2))
-    batch = data.LocalBatches([given], Rows(8, 8, True))
+    batch = data.LocalBatches([given], Rows(8, 8, True, 8))
 
     def step() -> Any:
         with found.session(logs_are_read=False):

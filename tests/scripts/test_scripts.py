@@ -34,19 +34,11 @@ PLACES = {
 KINDS = ("data", "zero", "found")
 # Loops of one's own on JAX give each device the whole batch, and so have nothing to reduce.
 UNCUT = {("jax", "data", "looping")}
-_BY_ITSELF = r"CapabilityError: train_step computed its loss, or a part of it, by itself, .* self\.compute_loss\(x=x"
 _NO_RANKS = (
     r"CapabilityError: .* was called outside of fit on .* in the simulator, .* put the loop's body into .* train_step"
 )
 _TAKES = r"LayoutError: model 'adversaries' does not say what it takes: give plan\(model, mesh, inputs=\.\.\.\) a batch"
 REFUSED = {
-    **{
-        (place, kind, program): _BY_ITSELF
-        for place in ("sim", "torch")
-        for kind in ("data", "zero")
-        for program in PROGRAMS
-        if program.endswith("_by_hand")
-    },
     **{("sim", kind, "looping"): _NO_RANKS for kind in KINDS},
     **{(place, "found", "adversarial"): _TAKES for place in ("sim", "torch")},
 }

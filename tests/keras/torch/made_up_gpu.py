@@ -118,7 +118,7 @@ def step(zero: int, rows_are_even: bool) -> list[str]:
             found.prepare()
             for _ in range(2):
                 with Waits() as waits:
-                    found.step(without_backward, data.LocalBatches([given], Rows(8, 8, rows_are_even)), kind="train")
+                    found.step(without_backward, data.LocalBatches([given], Rows(8, 8, rows_are_even, 8)), kind="train")
     unidist.shutdown()
     return waits.found
 

@@ -175,7 +175,8 @@ def _arguments(x: Any, y: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str,
     others = [((x, other), {}) for other in (y, y[:, :1], y[0], vector, 2.0)]
     three = [((x, y, x), {}), ((y > 1.0, x, 0.5), {}), ((x, 0.9, 1.1), {}), ((x, y, vector), {})]
     types = [((x, torch.float64), {}), ((x,), {}), ((), {"input": x})]
-    return [*types, *others, *by_dims, *named, *sizes, *three]
+    losses = [((0.5 * x, 0.5 * y), {"reduction": how}) for how in ("none", "mean")]
+    return [*losses, *types, *others, *by_dims, *named, *sizes, *three]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of odd calls

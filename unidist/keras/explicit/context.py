@@ -32,15 +32,33 @@ class Rows:
         local: rows of this rank's shard.
         total: rows of the global batch.
         even: whether all shards hold as many.
+        least: rows of the shard that holds fewest.
     """
 
     local: int
     total: int
     even: bool
+    least: int
 
     @property
     def share(self) -> float:
         return self.local / self.total if self.total else 0.0
+
+
+class Before:
+    """What variables held before they were written.
+
+    Attributes:
+        values: id of a variable -> its value then.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, torch.Tensor] = {}
+
+    def note(self, variable: Any) -> None:
+        """To be called once for each variable, before it is written."""
+        with AutocastScope(None):
+            self.values[id(variable)] = variable.value.detach().clone()
 
 
 _numbers = itertools.count()
@@ -68,6 +86,10 @@ class Frame:
         exact_loss: the loss of this step has its global denominators.
         gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
         tells_losses: the step is the model's own: losses are those of all rows, not this rank's contributions.
+        sees_rows: such a step computes with rows by itself, and is given those of all shards (own_rows.py).
+        is_making_gradients: a gradient that began in this step is on its way to the variables.
+        has_made_gradients: one has come there.
+        tells_numbers: such a step, without that, has given a metric or its logs a number of this rank's rows.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         calls: ids of the layers that hold a pair and are being called.
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
@@ -77,7 +99,8 @@ class Frame:
         region: the layer, operation or loss that is computing with the rows of all shards in view (mixing.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
-        written: for each rematerialized call that is going on, id of a variable -> its value before (remat.py).
+        written: what notes each variable before it is written: rematerialized calls that are going on (remat.py), and
+            a step that may begin again (own_rows.py).
     """
 
     rank: int
@@ -96,6 +119,10 @@ class Frame:
     exact_loss: bool = False
     gathered_loss: bool = False
     tells_losses: bool = False
+    sees_rows: bool = False
+    is_making_gradients: bool = False
+    has_made_gradients: bool = False
+    tells_numbers: bool = False
     trial: frozenset[int] | None = None
     calls: tuple[int, ...] = ()
     wide: bool = False
@@ -105,7 +132,7 @@ class Frame:
     region: Region | None = None
     seed_place: int = 0
     fetcher: Fetcher | None = None
-    written: tuple[dict[int, torch.Tensor], ...] = ()
+    written: tuple[Before, ...] = ()
 
     @contextlib.contextmanager
     def _having(self, **attributes: Any) -> Iterator[None]:
@@ -153,16 +180,23 @@ class Frame:
         """A region is computing, or none."""
         return self._having(region=region)
 
-    def noting(self, before: dict[int, torch.Tensor]) -> AbstractContextManager[None]:
+    def noting(self, before: Before) -> AbstractContextManager[None]:
         """What variables held before they are written inside is noted."""
         return self._having(written=(*self.written, before))
+
+    def on_wholes(self) -> AbstractContextManager[None]:
+        """What is computed is computed alike on all ranks, of the rows of all shards."""
+        return self._having(gathered_loss=True, seed_place=0)
+
+    def making_gradients(self) -> AbstractContextManager[None]:
+        """A gradient that began in this step is on its way to the variables."""
+        return self._having(is_making_gradients=True)
 
     def note_write(self, variable: Any) -> None:
         """To be called before a variable is written."""
         for before in self.written:
-            if id(variable) not in before:
-                with AutocastScope(None):
-                    before[id(variable)] = variable.value.detach().clone()
+            if id(variable) not in before.values:
+                before.note(variable)
 
 
 # That of the fit, evaluate or predict that is going on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,38 @@ class LocalBatches(list[Any]):
         self.rows = rows
 
 
+@dataclass(frozen=True)
+class Shards:
+    """A batch, and the rows of it that each rank has.
+
+    Attributes:
+        batch: all rows, or those of this process alone.
+        rows: how many this process has, where the batch holds these alone.
+        total: of the global batch.
+    """
+
+    world: RankWorld
+    batch: Any
+    rows: Rows | None
+    total: int
+
+    @staticmethod
+    def of(world: RankWorld, batches: list[Any], *, auto_shard: bool) -> Shards:
+        """`batches`: what an epoch iterator hands to a step; `auto_shard`: each process was given all rows."""
+        batch, rows = batches[0], None
+        if isinstance(batches, LocalBatches):
+            rows = batches.rows
+        elif not world.is_virtual and not auto_shard:
+            rows = rows_already_local(world, batch)
+        return Shards(world, batch, rows, row_count(batch) if rows is None else rows.total)
+
+    def on(self, rank: int) -> tuple[Rows, Any]:
+        if self.rows is not None:
+            return self.rows, self.batch
+        own = cut(self.batch, *bounds(self.world, rank, self.total), copy=self.world.is_virtual)
+        return rows_of(self.world, rank, self.total), own
+
+
 def row_count(batch: Any) -> int:
     """Rows of a batch. Raises LayoutError where its arrays disagree or have none."""
     counts = {int(leaf.shape[0]) for leaf in tree.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape)}
@@ -48,8 +81,10 @@ def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
 
 
 def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
-    even = not world.data_axes or total % world.mesh.axis_size(world.data_axes) == 0
-    return Rows(bounds(world, rank, total)[1], total, even)
+    shards = world.mesh.axis_size(world.data_axes) if world.data_axes else 1
+    # As torch.chunk cuts.
+    least = max(0, total - (shards - 1) * -(-total // shards))
+    return Rows(bounds(world, rank, total)[1], total, total % shards == 0, least)
 
 
 def cut(batch: Any, start: int, length: int, *, copy: bool = False) -> Any:
@@ -75,11 +110,11 @@ def rows_already_local(world: RankWorld, batch: Any) -> Rows:
 
 def _agreed_rows(world: RankWorld, local: int) -> Rows:
     if not world.data_axes:
-        return Rows(local, local, True)
+        return Rows(local, local, True, local)
     found = _of_shards(world, local)
     if min(found) < 0:
         _tell_apart(world, found)
-    return Rows(local, sum(found), len(set(found)) == 1)
+    return Rows(local, sum(found), len(set(found)) == 1, min(found))
 
 
 def _of_shards(world: RankWorld, number: int) -> list[int]:
@@ -198,6 +233,19 @@ def share_random_state(world: RankWorld) -> None:
     """The first process's random state on every process: seeds and shuffles agree."""
     if (several := processes(world)) is not None:
         several.align_seeds()
+
+
+def check_alike(world: RankWorld, number: int, what: str) -> None:
+    """
+    Raises:
+        DesyncError: the data shards' numbers differ.
+    """
+    found = _of_shards(world, number)
+    if len(set(found)) > 1:
+        raise DesyncError(
+            f"{what} differ between the processes. Draw from a keras.random.SeedGenerator that the model has, and give "
+            "random rows as data"
+        )
 
 
 @functools.lru_cache(maxsize=64)

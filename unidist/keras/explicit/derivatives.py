@@ -4,7 +4,7 @@ loss.backward() are."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch
 from unidist import events
 from unidist.algebra import Sharding
 from unidist.errors import CapabilityError
-from unidist.keras.explicit import context, losses, norms, seen
+from unidist.keras.explicit import context, losses, norms, own_rows, seen
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.rowparts import RowPart
 from unidist.keras.explicit.storage import Storage
 from unidist.keras.interception import Hook
 
@@ -26,33 +27,45 @@ def _summed(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
-        if frame is None or not frame.own_step or frame.trial is not None:
+        if frame is None or not frame.own_step or frame.trial is not None or frame.is_making_gradients:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         leaves_of = {id(one.leaves[frame.rank]): one for one in norms.placed if frame.rank in one.leaves}
         of = [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in given]
-        if not any(of):
+        if not any(of) and not frame.sees_rows:
             return original(outputs, inputs, *args, **kwargs)
-        _check(frame, outputs, args, kwargs)
+        names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if any(of):
+            _check(frame, roots, options)
         leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
-        found = original(outputs, leaves, *args, **kwargs)
-        return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
+        if not frame.sees_rows:
+            with frame.making_gradients():
+                found = original(roots, leaves, **options)
+            return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
+        found = own_rows.derived(frame, original, roots, leaves, options)
+        return tuple(_joined(frame, g, s) for g, s in zip(found, of, strict=True))
 
     return grad
 
 
-def _check(frame: Frame, outputs: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
+    """Where the step sees the rows of all shards."""
+    if storage is not None:
+        return _reduced(frame, grad, storage)
+    return grad if isinstance(grad, RowPart) else own_rows.joined(frame, grad)
+
+
+def _check(frame: Frame, roots: list[Any], options: dict[str, Any]) -> None:
     """Raises CapabilityError where the gradients of the ranks' rows do not add up to that of all rows."""
-    names = ("grad_outputs", "retain_graph", "create_graph")
-    options = {**dict(zip(names, args, strict=False)), **kwargs}
-    roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     if frame.world.data_axes and options.get("create_graph"):
         raise CapabilityError(
             "torch.autograd.grad(..., create_graph=True) of a variable was called in train_step: the gradient is that "
             "of this rank's rows until the ranks sum it, and torch cannot differentiate what it becomes. Compute the "
             "penalty in a layer, or of the inputs' gradient"
         )
-    losses.check_roots(frame, roots, options.get("grad_outputs"))
+    losses.check_roots(frame, roots)
 
 
 def _reduced(frame: Frame, grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:

@@ -33,6 +33,7 @@ from unidist.keras.explicit import (
     metrics,
     mixing,
     overridden,
+    own_rows,
     pairs,
     placing,
     programs,
@@ -69,6 +70,7 @@ class Engine:
         self._own_layers: list[Any] = []
         self.traffic: Traffic | None = None
         self.mixers: list[mixing.Mixer] = []
+        self.own_steps = own_rows.OwnSteps(model, self.world)
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
         self.logs_are_read = True
@@ -160,7 +162,8 @@ class Engine:
         if self.distribution.strategy.sequence_parallel and not self._prepared:
             sequence.give_whole(model)
         if world.data_axes:
-            self.mixers = [*mixing.install_regions(model), *activity.install_regions(model)]
+            sees_rows = bool(self.own_steps.seeing)
+            self.mixers = [*mixing.install_regions(model, sees_rows=sees_rows), *activity.install_regions(model)]
         self._own_layers = [layer for layer in model._flatten_layers() if not is_of_keras(type(layer))]
         if not self._prepared:
             telling.applied(model, self.distribution)
@@ -207,37 +210,44 @@ class Engine:
             self._ready = True
         elif self._looked.have_changed(self._own_layers) and not programs.is_compiled(self.model):
             self.pairing.follow_change()
-        batch = batches[0]
-        if isinstance(batches, data.LocalBatches):
-            rows, local = batches.rows, batch
-        elif self.world.is_virtual or self.distribution.strategy.auto_shard_dataset:
-            rows, local = None, None
-        else:
-            rows, local = data.rows_already_local(self.world, batch), batch
-        total = data.row_count(batch) if rows is None else rows.total
-        own_step = _is_own_step(self.model, kind)
+        shards = data.Shards.of(self.world, batches, auto_shard=self.distribution.strategy.auto_shard_dataset)
+        own_step = kind != "predict" and _is_own_step(self.model, kind)
+        if own_step and self.pairing.is_due(self.world.ranks):
+            # Before all else: such a step may begin again.
+            self.world.run(lambda frame: self._prove(frame, shards))
 
         def on_rank(frame: Frame) -> Any:
-            mine = rows if rows is not None else data.rows_of(self.world, frame.rank, total)
-            own = local if rows is not None else self._cut(batch, frame.rank, total)
-            frame.rows = mine
-            traffic = self._traffic()
-            frame.shared = traffic.shared(frame)
             frame.tells_losses = own_step and bool(self.world.data_axes)
             frame.own_step = own_step and kind == "train"
-            try:
-                with traffic.step(frame, kind):
-                    self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
-                    out = function([own])
-                    seen.settle()
-                    return self._joined(out, mine) if kind == "predict" else metrics.logs_of_all(frame, out)
-            finally:
-                # What it holds leads back to the frame, and would live until Python looks for cycles.
-                frame.shared = None
+            with self._at_work(frame, shards, kind) as own:
+                self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
+                with frame.looking(own_rows.region_of(frame, self.model, kind)):
+                    out = function([own_rows.shown(frame, own)])
+                seen.settle()
+                return self._joined(frame, out) if kind == "predict" else metrics.logs_of_all(frame, out)
 
         several = self.world.is_virtual and self.world.mesh.size > 1
         with self._watched.step() if several and own_step else contextlib.nullcontext():
+            if own_step and self.world.data_axes:
+                return self.own_steps.run(kind, on_rank)
             return self.world.run(on_rank)
+
+    @contextlib.contextmanager
+    def _at_work(self, frame: Frame, shards: data.Shards, kind: str) -> Iterator[Any]:
+        """A rank in a step; gives its rows of the batch."""
+        frame.rows, own = shards.on(frame.rank)
+        traffic = self._traffic()
+        frame.shared = traffic.shared(frame)
+        try:
+            with traffic.step(frame, kind):
+                yield own
+        finally:
+            # What it holds leads back to the frame, and would live until Python looks for cycles.
+            frame.shared = None
+
+    def _prove(self, frame: Frame, shards: data.Shards) -> None:
+        with self._at_work(frame, shards, "test") as own:
+            self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
 
     @functools.cached_property
     def _watched(self) -> attributes.Watch:
@@ -247,9 +257,6 @@ class Engine:
         if self.traffic is None:
             raise RuntimeError("a step before the model was prepared")
         return self.traffic
-
-    def _cut(self, batch: Any, rank: int, total: int) -> Any:
-        return data.cut(batch, *data.bounds(self.world, rank, total), copy=self.world.is_virtual)
 
     def prove_pairs(self, frame: Frame, x: Any) -> None:
         """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
@@ -280,14 +287,17 @@ class Engine:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             frame = context.frame()
-            if frame is None or frame.rows is None or not self.world.data_axes or frame.gathered_loss:
+            # In a step that sees the rows of all shards it is given those.
+            is_given_all = frame is not None and (frame.gathered_loss or frame.sees_rows)
+            if frame is None or frame.rows is None or not self.world.data_axes or is_given_all:
                 return original(**given)
             return self._gathered_loss(frame, frame.rows, original, given)
 
         object.__setattr__(model, "compute_loss", compute_loss)
 
-    def _joined(self, outputs: Any, rows: Rows) -> Any:
-        if not self.world.data_axes:
+    def _joined(self, frame: Frame, outputs: Any) -> Any:
+        rows = frame.rows
+        if not self.world.data_axes or rows is None:
             return outputs
 
         def join(x: Any) -> Any:

@@ -43,6 +43,7 @@ from unidist.keras.explicit import (
 )
 from unidist.keras.explicit.world import leave_worlds, rank_world
 from unidist.keras.interception import Hook, Table, by
+from unidist.keras.known import overrides
 from unidist.keras.writing import silence
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
@@ -153,8 +154,8 @@ def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) ->
 
 
 def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:
-    """Whether somebody takes the logs of each step: a progress bar, a callback, or the model's own train_step, whose
-    logs may be no metrics. Every process decides alike: by what all were given."""
+    """Whether somebody takes the logs of each step: a progress bar, a callback, or a method of the model's own, whose
+    numbers may be no metrics. Every process decides alike: by what all were given."""
     if entrance not in ("fit", "evaluate"):
         return True
     callbacks = given.get("callbacks")
@@ -164,7 +165,8 @@ def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engi
     own = [c for c in tree.flatten(callbacks) if c is not None]
     # Some callbacks are given their hooks as attributes.
     heard = any(h in vars(c) or getattr(type(c), h) is not getattr(Callback, h) for c in own for h in hooks)
-    custom = any(getattr(type(model), s) is not getattr(TorchTrainer, s) for s in ("train_step", "test_step"))
+    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    custom = any(overrides(model, name) for name in methods)
     return given.get("verbose", "auto") in ("auto", 1, True) or heard or custom
 
 

@@ -7,6 +7,7 @@ batches, and gradients are summed, not averaged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from math import prod
@@ -15,13 +16,14 @@ from typing import Any, cast
 import torch
 
 from unidist import events
-from unidist.algebra import Layout, Sharding
 from unidist.backends import registry
 from unidist.errors import CapabilityError
 from unidist.keras import numbers
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
-from unidist.keras.explicit import devices, mixing
+from unidist.keras.explicit import devices, mixing, own_rows
 from unidist.keras.explicit.context import Frame, Rows, frame
+from unidist.keras.explicit.moving import WHOLE, fanned, move, partial
+from unidist.keras.explicit.rowparts import anchored
 from unidist.keras.interception import Hook, kept
 
 _originals: dict[str, Any] = {}
@@ -68,7 +70,10 @@ def global_count(here: Frame, rows: Rows, shape: tuple[int, ...], like: torch.Te
 
 
 def _loss_call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    if _needs_denominators(frame()):
+    here = frame()
+    if here is not None and here.sees_rows and here.region is not None:
+        return mixing.with_own_rows(here, functools.partial(_loss_call, self), y_true, y_pred, sample_weight)
+    if _needs_denominators(here):
         mixing.give_region_to_loss(self)
     return _originals["call"](self, y_true, y_pred, sample_weight)
 
@@ -85,15 +90,18 @@ def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None 
 
 def told(here: Frame, contributions: list[torch.Tensor]) -> list[torch.Tensor]:
     """What a step gets of losses: this rank's contributions. A step of the model's own, which may look at them, gets
-    the losses themselves: P -> I over the data axes by one all_reduce of scalars, whose adjoint sends nothing."""
-    if here.tells_losses and contributions:
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in contributions), torch.float32)
-        row = torch.stack([part.to(dtype) for part in contributions])
-        partial = Sharding(here.world.mesh, Layout(partial=here.world.data_axes), tuple(row.shape))
-        with events.for_purpose("losses"):
-            whole = here.world.backend.redistribute(row, partial, partial.with_layout(Layout()))
-        contributions = [x.to(part.dtype) for x, part in zip(whole.unbind(), contributions, strict=True)]
-    return [marked(part) for part in contributions]
+    the losses themselves: P -> I over the data axes by one all_reduce of scalars, whose adjoint sends nothing; P -> F
+    where it sees the rows of all shards, and may compute anything with them."""
+    if not here.tells_losses or not contributions:
+        return [marked(part) for part in contributions]
+    row = _stacked(contributions)
+    axes = here.world.data_axes
+    if here.sees_rows:
+        row = anchored(row)
+    with events.for_purpose("losses"):
+        whole = move(here, row, tuple(row.shape), partial(axes), fanned(axes) if here.sees_rows else WHOLE)
+    found = [x.to(part.dtype) for x, part in zip(whole.unbind(), contributions, strict=True)]
+    return found if here.sees_rows else [marked(part) for part in found]
 
 
 def marked(loss: torch.Tensor) -> torch.Tensor:
@@ -154,29 +162,36 @@ def is_own(root: torch.Tensor) -> bool:
 
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """A loss is looked at where backward begins; what rematerialization starts within has gradients given."""
+    """A loss is looked at where backward begins."""
     here = frame()
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if here is not None and here.exact_loss:
-        check_roots(here, roots, grad_tensors)
+    if here is not None and here.sees_rows and not here.is_making_gradients:
+        here.exact_loss = True
+        grads = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
+        ends = [own_rows.begun(here, *end) for end in zip(roots, grads, strict=True)]
+        tensors, grad_tensors = [root for root, _ in ends], [grad for _, grad in ends]
+    elif here is not None and (here.exact_loss or here.own_step):
+        check_roots(here, roots)
     if here is None and not any(t.requires_grad for t in roots) and _is_simulated():
         raise CapabilityError(
             "backward was called outside of fit on what has no gradient: in the simulator, whose ranks work only "
             "inside fit and train_on_batch, variables that are stored as shards have none there: put the loop's body "
             "into the model's train_step"
         )
-    _originals["backward"](tensors, grad_tensors, *args, **kwargs)
+    with here.making_gradients() if here is not None else contextlib.nullcontext():
+        _originals["backward"](tensors, grad_tensors, *args, **kwargs)
 
 
-def check_roots(here: Frame, roots: list[torch.Tensor], grads: Any) -> None:
+def check_roots(here: Frame, roots: list[torch.Tensor]) -> None:
     """To be called where a gradient begins.
 
     Raises:
-        CapabilityError: what it is asked of is not, or not alone, a loss of all rows.
+        LooksAtRowsError: what it is asked of is not, or not alone, a loss of all rows.
     """
-    begins = all(t.numel() == 1 for t in roots) and all(g is None for g in _as_list(grads))
-    if begins and _is_cut(here) and (not here.exact_loss or any(map(is_own, roots))):
-        raise CapabilityError(OWN_LOSS)
+    if here.sees_rows or here.is_making_gradients:
+        return  # what rematerialization starts within begins nowhere
+    if _is_cut(here) and (not here.exact_loss or any(map(is_own, roots))):
+        raise mixing.LooksAtRowsError(OWN_LOSS)
 
 
 def _is_cut(here: Frame) -> bool:
@@ -187,14 +202,10 @@ def _is_simulated() -> bool:
     return registry.in_use().virtual
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 OWN_LOSS = (
-    "train_step computed its loss, or a part of it, by itself, from this rank's rows alone, so its gradient is not "
-    "that of the global mean: compute it with self.compute_loss(x=x, y=y, y_pred=y_pred), of your own where Keras's "
-    "will not do, or with a keras.losses.Loss that reduces (not reduction='none'), and add what self.losses has"
+    "train_step computed its loss, or a part of it, by itself, and as a program it knows this device's rows alone. "
+    "Compile the model with jit_compile=False, or compute the loss with self.compute_loss(x=x, y=y, y_pred=y_pred), of "
+    "your own where Keras's will not do, and add what self.losses has"
 )
 
 
@@ -250,8 +261,7 @@ def _added_losses(self: Any) -> list[Any]:
 def _over_all_shards(here: Frame, values: list[torch.Tensor]) -> list[torch.Tensor]:
     """The sums over the data shards, the same on each; gradients come back summed. One all_gather of scalars."""
     # On a shard without rows, where nothing depends on the weights, backward must come to the collective all the same.
-    anchor = torch.zeros(len(values), device=values[0].device, requires_grad=torch.is_grad_enabled())
-    row = torch.stack([value.to(torch.float32) for value in values]) + anchor
+    row = anchored(_stacked(values))
     with events.for_purpose("added losses"):
         (rows,) = here.world.of_shards([row])
     return [total.to(value.dtype) for total, value in zip(rows.sum(0).unbind(), values, strict=True)]
@@ -263,6 +273,12 @@ def _aggregate_additional_loss(self: Any, loss: Any) -> Any:
     if here is not None:
         here.exact_loss = True
     return _originals["additional"](self, loss)
+
+
+def _stacked(numbers: list[torch.Tensor]) -> torch.Tensor:
+    """In the widest of their dtypes, and at least in float32."""
+    dtype = functools.reduce(torch.promote_types, (number.dtype for number in numbers), torch.float32)
+    return torch.stack([number.to(dtype) for number in numbers])
 
 
 def _known(here: Frame | None) -> tuple[Frame, Rows]:

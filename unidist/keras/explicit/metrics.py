@@ -7,6 +7,7 @@ with an update_state that is not Keras's may keep another thing than sums: it is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from unidist import events
 from unidist.keras import numbers, sessions
 from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
-from unidist.keras.explicit import devices, losses
+from unidist.keras.explicit import devices, losses, mixing
 from unidist.keras.explicit.context import Frame, Rows, frame
+from unidist.keras.explicit.parts import mapped, whole
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.interception import Hook, kept
 from unidist.keras.known import is_of_keras
@@ -49,14 +51,34 @@ def logs_of_all(here: Frame, logs: Any) -> Any:
     rows. One all_reduce of scalars over the data axes, where there are any."""
     if here.rows is None or not here.world.data_axes or not isinstance(logs, dict):
         return logs
+    if here.sees_rows:
+        return mapped(whole, logs)
     own = {name: value for name, value in logs.items() if _is_of_own_rows(value)}
     if not own:
         return logs
     share = here.rows.share
     with torch.no_grad(), events.for_purpose("logs"):
         parts = [_of_share(here, value, share).to(torch.float64) for value in own.values()]
-        totals = here.world.summed(parts, here.world.data_axes)
+        numbers = [value.detach().to(torch.float64) for value in own.values() if _is_own_number(here, value)]
+        squares = [number * number for number in numbers]
+        sums = here.world.summed([*parts, *numbers, *squares], here.world.data_axes)
+    totals, sums = sums[: len(parts)], sums[len(parts) :]
+    here.tells_numbers |= _differ(here, sums[: len(numbers)], sums[len(numbers) :])
     return {**logs, **{name: total.to(own[name].dtype) for name, total in zip(own, totals, strict=True)}}
+
+
+def _is_own_number(here: Frame, value: torch.Tensor) -> bool:
+    """Whether a step of the user's own has computed a number by itself: not from losses, and no metric's result."""
+    return here.tells_losses and not losses.is_contribution(value)
+
+
+def _differ(here: Frame, sums: list[torch.Tensor], squares: list[torch.Tensor]) -> bool:
+    """Whether numbers differ between the data shards, by their sums and those of their squares."""
+    shards = here.world.mesh.axis_size(here.world.data_axes)
+    apart = [
+        bool((q / shards - (s / shards) ** 2).abs() > 1e-12 * q / shards) for s, q in zip(sums, squares, strict=True)
+    ]
+    return any(apart)
 
 
 def _is_of_own_rows(value: Any) -> bool:
@@ -91,15 +113,19 @@ def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
         for leaf in _leaves(metric):
             if "result" not in vars(leaf):
                 object.__setattr__(leaf, "result", _merging(leaf, leaf.result))
+                found = leaf.update_state
                 if _counts_its_own_way(leaf):
-                    object.__setattr__(leaf, "update_state", _of_all_rows(leaf.update_state))
-                elif type(leaf).update_state is Mean.update_state and not any(leaf is t for t in trackers):
-                    object.__setattr__(leaf, "update_state", _by_share(leaf, leaf.update_state))
+                    found = _of_all_rows(found)
+                elif isinstance(leaf, Mean) and any(leaf is t for t in trackers):
+                    found = _contributing(leaf, found)
+                elif type(leaf).update_state is Mean.update_state:
+                    found = _by_share(leaf, found)
                 elif type(leaf).update_state is Sum.update_state:
-                    object.__setattr__(leaf, "update_state", _once(leaf.update_state))
+                    found = _once(found)
+                object.__setattr__(leaf, "update_state", _with_own_rows(found))
     for tracker in trackers:
         if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
-            object.__setattr__(tracker, "update_state", _contributing(tracker, tracker.update_state))
+            object.__setattr__(tracker, "update_state", _with_own_rows(_contributing(tracker, tracker.update_state)))
 
 
 def _leaves(metric: Any) -> list[Any]:
@@ -131,6 +157,31 @@ def _counts_its_own_way(metric: Any) -> bool:
     return not is_of_keras(type(metric).update_state) or not (function is None or is_of_keras(function))
 
 
+def _with_own_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the rows of all shards are in view, a metric is given this shard's. What has another number of rows than
+    the batch is the same on all ranks, and the first data shard counts it."""
+
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        here = frame()
+        if here is None or here.region is None or here.rows is None:
+            return original(*args, **kwargs)
+        tensors = [x for x in tree.flatten((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
+        if tensors and not any(x.shape[0] == here.rows.total for x in tensors):
+            counts = here.world.data_place(here.rank) == 0
+            with here.looking(None), here.on_wholes():
+                return original(*mapped(whole, args), **mapped(whole, kwargs)) if counts else None
+        named = list(kwargs)
+        told = functools.partial(_called, original, named)
+        return mixing.with_own_rows(here, told, *args, *(kwargs[name] for name in named))
+
+    return update_state
+
+
+def _called(original: Callable[..., Any], named: list[str], *given: Any) -> Any:
+    plain = len(given) - len(named)
+    return original(*given[:plain], **dict(zip(named, given[plain:], strict=True)))
+
+
 def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     """The first data shard counts the rows of all; the states of the others stay as they began, zeros in the sum."""
 
@@ -139,11 +190,21 @@ def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         if here is None or here.rows is None or not here.world.data_axes:
             return original(*args, **kwargs)
         rows = here.rows
+        if here.tells_losses and not here.gathered_loss and _are_of_another_batch(rows, args, kwargs):
+            raise mixing.LooksAtRowsError(
+                "a metric with an update_state of its own was given rows that the model's own step has made. Compile "
+                "the model with jit_compile=False"
+            )
         with events.for_purpose("metrics"), torch.no_grad():
             args, kwargs = tree.map_structure(lambda x: _whole_rows(here, rows, x), (args, kwargs))
         return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
 
     return update_state
+
+
+def _are_of_another_batch(rows: Rows, *values: Any) -> bool:
+    tensors = [x for x in tree.flatten(values) if isinstance(x, torch.Tensor) and x.ndim]
+    return bool(tensors) and not any(x.shape[0] == rows.local for x in tensors)
 
 
 def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
@@ -166,6 +227,7 @@ def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         if here is None or here.rows is None or not here.world.data_axes or not given:
             return original(values, sample_weight=sample_weight)
         share = here.rows.share
+        here.tells_numbers |= here.region is None and _is_own_number(here, values)
         with torch.no_grad():
             metric.total.assign_add(_of_share(here, values, share).detach())
             metric.count.assign_add(devices.filled(share, metric.count.value))
@@ -180,7 +242,8 @@ def _once(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         here = frame()
         is_told = here is not None and here.tells_losses and isinstance(values, torch.Tensor)
-        if here is None or here.rows is None or not is_told or not losses.is_contribution(values):
+        is_of_all = is_told and here is not None and (here.sees_rows or losses.is_contribution(values))
+        if here is None or here.rows is None or not is_of_all or values.ndim:
             return original(values, sample_weight=sample_weight)
         return original(_of_share(here, values, here.rows.share), sample_weight=sample_weight)
 

@@ -48,6 +48,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
     found = engine.engine_of(model)
     for mixer in [*(found.mixers if found is not None else ()), *mixing.of_losses(model)]:
         yield mixer.name, mixer.why
+    yield from found.own_steps.why if found is not None else ()
     if found is None or not model.built:
         return
     is_waiting = found.traffic is None and waits(model, found.distribution)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,9 +41,13 @@ class Pairing:
         self._changes = 0
         self._gives_up = False
 
+    def is_due(self, ranks: Iterable[int]) -> bool:
+        """Whether pairs are still to be proven on some of these ranks."""
+        return not self._gives_up and (self.pairs is None or not self._proven_on.issuperset(ranks))
+
     def prove(self, frame: Frame, x: Any) -> bool:
         """Proves the pairs on a few rows of inputs, once for each rank: whether that was still to do. A collective."""
-        if self._gives_up or (self.pairs is not None and frame.rank in self._proven_on):
+        if not self.is_due([frame.rank]):
             return False
         found, verdicts = pairs.prove(self.model, self.rules, frame, tree.map_structure(_few_rows, x))
         self._proven_on.add(frame.rank)

@@ -262,7 +262,7 @@ class Reducer:
         self._running = False
         frame = self.frame
         if frame is not None:
-            frame.backward_done = True
+            frame.backward_done = frame.has_made_gradients = True
         if not self.is_paused:
             self.reduce()
         self._is_own_loop = False

@@ -15,7 +15,7 @@ from typing import Any
 
 from unidist.keras.compat import StatelessScope, get_stateless_scope, global_state, torch_core
 from unidist.keras.explicit import context, mixing
-from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.context import Before, Frame
 from unidist.keras.explicit.world import keras_state, restore_keras_state
 from unidist.keras.interception import Hook, kept
 
@@ -53,7 +53,7 @@ class _Call:
         self._frame.written = ()
         self._keras = keras_state()
         self._context = contextvars.copy_context()
-        self._before: dict[int, Any] | None = None
+        self._before: Before | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fetcher = self._frame.fetcher
@@ -64,12 +64,12 @@ class _Call:
             return self._context.copy().run(self._again, self._before, args, kwargs)
 
     def _first(self, args: Any, kwargs: Any) -> Any:
-        self._before = {}
+        self._before = Before()
         with self._here.noting(self._before):
             return self._f(*args, **kwargs)
 
-    def _again(self, before: dict[int, Any], args: Any, kwargs: Any) -> Any:
-        with _in_keras_state(self._keras), context.entered(copy.copy(self._frame)), _Past(before):
+    def _again(self, before: Before, args: Any, kwargs: Any) -> Any:
+        with _in_keras_state(self._keras), context.entered(copy.copy(self._frame)), _Past(before.values):
             return self._f(*args, **kwargs)
 
 

@@ -78,7 +78,7 @@ def own_rows(frame: Frame, x: torch.Tensor) -> torch.Tensor:
 def _looking(frame: Frame) -> Iterator[None]:
     """Notes that what computes now looks at the rows of other shards, and what is sent for it."""
     if frame.region is not None:
-        frame.region.mixes = True
+        frame.region.look()
     with events.for_purpose(frame.region.why if frame.region else _WHY):
         yield
 
@@ -195,13 +195,29 @@ def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     own = torch.sum(whole(x.part), given, keepdim, dtype=wide)
     axes = x.frame.world.data_axes
     with _looking(x.frame):
-        total = move(x.frame, _anchored(own), tuple(own.shape), Layout(partial=axes), Layout(fanout=axes))
+        total = move(x.frame, anchored(own), tuple(own.shape), Layout(partial=axes), Layout(fanout=axes))
     found = total / math.prod(x.shape[d] for d in given) if func in _MEANS else total
     return found if dtype is None else found.to(dtype)
 
 
-def _anchored(x: torch.Tensor) -> torch.Tensor:
-    """With a gradient wherever there may be one: a shard without rows comes to backward's collective too."""
+def _with_gradient(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A gradient of the rows is wanted."""
+    x = args[0]
+    if not isinstance(x, RowPart) or x.part is None:
+        return None
+    func(x.part, *args[1:], **kwargs)
+    return x
+
+
+def _gradient(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if not isinstance(x, RowPart) or x.part is None or x.part.grad is None:
+        return None
+    return as_parts(x, x.part.grad)
+
+
+def anchored(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with a gradient wherever there may be one: a shard without rows comes to backward's collective too."""
     if not x.is_floating_point() or not torch.is_grad_enabled():
         return x
     return x + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
@@ -292,4 +308,7 @@ RowPart.HANDLERS = {
     ),
     **dict.fromkeys(rowwise.named(["split", "chunk"]), _behind(2)),
     **dict.fromkeys(rowwise.named(["permute"]), _kept(_permutes)),
+    torch.Tensor.requires_grad_: _with_gradient,
+    torch.Tensor.requires_grad.__set__: _with_gradient,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["grad"].__get__: _gradient,
 }

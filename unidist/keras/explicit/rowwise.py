@@ -38,6 +38,11 @@ _ALONG = (
     *("mean", "sum", "prod", "var", "std", "amax", "amin", "logsumexp", "softmax", "log_softmax", "cumsum"),
     *("cumprod", "all", "any"),
 )
+# Each element alone, unless they are reduced.
+_LOSSES = (
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+)
 _NORMALIZING = ("layer_norm", "rms_norm")
 _PROPERTIES = (
     *("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized"),
@@ -94,6 +99,10 @@ def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(args) + len(kwargs) == 3 and _each(ndim, args, kwargs)
 
 
+def _unreduced(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("reduction") == "none" and len(args) == 2
+
+
 def table(dim: int) -> dict[Any, Condition]:
     """function -> the condition under which it treats each place of the dim alone."""
     return {
@@ -101,6 +110,7 @@ def table(dim: int) -> dict[Any, Condition]:
         **dict.fromkeys(named(_ALONE), _alone),
         **dict.fromkeys(named(_ALONG), functools.partial(_along, dim)),
         **dict.fromkeys(named(_NORMALIZING), functools.partial(_normalizing, dim)),
+        **{getattr(torch.nn.functional, name): _unreduced for name in _LOSSES},
         torch.where: _where,
     }
 
