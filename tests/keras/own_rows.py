@@ -14,7 +14,7 @@ import torch
 from keras import layers, ops
 
 import unidist
-from tests.support.runs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, is_first, scope, strategy, told
 
 ROWS, BATCH, WIDTH = 22, 8, 6  # three batches, the last of six rows: on four shards two, two, two and none
 RULES: dict[str, tuple[str | None, ...]] = {".*/a/kernel": (None, "model"), ".*/b/kernel": ("model", None)}
@@ -144,6 +144,21 @@ def drawn(model: Any, x: Any, y: Any, weight: Any) -> Any:
     return squares(model, x + 0.3 * noise, y, weight)
 
 
+def drawn_later(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    """From the third step on."""
+    if int(model.optimizer.iterations.value) < 2:
+        return squares(model, x, y, weight)
+    return drawn(model, x, y, weight)
+
+
+class Apart(keras.callbacks.Callback):
+    """Generators of the processes go apart, as by an augmentation of each one's own rows."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            torch.manual_seed(int(is_first()))
+
+
 def attacked(model: Any, x: Any, y: Any, weight: Any) -> Any:
     """I. J. Goodfellow, J. Shlens and C. Szegedy, "Explaining and Harnessing Adversarial Examples" (2015)."""
     x = x.detach().clone().requires_grad_()
@@ -209,6 +224,7 @@ CASES: dict[str, dict[str, Callable[..., Any]]] = {
     "mixed up": {"loss": mixed_up},
     "noisy": {"loss": noisy},
     "drawn": {"loss": drawn, "tested": squares},
+    "drawn later": {"loss": drawn_later, "tested": squares, "apart": Apart},
     "attacked": {"loss": attacked, "tested": squares},
     "attacked behind": {"loss": attacked_behind, "tested": squares},
     "smooth": {"loss": smooth, "tested": squares},
@@ -263,7 +279,8 @@ def stepped(kind: str | None, zero: int, case: str) -> Result:
         model(x[:2])
         model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), loss="mse", metrics=["mae", "r2_score"])
         fitted = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(x, y, sample_weight=weight, callbacks=[each], **fitted).history
+        callbacks = [each, *([Apart()] if "apart" in CASES.get(case, {}) else [])]
+        history = model.fit(x, y, sample_weight=weight, callbacks=callbacks, **fitted).history
         tested = model.evaluate(x, y, sample_weight=weight, batch_size=BATCH, verbose=0, return_dict=True)
         found = told(model)
     # Numbers that a step computes beside a loss of Keras's show in the first step, behind its gradients.
@@ -274,8 +291,8 @@ def stepped(kind: str | None, zero: int, case: str) -> Result:
 def refused(kind: str, zero: int, case: str) -> str:
     try:
         stepped(kind, zero, case)
-    except unidist.CapabilityError as error:
-        return str(error)
+    except unidist.UnidistError as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

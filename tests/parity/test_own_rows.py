@@ -60,3 +60,8 @@ def test_what_each_process_draws_by_itself_is_the_same(expected: Any, worlds: Wo
         same(found, wanted)
     (refusal,) = worlds.get("sim-torch").call(RUN("refused"), "dp", 0, "drawn")
     assert "give keras.random a keras.random.SeedGenerator that the model has" in refusal
+
+
+def test_generators_that_are_apart_when_a_step_begins_to_draw_are_an_error(worlds: Worlds) -> None:
+    for refusal in worlds.get("torch-2").call(RUN("refused"), "dp", 0, "drawn later"):
+        assert refusal.startswith("DesyncError: the generators that a step draws from differ between the processes")

@@ -25,7 +25,7 @@ import torch
 from unidist import events
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError
-from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_state
+from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_state, tree
 from unidist.keras.explicit import data, mixing
 from unidist.keras.explicit.context import Before, Frame
 from unidist.keras.explicit.moving import move
@@ -89,10 +89,10 @@ class OwnSteps:
             frame.sees_rows = True
             return work(frame)
 
-        around = _Drawn.now()
         if self._world.is_virtual:
+            before = _Drawn.now().digest()
             out = self._world.run(seeing)
-            if self._world.mesh.size > 1 and not around.is_now():
+            if self._world.mesh.size > 1 and before != _Drawn.now().digest():
                 raise CapabilityError(
                     f"a step of {type(self._model).__name__} looks at the rows of all devices, and draws random "
                     "numbers from torch, NumPy, Python or Keras's global generator. In the simulator each device "
@@ -101,11 +101,11 @@ class OwnSteps:
             return out
         if self._draws is not False:
             data.share_random_state(self._world)
-            around = _Drawn.now()
+        before = _Drawn.now().digest()
         out = self._world.run(seeing)
-        drew = not around.is_now()
+        drew = before != _Drawn.now().digest()
         if drew and self._draws is False:
-            data.check_alike(self._world, around.digest(), "the generators that a step draws from")
+            data.check_alike(self._world, before, "the generators that a step draws from")
         self._draws = self._draws or drew
         return out
 
@@ -121,11 +121,12 @@ class _Attempt:
         self.tells_numbers = False
         self._world = world
         self._before: dict[int, _Shards] = {}
+        self._shared: set[int] = set()
         self._drawn = _Drawn.now()
 
     def run(self, work: Callable[[Frame], T]) -> T:
         def noted(frame: Frame) -> T:
-            self._before[frame.rank] = _Shards(frame.rank)
+            self._before[frame.rank] = _Shards(frame.rank, self._shared)
             with frame.noting(self._before[frame.rank]):
                 try:
                     out = work(frame)
@@ -153,17 +154,26 @@ _LATE = (
 
 
 class _Shards(Before):
-    """What a rank's shards held before they were written, to be put back."""
+    """What a rank's shards held before they were written, to be put back.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        shared: ids of variables that all ranks of a process have in common, and that one of them has noted.
+    """
+
+    def __init__(self, rank: int, shared: set[int]) -> None:
         super().__init__()
         self._rank = rank
+        self._shared = shared
         self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(self, variable: Any) -> None:
         storage = getattr(variable, "_storage", None)
         shard = variable._value if storage is None else storage.settled(self._rank)
         self.values[id(variable)] = shard.detach().clone()
+        if storage is None and id(variable) in self._shared:
+            return
+        if storage is None:
+            self._shared.add(id(variable))
         self._shards.append((shard, self.values[id(variable)]))
 
     def put_back(self) -> None:
@@ -185,7 +195,7 @@ class _Drawn:
     def now() -> _Drawn:
         generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         seed = None if generator is None else generator.state.value.detach().clone()
-        return _Drawn(random.getstate(), np.random.get_state(), torch.get_rng_state(), seed)
+        return _Drawn(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), seed)
 
     def go_on(self) -> None:
         """From here."""
@@ -197,19 +207,16 @@ class _Drawn:
             generator.state.assign(self.of_keras)
 
     def digest(self) -> int:
-        keras = b"" if self.of_keras is None else self.of_keras.numpy().tobytes()
-        return zlib.crc32(repr((self.of_python, self.of_numpy)).encode() + self.of_torch.numpy().tobytes() + keras)
-
-    def is_now(self) -> bool:
-        """Whether nothing was drawn since."""
-        now = _Drawn.now()
-        return (
-            self.of_python == now.of_python
-            and all(np.array_equal(a, b) for a, b in zip(self.of_numpy, now.of_numpy, strict=True))
-            and torch.equal(self.of_torch, now.of_torch)
-            and (self.of_keras is None) == (now.of_keras is None)
-            and (self.of_keras is None or now.of_keras is None or torch.equal(self.of_keras, now.of_keras))
-        )
+        _, drawn, gauss = self.of_python
+        arrays = [np.array(drawn, np.int64), self.of_torch.numpy()]
+        arrays += [] if self.of_keras is None else [self.of_keras.cpu().numpy()]
+        texts = [repr(gauss)]
+        for leaf in tree.flatten(self.of_numpy):
+            if isinstance(leaf, np.ndarray):
+                arrays.append(leaf)
+            else:
+                texts.append(repr(leaf))
+        return zlib.crc32(b"".join([*(array.tobytes() for array in arrays), *(text.encode() for text in texts)]))
 
 
 def region_of(frame: Frame, model: Any, kind: str) -> mixing.Region | None:
