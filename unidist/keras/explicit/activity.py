@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unidist.keras import activity
-from unidist.keras.explicit import context, mixing
+from unidist.keras.explicit import context, mixing, regions
 from unidist.keras.explicit.context import Rows
 
 
@@ -24,7 +24,7 @@ class _Look:
 
     def __call__(self, own: Any, output: Any) -> Any:
         frame = context.frame()
-        if frame is None or frame.rows is None or not mixing.can_begin(frame) or frame.region is not None:
+        if frame is None or frame.rows is None or not regions.can_begin(frame) or frame.region is not None:
             return own(output)
         return _own_share(frame.rows, self.mixer.look(frame, frame.rows, own, output))
 

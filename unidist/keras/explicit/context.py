@@ -17,7 +17,7 @@ from unidist.keras.compat import AutocastScope
 
 if TYPE_CHECKING:
     from unidist.keras.explicit.engine import Engine
-    from unidist.keras.explicit.mixing import Region
+    from unidist.keras.explicit.regions import Region
     from unidist.keras.explicit.seen import Seen
     from unidist.keras.explicit.sequence import SharedWeights
     from unidist.keras.explicit.units import Fetcher
@@ -96,7 +96,7 @@ class Frame:
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that are whole on every rank (sequence.py).
-        region: the layer, operation or loss that is computing with the rows of all shards in view (mixing.py).
+        region: the layer, operation or loss that is computing with the rows of all shards in view (regions.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
         written: what notes each variable before it is written: rematerialized calls that are going on (remat.py), and

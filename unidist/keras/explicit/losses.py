@@ -20,7 +20,7 @@ from unidist.backends import registry
 from unidist.errors import CapabilityError
 from unidist.keras import numbers
 from unidist.keras.compat import Layer, Trainer, loss_module, ops
-from unidist.keras.explicit import devices, mixing, own_rows
+from unidist.keras.explicit import devices, mixing, own_rows, regions
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.moving import WHOLE, fanned, move, partial
 from unidist.keras.explicit.rowparts import anchored
@@ -72,7 +72,7 @@ def global_count(here: Frame, rows: Rows, shape: tuple[int, ...], like: torch.Te
 def _loss_call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     here = frame()
     if here is not None and here.sees_rows and here.region is not None:
-        return mixing.with_own_rows(here, functools.partial(_loss_call, self), y_true, y_pred, sample_weight)
+        return regions.with_own_rows(here, functools.partial(_loss_call, self), y_true, y_pred, sample_weight)
     if _needs_denominators(here):
         mixing.give_region_to_loss(self)
     return _originals["call"](self, y_true, y_pred, sample_weight)
@@ -191,7 +191,7 @@ def check_roots(here: Frame, roots: list[torch.Tensor]) -> None:
     if here.sees_rows or here.is_making_gradients:
         return  # what rematerialization starts within begins nowhere
     if _is_cut(here) and (not here.exact_loss or any(map(is_own, roots))):
-        raise mixing.LooksAtRowsError(OWN_LOSS)
+        raise regions.LooksAtRowsError(OWN_LOSS)
 
 
 def _is_cut(here: Frame) -> bool:

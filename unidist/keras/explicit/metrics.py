@@ -16,7 +16,7 @@ import torch
 from unidist import events
 from unidist.keras import numbers, sessions
 from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
-from unidist.keras.explicit import devices, losses, mixing
+from unidist.keras.explicit import devices, losses, regions
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.parts import mapped, whole
 from unidist.keras.explicit.variables import DistributedVariable
@@ -172,7 +172,7 @@ def _with_own_rows(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(*mapped(whole, args), **mapped(whole, kwargs)) if counts else None
         named = list(kwargs)
         told = functools.partial(_called, original, named)
-        return mixing.with_own_rows(here, told, *args, *(kwargs[name] for name in named))
+        return regions.with_own_rows(here, told, *args, *(kwargs[name] for name in named))
 
     return update_state
 
@@ -191,7 +191,7 @@ def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         rows = here.rows
         if here.tells_losses and not here.gathered_loss and _are_of_another_batch(rows, args, kwargs):
-            raise mixing.LooksAtRowsError(
+            raise regions.LooksAtRowsError(
                 "a metric with an update_state of its own was given rows that the model's own step has made. Compile "
                 "the model with jit_compile=False"
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,58 +18,31 @@ import torch
 from unidist.errors import CapabilityError
 from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage, without
-from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.compat import StatelessScope, tree
 from unidist.keras.explicit import changes, context
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
 from unidist.keras.explicit.parts import mapped, whole
-from unidist.keras.explicit.rowparts import RowPart, own_rows
+from unidist.keras.explicit.regions import (
+    LooksAtRowsError,
+    Region,
+    are_row_parts,
+    as_local,
+    as_row_part,
+    can_begin,
+    may_have_rows,
+    on_locals,
+    rows_of_its_own,
+)
+from unidist.keras.explicit.rowparts import RowPart
 from unidist.keras.known import is_container, is_known, is_of_keras, operations_of, overrides
 
 # Losses of all rows at once.
 _MIXING_LOSSES = ("dice", "tversky", "circle")
 # Methods of a model that are given rows, and may return numbers of several.
 _OF_ROWS = ("predict_step", "compute_metrics")
-# On a tensor: it has no rows, whatever its first dim.
-_ROWLESS = "_unidist_rowless"
 # On a layer, a loss, or a step of the user's own: its Mixer. On a layer that is known: what lets it be tried again.
 _MIXER = "_unidist_mixer"
-
-
-class LooksAtRowsError(CapabilityError):
-    """A step of the user's own computes with rows by itself. Not seen outside, if it can begin again (own_rows.py)."""
-
-
-@dataclass
-class Region:
-    """A call with the rows of all shards in view.
-
-    Attributes:
-        name: of the layer, operation or loss.
-        mixes: whether it has looked at the rows of other shards.
-        is_apart: it is given other rows than the batch's, which the step has made of this shard's.
-    """
-
-    name: str
-    mixes: bool = False
-    is_apart: bool = False
-
-    @property
-    def why(self) -> str:
-        return f"rows of {self.name}"
-
-    def look(self) -> None:
-        """It looks at the rows of other shards.
-
-        Raises:
-            LooksAtRowsError: they are not known.
-        """
-        if self.is_apart:
-            raise LooksAtRowsError(
-                f"{self.name!r} looks at several rows of a batch that the model's own step has made of this device's "
-                "rows. Compile the model with jit_compile=False, and let what it takes have the rows of the batch"
-            )
-        self.mixes = True
 
 
 # layers and operations ------------------------------------------------------------------------------------------------
@@ -138,9 +110,9 @@ class Mixer:
                     f"{self.name!r} may look at several rows, and a device has none of this batch. Compile the model "
                     "with jit_compile=False"
                 )
-            if may_be_apart and (count := _rows_of_its_own(rows, own, args, kwargs)):
+            if may_be_apart and (count := rows_of_its_own(rows, own, args, kwargs)):
                 return self._call_apart(frame, rest, count, own, args, kwargs)
-            args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
+            args, kwargs = (mapped(lambda x: as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
         region = Region(self.name, is_apart=frame.region is not None and frame.region.is_apart)
         with frame.looking(region):
             out = rest(*args, **kwargs)
@@ -151,13 +123,13 @@ class Mixer:
         if not are_row_parts(args, kwargs):
             self._of_wholes.add(key)
         told = iter(self._have_rows())
-        return mapped(lambda x: _as_local(frame, rows, x, next(told, None)), out)
+        return mapped(lambda x: as_local(frame, rows, x, next(told, None)), out)
 
     def _call_apart(self, frame: Frame, rest: Call, count: int, own: set[int], args: Any, kwargs: Any) -> Any:
         """Of `count` rows that a step of the user's own has made, as of two batches behind each other: each alone."""
 
         def apart(x: Any) -> Any:
-            return RowPart.of(frame, x, count) if _may_have_rows(x, own) and x.shape[0] == count else x
+            return RowPart.of(frame, x, count) if may_have_rows(x, own) and x.shape[0] == count else x
 
         with frame.looking(Region(self.name, is_apart=True)):
             out = rest(*mapped(apart, args), **mapped(apart, kwargs))
@@ -173,7 +145,7 @@ class Mixer:
         """What a function gives that is shown the rows of all shards: the same on each."""
         key = frame.rank, torch.is_grad_enabled()
         region = Region(self.name)
-        args, kwargs = (mapped(lambda x: _as_row_part(frame, rows, x, set()), value) for value in (args, kwargs))
+        args, kwargs = (mapped(lambda x: as_row_part(frame, rows, x, set()), value) for value in (args, kwargs))
         with frame.looking(region):
             out = mapped(whole, function(*args, **kwargs))
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
@@ -190,18 +162,6 @@ class Mixer:
         """Of each output whether it has a row for each of the batch, where a graph of Keras's says so."""
         nodes = getattr(self._subject(), "_inbound_nodes", ())
         return [x.shape[:1] == (None,) for x in nodes[0].output_tensors] if nodes else []
-
-
-def can_begin(frame: Frame) -> bool:
-    """Not where a few rows prove something else, or the whole batch is there already."""
-    return (
-        bool(frame.world.data_axes)
-        and frame.trial is None
-        and not frame.wide
-        and not frame.gathered_loss
-        and frame.inputs is None
-        and str(get_device()) != "meta"
-    )
 
 
 def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:
@@ -267,113 +227,6 @@ def _leave_regions(layer: Any) -> None:
 def without_region(call: Any) -> Call | None:
     """A known layer's call as it is outside of regions; None for any other."""
     return without(call, Stage.ROWS)
-
-
-def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
-    """A call with this shard's rows of what has rows, outside of the region; its results have rows again."""
-    if frame.region is None or frame.rows is None:
-        return call(*args, **kwargs)  # there are no RowParts
-    rows, parts = frame.rows, _of_kind(RowPart, args, kwargs)
-    dims = {x.ndim for x in parts}
-    if not parts and frame.sees_rows and _have_all_rows(rows, args, kwargs):
-        dims = {x.ndim for x in _of_kind(torch.Tensor, args, kwargs)}
-    if not dims:
-        # The same on all ranks, and so are the random numbers.
-        with frame.looking(None), frame.seeds_at(0):
-            return call(*args, **kwargs)
-    total = parts[0].shape[0] if parts else rows.total
-    own = next((x.part.shape[0] for x in parts if x.part is not None), rows.local)
-    local = functools.partial(_local, frame, total, dims)
-    with frame.looking(None):
-        out = call(*mapped(local, args), **mapped(local, kwargs))
-    return mapped(lambda x: RowPart.of(frame, x, total) if _has_as_many(x, own) else x, out)
-
-
-def with_own_rows(frame: Frame, call: Call, *args: Any) -> Any:
-    """A call of arguments that all have rows with this shard's rows, in a step that sees those of all shards. Of wholes
-    that have other numbers of rows, as two batches behind each other, it is called as on one device."""
-    rows = frame.rows
-    if rows is None or not (are_row_parts(args) or _have_all_rows(rows, args)):
-        with frame.looking(None), frame.on_wholes():
-            return call(*args)
-    return on_locals(frame, call, mapped(lambda x: _cut_alike(frame, rows, x), args), {})
-
-
-def are_row_parts(*values: Any) -> bool:
-    """Whether there is a RowPart among the leaves."""
-    return bool(_of_kind(RowPart, *values))
-
-
-# tensors --------------------------------------------------------------------------------------------------------------
-
-
-def _as_row_part(frame: Frame, rows: Rows, x: Any, constants: set[int]) -> Any:
-    """Outside of a region a tensor with as many rows as this shard has is this shard's part."""
-    is_own = _may_have_rows(x, constants) and x.shape[0] == rows.local
-    return RowPart.of(frame, x, rows.total) if is_own else x
-
-
-def _may_have_rows(x: Any, constants: set[int]) -> bool:
-    is_other = id(x) in constants or isinstance(x, torch.nn.Parameter) or getattr(x, _ROWLESS, False)
-    return isinstance(x, torch.Tensor) and x.ndim > 0 and not is_other
-
-
-def _rows_of_its_own(rows: Rows, constants: set[int], *values: Any) -> int:
-    """How many rows a batch has that is not the step's; 0: it is the step's, or there is none."""
-    counts: list[int] = []
-    mapped(lambda x: counts.append(x.shape[0]) if _may_have_rows(x, constants) else None, values)
-    return 0 if not counts or rows.local in counts else max(counts)
-
-
-def _as_local(frame: Frame, rows: Rows, x: Any, has_rows: bool | None = None) -> Any:
-    """What leaves a region: this shard's rows of what has rows. None: what has as many as the batch has them."""
-    if isinstance(x, RowPart) and x.part is not None:
-        return _masked(frame, rows, x, x.part)
-    whole = x.whole() if isinstance(x, RowPart) else x
-    if not isinstance(whole, torch.Tensor) or not whole.ndim:
-        return whole
-    if whole.shape[0] == rows.total and has_rows is not False:
-        return _masked(frame, rows, x, own_rows(frame, whole))
-    setattr(whole, _ROWLESS, True)
-    return whole
-
-
-def _masked(frame: Frame, rows: Rows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """This shard's rows, with those of the mask that Keras keeps on a tensor."""
-    mask = get_keras_mask(x)
-    if mask is not None:
-        set_keras_mask(own, _as_local(frame, rows, mask))
-    return own
-
-
-def _local(frame: Frame, total: int, dims: set[int], x: Any) -> Any:
-    """This shard's rows of what has rows: of RowParts, and of a whole tensor beside them that has as many dims."""
-    if isinstance(x, RowPart):
-        return x.part if x.part is not None else own_rows(frame, x.whole())
-    is_whole = isinstance(x, torch.Tensor) and x.ndim in dims and x.shape[0] == total
-    return own_rows(frame, x) if is_whole and not isinstance(x, torch.nn.Parameter) else x
-
-
-def _cut_alike(frame: Frame, rows: Rows, x: Any) -> Any:
-    is_whole = isinstance(x, torch.Tensor) and not isinstance(x, RowPart) and _has_as_many(x, rows.total)
-    return RowPart.of(frame, own_rows(frame, x), rows.total) if is_whole else x
-
-
-def _of_kind(kind: type[torch.Tensor], *values: Any) -> list[Any]:
-    """The tensors of a kind among the leaves, but for those without dims."""
-    found: list[Any] = []
-    mapped(lambda x: found.append(x) if isinstance(x, kind) and x.ndim else None, values)
-    return found
-
-
-def _have_all_rows(rows: Rows, *values: Any) -> bool:
-    """Whether all tensors that have dims have a row for each of the batch."""
-    tensors = _of_kind(torch.Tensor, *values)
-    return bool(tensors) and all(x.shape[0] == rows.total for x in tensors)
-
-
-def _has_as_many(x: Any, rows: int) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == rows
 
 
 # losses ---------------------------------------------------------------------------------------------------------------

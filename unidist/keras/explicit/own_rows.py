@@ -26,7 +26,7 @@ from unidist import events
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError
 from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_state, tree
-from unidist.keras.explicit import data, mixing
+from unidist.keras.explicit import data, mixing, regions
 from unidist.keras.explicit.context import Before, Frame
 from unidist.keras.explicit.moving import move
 from unidist.keras.explicit.parts import mapped, whole
@@ -59,7 +59,7 @@ class OwnSteps:
             attempt = _Attempt(self._world)
             try:
                 out = attempt.run(work)
-            except mixing.LooksAtRowsError:
+            except regions.LooksAtRowsError:
                 if self._model.jit_compile:
                     raise
             else:
@@ -130,7 +130,7 @@ class _Attempt:
             with frame.noting(self._before[frame.rank]):
                 try:
                     out = work(frame)
-                except mixing.LooksAtRowsError as error:
+                except regions.LooksAtRowsError as error:
                     if frame.has_made_gradients:
                         raise CapabilityError(_LATE) from error
                     raise
@@ -219,9 +219,9 @@ class _Drawn:
         return zlib.crc32(b"".join([*(array.tobytes() for array in arrays), *(text.encode() for text in texts)]))
 
 
-def region_of(frame: Frame, model: Any, kind: str) -> mixing.Region | None:
+def region_of(frame: Frame, model: Any, kind: str) -> regions.Region | None:
     """The region of a step that sees the rows of all shards."""
-    return mixing.Region(f"{kind}_step of {model.name}") if frame.sees_rows else frame.region
+    return regions.Region(f"{kind}_step of {model.name}") if frame.sees_rows else frame.region
 
 
 def shown(frame: Frame, batch: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from unidist.keras.compat import StatelessScope, get_stateless_scope, global_state, torch_core
-from unidist.keras.explicit import context, mixing
+from unidist.keras.explicit import context, mixing, regions
 from unidist.keras.explicit.context import Before, Frame
 from unidist.keras.explicit.world import keras_state, restore_keras_state
 from unidist.keras.interception import Hook, kept
@@ -34,10 +34,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         frame = context.frame()
         if frame is None or str(torch_core.get_device()) == "meta":
             return _originals["remat"](f)(*args, **kwargs)
-        if frame.region is not None and mixing.are_row_parts(args, kwargs):
+        if frame.region is not None and regions.are_row_parts(args, kwargs):
             # torch saves what it is given, and knows nothing of parts: what knows them is computed once.
             inner = mixing.without_region(f)
-            return f(*args, **kwargs) if inner is None else mixing.on_locals(frame, remat(inner), args, kwargs)
+            return f(*args, **kwargs) if inner is None else regions.on_locals(frame, remat(inner), args, kwargs)
         return _originals["remat"](_Call(f, frame))(*args, **kwargs)
 
     return wrapped
