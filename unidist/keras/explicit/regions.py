@@ -1,4 +1,4 @@
-"""A region: a call with the rows of all shards in view. What has rows comes into it as RowParts, and leaves as own rows.
+"""A region: a call with the rows of all shards in view. What has rows enters it as RowParts, and leaves as own rows.
 
 What is known to treat each row alone is called outside of the region again, with this shard's rows.
 """
