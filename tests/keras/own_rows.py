@@ -144,6 +144,12 @@ def drawn(model: Any, x: Any, y: Any, weight: Any) -> Any:
     return squares(model, x + 0.3 * noise, y, weight)
 
 
+def of_wholes(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    """Beside its loss it follows a number that is the same on all devices."""
+    model.told["mean"].update_state(ops.norm(model.a.kernel.value))
+    return of_keras(model, x, y, weight)
+
+
 def drawn_later(model: Any, x: Any, y: Any, weight: Any) -> Any:
     """From the third step on."""
     if int(model.optimizer.iterations.value) < 2:
@@ -231,6 +237,7 @@ CASES: dict[str, dict[str, Callable[..., Any]]] = {
     "later": {"loss": later},
     "two batches of rows": {"loss": two_batches_of_rows},
     "two batches that mix": {"loss": two_batches_of_rows, "layer": lambda: Centred(name="m")},
+    "of wholes": {"loss": of_wholes},
     "asked": {"loss": squares, "gradients": asked},
     "tested": {"loss": of_keras, "tested": lambda *given: ops.max(ops.abs(squares(*given))), "logs": extremes},
     "extremes": {"loss": squares, "logs": extremes},

@@ -115,6 +115,22 @@ def test_metrics_that_a_step_is_told_by_itself(strategy):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+class Following(OwnTrackers):
+    """Its third metric follows a number that all devices have."""
+
+    def _told(self, y, y_pred, loss):
+        self.tracker.update_state(loss)
+        self.level.update_state(ops.norm(self.layers[0].kernel.value))
+        return {m.name: m.result() for m in self.metrics}
+
+
+@pytest.mark.parametrize("kind", [OwnTrackers, Following])
+def test_a_step_sees_all_rows_where_it_follows_a_number_of_them(kind):
+    x, y = features()
+    model = train(own(kind), x, y, unidist.DataParallel(), compiled={}).model
+    assert any("train_step of" in name for name in unidist.describe(model).why) == (kind is OwnTrackers)
+
+
 class OwnNumbers(OwnTrackers):
     """Gives numbers of its own making as logs, looks at its loss, and counts it in a Sum."""
 

@@ -89,7 +89,8 @@ class Frame:
         sees_rows: such a step computes with rows by itself, and is given those of all shards (own_rows.py).
         is_making_gradients: a gradient that began in this step is on its way to the variables.
         has_made_gradients: one has come there.
-        tells_numbers: such a step, without that, has given a metric or its logs a number of this rank's rows.
+        numbers: what such a step, without that, has given a Mean of its own making; None: nobody compares them.
+        tells_numbers: some of these, or of its logs, are of this rank's rows.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
         calls: ids of the layers that hold a pair and are being called.
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
@@ -122,6 +123,7 @@ class Frame:
     sees_rows: bool = False
     is_making_gradients: bool = False
     has_made_gradients: bool = False
+    numbers: list[torch.Tensor] | None = None
     tells_numbers: bool = False
     trial: frozenset[int] | None = None
     calls: tuple[int, ...] = ()

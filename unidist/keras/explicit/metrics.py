@@ -54,12 +54,13 @@ def logs_of_all(here: Frame, logs: Any) -> Any:
     if here.sees_rows:
         return mapped(whole, logs)
     own = {name: value for name, value in logs.items() if _is_of_own_rows(value)}
-    if not own:
+    numbers = [value for value in own.values() if _is_own_number(here, value)] + (here.numbers or [])
+    if not own and not numbers:
         return logs
     share = here.rows.share
     with torch.no_grad(), events.for_purpose("logs"):
         parts = [_of_share(here, value, share).to(torch.float64) for value in own.values()]
-        numbers = [value.detach().to(torch.float64) for value in own.values() if _is_own_number(here, value)]
+        numbers = [number.detach().to(torch.float64) for number in numbers]
         squares = [number * number for number in numbers]
         sums = here.world.summed([*parts, *numbers, *squares], here.world.data_axes)
     totals, sums = sums[: len(parts)], sums[len(parts) :]
@@ -227,7 +228,8 @@ def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         if here is None or here.rows is None or not here.world.data_axes or not given:
             return original(values, sample_weight=sample_weight)
         share = here.rows.share
-        here.tells_numbers |= here.region is None and _is_own_number(here, values)
+        if here.numbers is not None and here.region is None and _is_own_number(here, values):
+            here.numbers.append(values.detach())
         with torch.no_grad():
             metric.total.assign_add(_of_share(here, values, share).detach())
             metric.count.assign_add(devices.filled(share, metric.count.value))
@@ -237,17 +239,29 @@ def _by_share(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A Sum adds up what the ranks tell it of their rows; a loss of all rows counts once."""
+    """A Sum adds up what the ranks give it of their rows. A number that all ranks have, as a loss of all rows, counts
+    once."""
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         here = frame()
-        is_told = here is not None and here.tells_losses and isinstance(values, torch.Tensor)
-        is_of_all = is_told and here is not None and (here.sees_rows or losses.is_contribution(values))
-        if here is None or here.rows is None or not is_of_all or values.ndim:
+        is_given = here is not None and here.tells_losses and isinstance(values, torch.Tensor) and not values.ndim
+        if here is None or here.rows is None or not is_given or not _is_of_all(here, values):
             return original(values, sample_weight=sample_weight)
         return original(_of_share(here, values, here.rows.share), sample_weight=sample_weight)
 
     return update_state
+
+
+def _is_of_all(here: Frame, value: torch.Tensor) -> bool:
+    """Whether a number in a step of the user's own is the same on all ranks. A collective, if that is not known."""
+    if here.sees_rows or value.is_meta or losses.is_contribution(value):
+        return True
+    number = value.detach().to(torch.float64)
+    with events.for_purpose("logs"):
+        total, squares = here.world.summed([number, number * number], here.world.data_axes)
+    differs = _differ(here, [total], [squares])
+    here.tells_numbers |= differs
+    return not differs
 
 
 def _of_share(here: Frame, value: torch.Tensor, share: float) -> torch.Tensor:
