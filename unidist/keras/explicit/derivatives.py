@@ -27,12 +27,14 @@ def _summed(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
-        if frame is None or not frame.own_step or frame.trial is not None or frame.is_making_gradients:
+        # torch's own transforms have whole tensors (parts.py), and differentiate them by this function.
+        is_within = torch._C._are_functorch_transforms_active()
+        if frame is None or frame.trial is not None or frame.is_making_gradients or is_within:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        leaves_of = {id(one.leaves[frame.rank]): one for one in norms.placed if frame.rank in one.leaves}
-        of = [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in given]
-        if not any(of) and not frame.sees_rows:
+        of = _storages(frame, given)
+        sees_rows = frame.sees_rows or frame.region is not None
+        if not any(of) and not sees_rows:
             return original(outputs, inputs, *args, **kwargs)
         names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -40,7 +42,7 @@ def _summed(original: Any) -> Callable[..., Any]:
         if any(of):
             _check(frame, roots, options)
         leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
-        if not frame.sees_rows:
+        if not sees_rows:
             with frame.making_gradients():
                 found = original(roots, leaves, **options)
             return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
@@ -50,8 +52,16 @@ def _summed(original: Any) -> Callable[..., Any]:
     return grad
 
 
+def _storages(frame: Frame, tensors: list[Any]) -> list[Storage | None]:
+    """Of what tensors are the values, in a step of the user's own."""
+    if not frame.own_step:
+        return [None] * len(tensors)
+    leaves_of = {id(one.leaves[frame.rank]): one for one in norms.placed if frame.rank in one.leaves}
+    return [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in tensors]
+
+
 def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
-    """Where the step sees the rows of all shards."""
+    """Where the rows of all shards are in view."""
     if storage is not None:
         return _reduced(frame, grad, storage)
     return grad if isinstance(grad, RowPart) else own_rows.joined(frame, grad)

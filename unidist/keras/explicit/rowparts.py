@@ -25,7 +25,7 @@ from unidist.keras.compat import get_keras_mask, set_keras_mask
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
 from unidist.keras.explicit.moving import move
-from unidist.keras.explicit.parts import Part, as_parts, on_parts, whole
+from unidist.keras.explicit.parts import Part, as_parts, mapped, on_parts, whole
 
 _WHY = "rows of all shards"
 
@@ -66,6 +66,24 @@ class RowPart(Part):
         if self._whole is None:
             raise RuntimeError("a RowPart that holds nothing")
         return self._whole
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """The rows are gathered as S -> I, and what is computed of them is fanned out: I -> F."""
+        frame, fan = self.frame, Layout(fanout=self.frame.world.data_axes)
+
+        def alike(x: Any) -> Any:
+            if isinstance(x, RowPart) and x.part is not None:
+                with _looking(frame):
+                    return frame.world.gather_rows(whole(x.part), x.shape[0])
+            x = whole(x)
+            is_partial = isinstance(x, torch.Tensor) and x.requires_grad
+            return move(frame, x, tuple(x.shape), fan, Layout()) if is_partial else x
+
+        def fanned(x: Any) -> Any:
+            has_gradient = isinstance(x, torch.Tensor) and x.requires_grad
+            return move(frame, x, tuple(x.shape), Layout(), fan) if has_gradient else x
+
+        return mapped(fanned, function(*map(alike, args)))
 
 
 def own_rows(frame: Frame, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""Layers of one's own with derivatives of their own: functions with a backward, torch's transforms."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import unidist
+from tests.keras.torch.models import assert_equal, features, train
+
+
+class Rounded(torch.autograd.Function):
+    """Gradients pass as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(4 * x) / 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Scaled(torch.autograd.Function):
+    """Two results, one of all rows. Its backward mixes rows."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        return x * factor, x.sum()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (x,) = ctx.saved_tensors
+        return first / (1 + first.abs().max()) + second * torch.tanh(x), None
+
+
+@ops.custom_gradient
+def turned(x):
+    """Gradients are turned round, as between domains."""
+
+    def grad(*args, upstream=None):
+        return -0.5 * (args[0] if upstream is None else upstream)
+
+    return ops.tanh(x), grad
+
+
+def scaled(x):
+    y, total = Scaled.apply(x, 0.5)
+    return y + 0.01 * total
+
+
+def downhill(x):
+    """A step down an energy, as of a model of forces."""
+    with torch.enable_grad():
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((at**3).sum() + torch.sin(at).mean(), at, create_graph=True)
+    return x - 0.1 * slope
+
+
+FUNCTIONS = {
+    "a backward of one's own": lambda x: Rounded.apply(x),
+    "two results": scaled,
+    "a custom gradient": turned,
+    "a gradient of the input": downhill,
+    "torch.func.grad": lambda x: x + 0.1 * torch.func.grad(lambda z: (z**3).sum())(x),
+    "torch.func.jacrev": lambda x: torch.vmap(torch.func.jacrev(torch.tanh))(x).sum(-1),
+    "torch.func.vjp": lambda x: torch.func.vjp(torch.tanh, x)[1](0.5 * x)[0],
+    "a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda z: 2 * torch.tanh(z), x, use_reentrant=True),
+}
+
+
+class Applied(layers.Layer):
+    def __init__(self, name):
+        super().__init__()
+        self._function = FUNCTIONS[name]
+
+    def call(self, x):
+        return self._function(x)
+
+
+# torch.func does not go with the hooks on saved tensors by which stage 3 fetches values again.
+CASES = [(name, zero) for name in FUNCTIONS for zero in (0, 3) if not (zero and name.startswith("torch.func"))]
+
+
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")  # where Keras infers shapes
+@pytest.mark.parametrize(("name", "zero"), CASES)
+def test_derivatives_of_ones_own_are_of_all_rows(name, zero):
+    def build():
+        inputs = layers.Input((12,))
+        x = Applied(name)(layers.Dense(8, "tanh")(inputs))
+        return keras.Model(inputs, layers.Dense(3)(x))
+
+    x, y = features()
+    with unidist.ledger() as sent:
+        found = train(build, x, y, unidist.DataParallel(zero=zero))
+    wanted = train(build, x, y)
+    assert_equal(found, wanted)
+    assert any(event.purpose.startswith("rows of") for event in sent.events)
+    before = [np.asarray(v) for v in train(build, x, y, epochs=0).model.weights]
+    assert all(not np.allclose(a, b, atol=1e-6) for a, b in zip(before, wanted.weights, strict=True))
+
+
+def test_an_apply_that_was_kept_is_refused():
+    kept = functools.partial(vars(torch.autograd.Function)["apply"].__func__.__wrapped__, Rounded)
+
+    class Kept(layers.Layer):
+        def call(self, x):
+            return kept(x)
+
+    x, y = features()
+    with pytest.raises(unidist.CapabilityError, match=r"Say lambda x: MyFunction\.apply"):
+        train(lambda: keras.Sequential([layers.Input((12,)), layers.Dense(3), Kept()]), x, y, unidist.DataParallel())
