@@ -195,6 +195,25 @@ def smooth(model: Any, x: Any, y: Any, weight: Any) -> Any:
     return ops.mean(p) - ops.mean(model(x, training=True)) + ((norm - 1.0) ** 2).mean()
 
 
+class Rounded(torch.autograd.Function):
+    """Gradients pass as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(8 * x) / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def quantized(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    """Weights, and what they meet, are rounded: Y. Bengio, N. Leonard and A. Courville (2013), arXiv:1308.3432."""
+    hidden = Rounded.apply(model.middle(model.a(x)))
+    p = ops.matmul(hidden, Rounded.apply(model.b.kernel.value)) + model.b.bias
+    return ops.mean(ops.square(y - p)) + 0.1 * of_keras(model, x, y, weight)
+
+
 def later(model: Any, x: Any, y: Any, weight: Any) -> Any:
     """By hand from the third step on: counted by the optimizer, which all ranks share."""
     if int(model.optimizer.iterations.value) < 2:
@@ -234,6 +253,7 @@ CASES: dict[str, dict[str, Callable[..., Any]]] = {
     "attacked": {"loss": attacked, "tested": squares},
     "attacked behind": {"loss": attacked_behind, "tested": squares},
     "smooth": {"loss": smooth, "tested": squares},
+    "quantized": {"loss": quantized},
     "later": {"loss": later},
     "two batches of rows": {"loss": two_batches_of_rows},
     "two batches that mix": {"loss": two_batches_of_rows, "layer": lambda: Centred(name="m")},

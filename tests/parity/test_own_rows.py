@@ -17,7 +17,7 @@ RUN = "tests.keras.own_rows:{}".format
 CASES = (
     *("squares", "weighted", "masked", "square of a loss", "penalty", "norms", "likeness", "two batches"),
     *("two batches of rows", "two batches that mix", "mixed up", "noisy", "attacked", "attacked behind", "smooth"),
-    *("later", "asked", "tested", "of wholes", "extremes", "measuring"),
+    *("quantized", "later", "asked", "tested", "of wholes", "extremes", "measuring"),
 )
 STAGES = [("dp", 0), ("2x2", 1), ("dp", 3), ("2x2", 3)]
 EVERY = [(*stage, case) for case in CASES for stage in STAGES]
