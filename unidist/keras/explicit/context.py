@@ -89,6 +89,7 @@ class Frame:
         sees_rows: such a step computes with rows by itself, and is given those of all shards (own_rows.py).
         is_making_gradients: a gradient that began in this step is on its way to the variables.
         has_made_gradients: one has come there.
+        step: the region of such a step.
         numbers: what such a step, without that, has given a Mean of its own making; None: nobody compares them.
         tells_numbers: some of these, or of its logs, are of this rank's rows.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
@@ -123,6 +124,7 @@ class Frame:
     sees_rows: bool = False
     is_making_gradients: bool = False
     has_made_gradients: bool = False
+    step: Region | None = None
     numbers: list[torch.Tensor] | None = None
     tells_numbers: bool = False
     trial: frozenset[int] | None = None

@@ -100,8 +100,7 @@ def told(here: Frame, contributions: list[torch.Tensor]) -> list[torch.Tensor]:
         row = anchored(row)
     with events.for_purpose("losses"):
         whole = move(here, row, tuple(row.shape), partial(axes), fanned(axes) if here.sees_rows else WHOLE)
-    found = [x.to(part.dtype) for x, part in zip(whole.unbind(), contributions, strict=True)]
-    return found if here.sees_rows else [marked(part) for part in found]
+    return [marked(x.to(part.dtype)) for x, part in zip(whole.unbind(), contributions, strict=True)]
 
 
 def marked(loss: torch.Tensor) -> torch.Tensor:
@@ -167,6 +166,8 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if here is not None and here.sees_rows and not here.is_making_gradients:
         here.exact_loss = True
+        if here.region is not None and any(map(is_own, roots)):
+            here.region.look()
         grads = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors] * len(roots)
         ends = [own_rows.begun(here, *end) for end in zip(roots, grads, strict=True)]
         tensors, grad_tensors = [root for root, _ in ends], [grad for _, grad in ends]

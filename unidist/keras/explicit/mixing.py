@@ -7,6 +7,7 @@ at other rows. If not, it too is called with this shard's rows from then on, unt
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from unidist.keras.compat import StatelessScope, tree
 from unidist.keras.explicit import changes, context
 from unidist.keras.explicit.calls import around_call
 from unidist.keras.explicit.context import Frame, Rows
+from unidist.keras.explicit.counts import Counting
 from unidist.keras.explicit.parts import mapped, whole
 from unidist.keras.explicit.regions import (
     LooksAtRowsError,
@@ -114,7 +116,7 @@ class Mixer:
                 return self._call_apart(frame, rest, count, own, args, kwargs)
             args, kwargs = (mapped(lambda x: as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
         region = Region(self.name, is_apart=frame.region is not None and frame.region.is_apart)
-        with frame.looking(region):
+        with frame.looking(region), contextlib.nullcontext() if self.mixes.get(key) else Counting():
             out = rest(*args, **kwargs)
         self.mixes[key] = self.mixes.get(key, False) or region.mixes
         self._found_in.setdefault(key, frame.number)

@@ -4,8 +4,10 @@ A train_step or a test_step is given this shard's rows. What Keras's losses and 
 a step may compute more by itself: a loss by hand, or the largest prediction of a batch. Such a step is given RowParts
 (rowparts.py), as a layer is that looks at several rows. So whatever it computes is one device's.
 
-The step itself shows it. If it shows before a gradient is made, as with a loss by hand, the step begins again. What it
-has written until then is put back. Else the next step is the first that sees all rows.
+The first step sees all rows, and shows whether it has to: it looks at other rows than its own, computes with their
+number, or makes gradients of more than Keras's losses. If not, the next ones are given this shard's rows, which costs
+nothing. If a later one changes its mind before a gradient is made, it begins again, and what it has written until then
+is put back. If that shows behind it, the step after it sees all rows.
 
 In such a step what is no RowPart is the same on all ranks, and its gradient is partial (layout F). So a gradient begins
 on each rank with that rank's part: one over the number of data shards.
@@ -28,9 +30,10 @@ from unidist.errors import CapabilityError
 from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_state, tree
 from unidist.keras.explicit import data, mixing, regions
 from unidist.keras.explicit.context import Before, Frame
+from unidist.keras.explicit.counts import Counting
 from unidist.keras.explicit.moving import move
 from unidist.keras.explicit.parts import mapped, whole
-from unidist.keras.explicit.rowparts import RowPart, own_rows
+from unidist.keras.explicit.rowparts import RowPart
 from unidist.keras.explicit.world import RankWorld
 
 T = TypeVar("T")
@@ -51,6 +54,7 @@ class OwnSteps:
         self._model = model
         self._world = world
         self._draws: bool | None = None  # not known yet
+        self._tried: set[str] = set()
         self._steps = 0
 
     def run(self, kind: str, work: Callable[[Frame], T]) -> T:
@@ -59,23 +63,40 @@ class OwnSteps:
         Raises:
             CapabilityError: it computes with rows by itself where it cannot be given those of all shards.
         """
-        if kind not in self.seeing:
-            attempt = _Attempt(self._world, compares=self._steps < 2 or self._steps % _STRIDE == 0)
-            self._steps += 1
-            try:
-                out = attempt.run(work)
-            except regions.LooksAtRowsError:
-                if self._model.jit_compile:
-                    raise
-            else:
-                if not attempt.tells_numbers or self._model.jit_compile:
-                    return out
-                if kind == "train":
-                    self._let_see(kind)
-                    return out
+        if self._model.jit_compile:
+            return self._world.run(work)
+        if kind not in self._tried:
+            return self._first(kind, work)
+        if kind in self.seeing:
+            return self._seeing(work)
+        attempt = _Attempt(self._world, compares=self._steps < 2 or self._steps % _STRIDE == 0)
+        self._steps += 1
+        try:
+            out = attempt.run(work)
+        except regions.LooksAtRowsError:
             attempt.undo()
             self._let_see(kind)
-        return self._seeing(work)
+            return self._seeing(work)
+        if attempt.tells_numbers:
+            self._let_see(kind)
+        return out
+
+    def _first(self, kind: str, work: Callable[[Frame], T]) -> T:
+        """A first step sees all rows, and shows whether it has to."""
+        looks: list[bool] = []
+
+        def looking(frame: Frame) -> T:
+            with Counting():
+                out = work(frame)
+            looks.append(frame.step is not None and frame.step.mixes)
+            return out
+
+        self._let_see(kind)
+        out = self._seeing(looking)
+        self._tried.add(kind)
+        if not any(looks):
+            self.seeing.discard(kind)
+        return out
 
     @property
     def why(self) -> list[tuple[str, str]]:
@@ -231,7 +252,10 @@ class _Drawn:
 
 def region_of(frame: Frame, model: Any, kind: str) -> regions.Region | None:
     """The region of a step that sees the rows of all shards."""
-    return regions.Region(f"{kind}_step of {model.name}") if frame.sees_rows else frame.region
+    if not frame.sees_rows:
+        return frame.region
+    frame.step = regions.Region(f"{kind}_step of {model.name}", is_step=True)
+    return frame.step
 
 
 def shown(frame: Frame, batch: Any) -> Any:
@@ -275,8 +299,7 @@ def derived(
     with frame.making_gradients():
         found = grad(tensors, ends_at, **{**options, "grad_outputs": parts})
     return [
-        RowPart.of(frame, g, x.shape[0]) if g is not None and _is_cut(x) else g
-        for x, g in zip(inputs, found, strict=True)
+        x.like(g, tuple(x.shape)) if g is not None and _is_cut(x) else g for x, g in zip(inputs, found, strict=True)
     ]
 
 
@@ -297,4 +320,4 @@ def _own(root: RowPart, gradient: Any) -> torch.Tensor | None:
     """Of a gradient of a RowPart that of this shard's rows."""
     if gradient is None:
         return None
-    return gradient.part if _is_cut(gradient) else own_rows(root.frame, whole(gradient))
+    return gradient.part if _is_cut(gradient) else root.operand(whole(gradient))

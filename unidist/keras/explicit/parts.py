@@ -57,6 +57,11 @@ class Part(torch.Tensor):
         """Another one, whose ranks hold their parts alike."""
         raise NotImplementedError
 
+    @staticmethod
+    def shaped(func: Any, found: Any) -> Any:
+        """What a function of the shape gives."""
+        return found
+
     def goes_with(self, other: Part) -> bool:
         """Whether the ranks hold both alike."""
         raise NotImplementedError
@@ -84,7 +89,7 @@ class Part(torch.Tensor):
         args, kwargs = values(args), values(kwargs or {})
         if func in rowwise.OF_THE_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return cls.shaped(func, func(*args, **kwargs))
         if func in rowwise.OF_THE_GRAPH:
             return func(args[0]._part if args[0]._part is not None else args[0]._whole, *args[1:], **kwargs)
         handler = cls.HANDLERS.get(func)

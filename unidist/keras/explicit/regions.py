@@ -34,11 +34,13 @@ class Region:
         name: of the layer, operation or loss.
         mixes: whether it has looked at the rows of other shards.
         is_apart: it is given other rows than the batch's, which the step has made of this shard's.
+        is_step: it is a step of the user's own.
     """
 
     name: str
     mixes: bool = False
     is_apart: bool = False
+    is_step: bool = False
 
     @property
     def why(self) -> str:
@@ -56,6 +58,11 @@ class Region:
                 "rows. Compile the model with jit_compile=False, and let what it takes have the rows of the batch"
             )
         self.mixes = True
+
+    def draw(self) -> None:
+        """It draws random numbers: a layer those of all shards from now on. In a step each device may draw its own."""
+        if not self.is_step:
+            self.look()
 
 
 def can_begin(frame: Frame) -> bool:
@@ -85,22 +92,24 @@ def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
         # The same on all ranks, and so are the random numbers.
         with frame.looking(None), frame.seeds_at(0):
             return call(*args, **kwargs)
-    total = parts[0].shape[0] if parts else rows.total
-    own = next((x.part.shape[0] for x in parts if x.part is not None), rows.local)
-    local = functools.partial(_local, frame, total, dims)
+    first = parts[0] if parts else RowPart.of(frame, torch.empty(rows.local), rows.total)
+    own = sum(first.counts)
+    local = functools.partial(_local, first, dims)
     with frame.looking(None):
         out = call(*mapped(local, args), **mapped(local, kwargs))
-    return mapped(lambda x: RowPart.of(frame, x, total) if _has_as_many(x, own) else x, out)
+    return mapped(lambda x: RowPart.behind_each_other(frame, x, first.batches) if _has_as_many(x, own) else x, out)
 
 
 def with_own_rows(frame: Frame, call: Call, *args: Any) -> Any:
     """A call of arguments that all have rows with this shard's rows, in a step that sees those of all shards. Of wholes
     that have other numbers of rows, as two batches behind each other, it is called as on one device."""
     rows = frame.rows
-    if rows is None or not (are_row_parts(args) or _have_all_rows(rows, args)):
+    parts = _of_kind(RowPart, *args)
+    if rows is None or not (parts or _have_all_rows(rows, args)):
         with frame.looking(None), frame.on_wholes():
             return call(*args)
-    return on_locals(frame, call, mapped(lambda x: _cut_alike(frame, rows, x), args), {})
+    first = parts[0] if parts else RowPart.of(frame, torch.empty(rows.local), rows.total)
+    return on_locals(frame, call, mapped(lambda x: _cut_alike(first, x), args), {})
 
 
 def are_row_parts(*values: Any) -> bool:
@@ -131,7 +140,7 @@ def rows_of_its_own(rows: Rows, constants: set[int], *values: Any) -> int:
 
 def as_local(frame: Frame, rows: Rows, x: Any, has_rows: bool | None = None) -> Any:
     """What leaves a region: this shard's rows of what has rows. None: what has as many as the batch has them."""
-    if isinstance(x, RowPart) and x.part is not None:
+    if isinstance(x, RowPart) and x.part is not None and x.batches == (rows.total,):
         return _masked(frame, rows, x, x.part)
     whole = x.whole() if isinstance(x, RowPart) else x
     if not isinstance(whole, torch.Tensor) or not whole.ndim:
@@ -150,17 +159,17 @@ def _masked(frame: Frame, rows: Rows, x: torch.Tensor, own: torch.Tensor) -> tor
     return own
 
 
-def _local(frame: Frame, total: int, dims: set[int], x: Any) -> Any:
+def _local(first: RowPart, dims: set[int], x: Any) -> Any:
     """This shard's rows of what has rows: of RowParts, and of a whole tensor beside them that has as many dims."""
     if isinstance(x, RowPart):
-        return x.part if x.part is not None else own_rows(frame, x.whole())
-    is_whole = isinstance(x, torch.Tensor) and x.ndim in dims and x.shape[0] == total
-    return own_rows(frame, x) if is_whole and not isinstance(x, torch.nn.Parameter) else x
+        return x.part if x.part is not None else x.own(x.whole())
+    is_whole = isinstance(x, torch.Tensor) and x.ndim in dims and x.shape[0] == first.shape[0]
+    return first.own(x) if is_whole and not isinstance(x, torch.nn.Parameter) else x
 
 
-def _cut_alike(frame: Frame, rows: Rows, x: Any) -> Any:
-    is_whole = isinstance(x, torch.Tensor) and not isinstance(x, RowPart) and _has_as_many(x, rows.total)
-    return RowPart.of(frame, own_rows(frame, x), rows.total) if is_whole else x
+def _cut_alike(first: RowPart, x: Any) -> Any:
+    is_whole = isinstance(x, torch.Tensor) and not isinstance(x, RowPart) and _has_as_many(x, first.shape[0])
+    return RowPart.behind_each_other(first.frame, first.own(x), first.batches) if is_whole else x
 
 
 def _of_kind(kind: type[torch.Tensor], *values: Any) -> list[Any]:

@@ -13,6 +13,7 @@ Source of the method: GSPMD (Xu et al. 2021, arXiv:2105.04663), op by op and wit
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from unidist.algebra import Layout
 from unidist.keras.compat import get_keras_mask, set_keras_mask
 from unidist.keras.explicit import rowwise
 from unidist.keras.explicit.context import Frame
+from unidist.keras.explicit.counts import counted
 from unidist.keras.explicit.moving import move
 from unidist.keras.explicit.parts import Part, as_parts, mapped, on_parts, whole
 
@@ -35,37 +37,68 @@ class RowPart(Part):
 
     DIM = 0
     TABLE = rowwise.table(0)
+    shaped = staticmethod(counted)
+
+    # Rows of the batches that stand behind each other in it; each shard holds its own of each.
+    batches: tuple[int, ...]
 
     @staticmethod
     def of(frame: Frame, part: torch.Tensor, total: int) -> RowPart:
         """`total`: rows of all shards."""
-        made = RowPart._made(frame, part, (total, *part.shape[1:]))
+        return RowPart.behind_each_other(frame, part, (total,))
+
+    @staticmethod
+    def behind_each_other(frame: Frame, part: torch.Tensor, batches: tuple[int, ...]) -> RowPart:
+        """Several batches. `part`: this shard's rows of each, behind each other."""
+        made = RowPart._made(frame, part, (sum(batches), *part.shape[1:]))
+        made.batches = batches
         mask = get_keras_mask(part)
         if isinstance(mask, torch.Tensor) and mask.ndim and mask.shape[0] == part.shape[0]:
-            set_keras_mask(made, RowPart.of(frame, mask, total))
+            set_keras_mask(made, RowPart.behind_each_other(frame, mask, batches))
         return made
 
     def like(self, part: torch.Tensor, shape: tuple[int, ...]) -> RowPart:
-        return RowPart._made(self.frame, part, shape)
+        made = RowPart._made(self.frame, part, shape)
+        made.batches = self.batches
+        return made
 
     def goes_with(self, other: Part) -> bool:
-        return isinstance(other, RowPart) and other.frame is self.frame
+        return isinstance(other, RowPart) and other.frame is self.frame and other.batches == self.batches
 
     def operand(self, x: torch.Tensor) -> torch.Tensor:
-        return own_rows(self.frame, x) if x.ndim == self.ndim and x.shape[0] == self.shape[0] else x
+        return self.own(x) if x.ndim == self.ndim and x.shape[0] == self.shape[0] else x
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This shard's rows of a whole tensor that has as many."""
+        if len(self.batches) == 1:
+            return own_rows(self.frame, x)
+        return torch.cat([own_rows(self.frame, one) for one in x.split(list(self.batches))])
+
+    @property
+    def counts(self) -> list[int]:
+        """How many rows this shard has of each batch."""
+        return [self.frame.world.batch_sharding((n,)).region(self.frame.rank)[0][1] for n in self.batches]
 
     def whole(self) -> torch.Tensor:
         """The rows of all shards, on every rank: S -> F (all_gather forward, reduce_scatter backward)."""
         if self._part is not None and not self._serves(self._whole):
             with _looking(self.frame):
                 fan = Layout(fanout=self.frame.world.data_axes)
-                self._whole = self.frame.world.gather_rows(whole(self._part), self.shape[0], fan)
+                self._whole = self.gathered(fan)
             mask = get_keras_mask(self)
             if mask is not None:
                 set_keras_mask(self._whole, whole(mask))
         if self._whole is None:
             raise RuntimeError("a RowPart that holds nothing")
         return self._whole
+
+    def gathered(self, layout: Layout) -> torch.Tensor:
+        """The rows of all shards, in a layout over the data axes."""
+        part, gather = whole(self._part), self.frame.world.gather_rows
+        if len(self.batches) == 1:
+            return gather(part, self.batches[0], layout)
+        parts = part.split(self.counts)
+        return torch.cat([gather(one, n, layout) for one, n in zip(parts, self.batches, strict=True)])
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """The rows are gathered as S -> I, and what is computed of them is fanned out: I -> F."""
@@ -74,7 +107,7 @@ class RowPart(Part):
         def alike(x: Any) -> Any:
             if isinstance(x, RowPart) and x.part is not None:
                 with _looking(frame):
-                    return frame.world.gather_rows(whole(x.part), x.shape[0])
+                    return x.gathered(Layout())
             x = whole(x)
             is_partial = isinstance(x, torch.Tensor) and x.requires_grad
             return move(frame, x, tuple(x.shape), fan, Layout()) if is_partial else x
@@ -141,7 +174,7 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     taken = sum(entry is not None for entry in entries[1:])
     if isinstance(entries[0], slice):
         if entries[0] != slice(None):
-            return None
+            return _batch_of(x, index)
     elif entries[0] is not Ellipsis or taken >= x.ndim:
         return None
     tensors = [entry for entry in entries[1:] if isinstance(entry, torch.Tensor)]
@@ -155,20 +188,64 @@ def _indexed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return as_parts(x, x.part[index])
 
 
+def _batch_of(x: RowPart, index: Any) -> RowPart | None:
+    """The rows of one of the batches that stand behind each other, as a slice."""
+    if x.part is None or not isinstance(index, slice) or len(x.batches) == 1:
+        return None
+    start, stop, step = index.indices(x.shape[0])
+    ends = list(itertools.accumulate(x.batches, initial=0))
+    if step != 1 or (start, stop) not in itertools.pairwise(ends):
+        return None
+    k = ends.index(start)
+    return RowPart.of(x.frame, x.part.split(x.counts)[k], x.batches[k])
+
+
 def _joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Tensors with the same rows, side by side or along a new dim behind the rows."""
+    """Tensors with the same rows, side by side or along a new dim behind the rows; or batches behind each other."""
     members = args[0]
     given = [x for x in members if isinstance(x, RowPart)]
-    if not given or any(x.part is None or not x.goes_with(given[0]) for x in given):
+    if not given or any(x.part is None for x in given):
         return None
     first = given[0]
     ndim = first.ndim + (func in _STACKING)
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    if not isinstance(dim, int) or dim % ndim == 0 or any(x.ndim != first.ndim for x in members):
+    if not isinstance(dim, int) or any(x.ndim != first.ndim for x in members):
         return None
-    if any(x.shape[0] != first.shape[0] for x in members):
+    if dim % ndim == 0:
+        return None if func in _STACKING else _behind_each_other(members)
+    if any(x.shape[0] != first.shape[0] for x in members) or any(not x.goes_with(first) for x in given):
         return None
-    return as_parts(first, func([x.part if isinstance(x, RowPart) else own_rows(first.frame, x) for x in members], dim))
+    return as_parts(first, func([x.part if isinstance(x, RowPart) else first.own(x) for x in members], dim))
+
+
+def _behind_each_other(members: Sequence[Any]) -> RowPart | None:
+    """One tensor of batches behind each other, of which whole ones have as many rows as another."""
+    first = next(x for x in members if isinstance(x, RowPart))
+    totals = {n for x in members if isinstance(x, RowPart) for n in x.batches}
+    if any(not isinstance(x, RowPart) and x.shape[0] not in totals for x in members):
+        return None
+    if any(isinstance(x, RowPart) and x.frame is not first.frame for x in members):
+        return None
+    parts = [x.part if isinstance(x, RowPart) else own_rows(first.frame, x) for x in members]
+    batches = [x.batches if isinstance(x, RowPart) else (x.shape[0],) for x in members]
+    return RowPart.behind_each_other(first.frame, torch.cat(parts), tuple(n for one in batches for n in one))
+
+
+def _parted(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Along dims behind the rows; along the rows the batches that stand behind each other."""
+    x, sizes = args[0], args[1] if len(args) > 1 else kwargs.get("split_size", kwargs.get("chunks"))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", kwargs.get("axis", 0))
+    if not isinstance(x, RowPart) or x.part is None or dim % x.ndim:
+        return _behind(2)(func, args, kwargs)
+    batches = x.batches
+    if isinstance(sizes, (list, tuple)):
+        fits = tuple(sizes) == batches
+    else:
+        each = sizes if func in _SPLITTING else -(-x.shape[0] // sizes)
+        fits = all(n == each for n in batches)
+    if not fits:
+        return None
+    return tuple(RowPart.of(x.frame, part, n) for part, n in zip(x.part.split(x.counts), batches, strict=True))
 
 
 def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -298,6 +375,7 @@ def _permutes(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return dims[0] % ndim == 0
 
 
+_SPLITTING = frozenset(rowwise.named(["split"]))
 _STACKING = frozenset(rowwise.named(["stack"]))
 _MEANS = frozenset(rowwise.named(["mean"]))
 _LEAST_DIMS = {
@@ -324,7 +402,7 @@ RowPart.HANDLERS = {
     **dict.fromkeys(
         rowwise.named(["squeeze", "flatten", "argmax", "argmin", "max", "min", "gather", "unbind"]), _behind(1)
     ),
-    **dict.fromkeys(rowwise.named(["split", "chunk"]), _behind(2)),
+    **dict.fromkeys(rowwise.named(["split", "chunk"]), _parted),
     **dict.fromkeys(rowwise.named(["permute"]), _kept(_permutes)),
     torch.Tensor.requires_grad_: _with_gradient,
     torch.Tensor.requires_grad.__set__: _with_gradient,  # type: ignore[attr-defined]

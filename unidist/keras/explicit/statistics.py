@@ -46,7 +46,7 @@ def _next(self: Any, ordered: bool = True) -> Any:
         seed = _originals["next"](self, ordered)
     if here is not None and here.region is not None:
         # One device's numbers, for the rows of all shards: from now on in every step.
-        here.region.look()
+        here.region.draw()
         return seed
     if here is None or not here.seed_place or seed.is_meta:
         return seed
