@@ -101,7 +101,7 @@ def test_models_and_losses(everywhere: Any, where: tuple[str, str, int], name: s
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)
-@pytest.mark.parametrize("name", ["binary", "own"])
+@pytest.mark.parametrize("name", ["binary", "own", "state"])
 def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
     everywhere(where, "measured", name)
 

@@ -140,16 +140,18 @@ def _merging(metric: Any, original: Callable[[], Any]) -> Callable[[], Any]:
         if here is None:
             return original()
         with here.reading(summed(here, metric.variables)):
-            found = original()
-        tree.map_structure(_note_result, found)
+            found = tree.map_structure(_result, original())
         return found
 
     return result
 
 
-def _note_result(value: Any) -> None:
+def _result(value: Any) -> Any:
+    """A result that is a variable is read here: behind the frame each read of it would be a collective."""
+    value = value.value if isinstance(value, DistributedVariable) else value
     if isinstance(value, torch.Tensor):
         setattr(value, _RESULT, True)
+    return value
 
 
 def _counts_its_own_way(metric: Any) -> bool:
