@@ -194,6 +194,14 @@ def _in_pairs() -> Any:
     return keras.Model(inputs, layers.Dense(4, name="z")(x + centred), name="pairs")
 
 
+def _of_one_sequence() -> Any:
+    """The rows are a dim of their own for a while, as for an attention of rows to rows."""
+    inputs = layers.Input((6,))
+    x = ops.expand_dims(layers.Dense(WIDTH, "tanh", name="a")(inputs), 0)
+    centred = ops.squeeze(x - ops.mean(x, axis=1, keepdims=True), 0)
+    return keras.Model(inputs, layers.Dense(4, name="z")(centred), name="sequence")
+
+
 def _filtering() -> Any:
     """keras.io's collaborative filtering multiplies all users' vectors with all films'."""
     ids = layers.Input((2,), dtype="int32")
@@ -243,6 +251,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "functions": (lambda: _stack(*_of_functions()), alone, {"stack/dense", "stack/lstm"}),
     "time": (lambda: _stack(*_in_time()), alone, {"stack/time/scale"}),
     "pairs": (_in_pairs, alone, {"reshape"}),
+    "sequence": (_of_one_sequence, alone, set()),
     "helper": (lambda: _stack(lambda: Deviation(name="deviation")), alone, {"stack/deviation"}),
     "reducing": (_stack, Centred, set()),
     "own": (Own, contrastive, {"own", "own/center", "loss contrastive"}),

@@ -48,6 +48,7 @@ class Traced:
         start, length = self.rows(total)
 
         def move(value: Tensor, rows: Tensor) -> Tensor:
+            self._check_rows("the model's outputs", value, rows)
             cut = Sharding(self.mesh, Layout(self.axes), (int(rows), *value.shape[1:]))
             return self.backend.redistribute(value, cut, cut.with_layout(Layout()))
 
@@ -67,6 +68,7 @@ class Traced:
             return Sharding(self.mesh, layout, (int(rows), *value.shape[1:]))
 
         def move(value: Tensor, rows: Tensor) -> Tensor:
+            self._check_rows(what, value, rows)
             cut = sharding(Layout(self.axes), value, rows)
             return self.backend.redistribute(value, cut, cut.with_layout(fan))
 
@@ -91,6 +93,16 @@ class Traced:
             return tf.constant(True)
 
         return self._called(compare, "rows", [found, wanted], tf.bool, [])
+
+    def _check_rows(self, what: str, value: Tensor, total: Tensor) -> None:
+        """Rows of the batch that were another dim for a while (`expand_dims(x, 0)`) come back as those of all ranks."""
+        own = int(self.rows(total)[1])
+        if value.shape[0] != own:
+            raise CapabilityError(
+                f"{what}: there are {value.shape[0]} rows where this process has {own} of the batch's {int(total)}. An "
+                "operation before it made another dim of the rows, which cannot be cut over Horovod with Keras on "
+                "TensorFlow: set KERAS_BACKEND=torch, or do it in one layer that gives a row for each"
+            )
 
     def of_ranks(self, values: list[Tensor]) -> list[Tensor]:
         """Of each tensor those of all ranks, stacked and fanned out: gradients come back summed. One all_gather."""
