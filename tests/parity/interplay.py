@@ -20,6 +20,7 @@ BEHAVIOURS = (
     "slices_of_rows",
     "weights_that_are_gathered",
     "layers_that_slice",
+    "layers_that_sort",
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
     "states_between_batches",
@@ -200,6 +201,21 @@ def layers_that_slice() -> None:
         return np.concatenate([before, model.predict(x, batch_size=8, verbose=0), np.asarray(model(x))])
 
     _compare(run, cls=Sliced)
+
+
+def layers_that_sort() -> None:
+    """Gradients of what is sorted are scattered over the rows of all devices."""
+    import keras
+    from keras import ops
+
+    class Sorted(keras.Model):
+        def call(self, x: Any) -> Any:
+            found = super().call(x)
+            largest, _ = ops.top_k(ops.mean(found, axis=-1), 3)
+            return ops.sort(found, axis=-1) + ops.mean(largest)
+
+    x, y = _data()
+    _compare(lambda model: model.fit(x, y, batch_size=8, verbose=0).history["loss"], cls=Sorted)
 
 
 def a_loss_of_all_pairs() -> None:

@@ -43,6 +43,7 @@ def table() -> Table:
             *recurrent.hooks(),
             Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
             Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
+            Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
             *keras_saving.hooks_of_saving(saving.holding, saving.gathered),
             *keras_saving.hooks_of_loading(saving.loading),
         )

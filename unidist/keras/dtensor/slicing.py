@@ -182,6 +182,20 @@ def selecting(original: Callable[..., Any]) -> Callable[..., Any]:
     return select_v2
 
 
+def scattering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """tf.scatter_nd, which gradients of top_k and of sorting call. On a mesh: of whole values, since DTensor lets each
+    device place the rows of all into its own part."""
+
+    @functools.wraps(original)
+    def scatter_nd(indices: Any, updates: Any, shape: Any, name: Any = None) -> Any:
+        mesh = _mesh.get()
+        if mesh is None:
+            return original(indices, updates, shape, name=name)
+        return whole(original(whole(indices, mesh), whole(updates, mesh), shape, name=name), mesh)
+
+    return scatter_nd
+
+
 def _spec(begin: Any, end: Any, strides: Any, options: dict[str, Any]) -> _Spec:
     first = _scalars(begin)
     masks = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
