@@ -36,6 +36,7 @@ def hooks() -> tuple[Hook, ...]:
     return (
         Hook(torch.autograd, "backward", kept(_originals, "backward", _backward), "gradients of own losses"),
         Hook(loss_module.Loss, "__call__", kept(_originals, "call", _loss_call), "losses that mix rows"),
+        Hook(loss_module, "reduce_weighted_values", kept(_originals, "reduce_weighted", _reduce_weighted), why),
         Hook(loss_module, "reduce_values", kept(_originals, "reduce_values", reduce_values), why),
         Hook(loss_module, "apply_mask", kept(_originals, "apply_mask", apply_mask), why),
         Hook(Layer, "losses", _adding, why),
@@ -76,6 +77,20 @@ def _loss_call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -
     if _needs_denominators(here):
         mixing.give_region_to_loss(self)
     return _originals["call"](self, y_true, y_pred, sample_weight)
+
+
+def _reduce_weighted(values: Any, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """One number for all rows that each row weighs is one for each row. Keras takes the weight of a single row for a
+    number too: it does where the batch has no other, and not where a rank has one of several."""
+    here = frame()
+    if _needs_denominators(here) and len(getattr(sample_weight, "shape", ())) == 1:
+        _, rows = _known(here)
+        values = ops.convert_to_tensor(values)
+        if values.ndim == 0 and rows.total > 1:
+            values = ops.broadcast_to(values, tuple(sample_weight.shape))
+        elif values.ndim == 0 and rows.local == 0:
+            sample_weight = None
+    return _originals["reduce_weighted"](values, sample_weight, *args, **kwargs)
 
 
 def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size") -> Any:

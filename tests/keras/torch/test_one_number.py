@@ -1,0 +1,37 @@
+"""Losses and metrics that give one number for several rows, weighed and not, on one device and on shards."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses
+
+import unidist
+
+
+def rows(count):
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(count, 3)).astype("float32")
+    return x, (x > 0).astype("float32"), rng.uniform(0.1, 2.0, count).astype("float32")
+
+
+def step(is_alone, count, weighted=True, **compiled):
+    """The logs of a step on as many rows, and the weights behind it."""
+    keras.utils.set_random_seed(1)
+    x, y, weights = rows(count)
+    with contextlib.nullcontext() if is_alone else unidist.DataParallel().scope():
+        model = keras.Sequential([layers.Input((3,)), layers.Dense(3, "sigmoid")])
+        model.compile(keras.optimizers.SGD(0.1), **compiled)
+    logs = model.train_on_batch(x, y, sample_weight=weights if weighted else None, return_dict=True)
+    return [*logs.values(), *model.get_weights()]
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 8])  # of four shards each has a row or more, one of several, or none
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
+def test_a_loss_of_one_number_is_weighed_by_each_row(reduction, count):
+    alone, found = (step(a, count, loss=losses.Dice(reduction=reduction)) for a in (True, False))
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
