@@ -7,7 +7,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from keras import layers, losses
+from keras import layers, losses, ops
 
 import unidist
 
@@ -33,5 +33,33 @@ def step(is_alone, count, weighted=True, **compiled):
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
 def test_a_loss_of_one_number_is_weighed_by_each_row(reduction, count):
     alone, found = (step(a, count, loss=losses.Dice(reduction=reduction)) for a in (True, False))
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def products(y, p):
+    return ops.mean(ops.cast(y, p.dtype) * p, axis=-1)
+
+
+class Erring(keras.metrics.Sum):
+    """Counts by a loss that reduces."""
+
+    def update_state(self, y, p, sample_weight=None):
+        return super().update_state(losses.MeanSquaredError()(y, p))
+
+
+METRICS = {
+    "loss": losses.MeanSquaredError,
+    "loss of all rows": losses.Dice,
+    "Keras's of all rows": lambda: losses.tversky,
+    "of each row": lambda: products,
+    "own": Erring,
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_of_one_number_are_those_of_all_rows(name):
+    """Of arrays: train_on_batch leaves what a model is compared with as it was given."""
+    alone, found = (step(a, 7, weighted=False, loss="mse", metrics=[METRICS[name]()]) for a in (True, False))
     for a, b in zip(found, alone, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

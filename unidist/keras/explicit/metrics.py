@@ -11,12 +11,14 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
+from keras.losses import Loss
 
 from unidist import events
 from unidist.keras import numbers, sessions
-from unidist.keras.compat import Mean, Sum, Trainer, in_symbolic_scope, set_keras_mask, tree
-from unidist.keras.explicit import devices, losses, regions
+from unidist.keras.compat import Mean, Sum, Trainer, get_device, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.explicit import devices, losses, mixing, regions
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.parts import mapped, whole
 from unidist.keras.explicit.variables import DistributedVariable
@@ -156,8 +158,11 @@ def _result(value: Any) -> Any:
 
 def _counts_its_own_way(metric: Any) -> bool:
     """Whether its state may be another thing than a sum over rows, as those of Keras's own metrics are."""
+    if not is_of_keras(type(metric).update_state):
+        return True
     function = getattr(metric, "_fn", None)
-    return not is_of_keras(type(metric).update_state) or not (function is None or is_of_keras(function))
+    # A loss that counts as a metric gives one number for all of its rows.
+    return isinstance(function, Loss) or not mixing.is_of_each_row(function, getattr(metric, "_fn_kwargs", {}))
 
 
 def _with_own_rows(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +205,8 @@ def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         with events.for_purpose("metrics"), torch.no_grad():
             args, kwargs = tree.map_structure(lambda x: _whole_rows(here, rows, x), (args, kwargs))
-        return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
+        with here.on_wholes():
+            return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
 
     return update_state
 
@@ -211,6 +217,8 @@ def _are_of_another_batch(rows: Rows, *values: Any) -> bool:
 
 
 def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
+    if isinstance(x, np.ndarray) and x.shape[:1] == (rows.local,):  # as train_on_batch was given it
+        return here.world.gather_rows(torch.as_tensor(x, device=get_device()), rows.total).numpy(force=True)
     if not isinstance(x, torch.Tensor) or x.is_meta or not x.ndim or x.shape[0] != rows.local:
         return x
     whole = here.world.gather_rows(x.detach(), rows.total)

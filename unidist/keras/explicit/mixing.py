@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -236,11 +236,15 @@ def without_region(call: Any) -> Call | None:
 
 def is_known_loss(loss: Any) -> bool:
     """Whether a loss is one of Keras's that give a number for each row, of that row alone."""
-    function = getattr(loss, "fn", None)
-    if not is_of_keras(type(loss).call) or not (function is None or is_of_keras(function)):
-        return False
-    axis = getattr(loss, "_fn_kwargs", {}).get("axis", -1)
-    return axis != 0 and getattr(function, "__name__", "") not in _MIXING_LOSSES
+    return is_of_keras(type(loss).call) and is_of_each_row(getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {}))
+
+
+def is_of_each_row(function: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a function that a loss or a metric wraps is none, or one of Keras's that looks at each row alone."""
+    if function is None:
+        return True
+    is_alone = options.get("axis", -1) != 0 and getattr(function, "__name__", "") not in _MIXING_LOSSES
+    return is_alone and is_of_keras(function)
 
 
 def check_losses(model: Any) -> None:
