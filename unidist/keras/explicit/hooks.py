@@ -145,7 +145,7 @@ def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) ->
     model, world = found.model, found.world
     with found.session(_logs_are_read(model, name, given.arguments, found)):
         # Keras builds what is missing from the first batch: until then the optimizer would know some variables only.
-        if model.variables and all(layer.built for layer in model._flatten_layers()):
+        if placing.is_built(model):
             found.prepare()
         if not world.writes:
             # Also where a mesh of one rank makes it its own writer (data.processes): there is one terminal.

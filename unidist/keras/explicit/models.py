@@ -10,7 +10,7 @@ import torch
 
 from unidist.backends.protocol import Array
 from unidist.keras import sessions
-from unidist.keras.explicit import engine, mixing, rules, verdicts
+from unidist.keras.explicit import engine, mixing, placing, rules, verdicts
 from unidist.keras.explicit.cached import CachedCalls
 from unidist.keras.explicit.placing import is_placed
 from unidist.keras.planning.settling import waits
@@ -20,10 +20,12 @@ from unidist.keras.telling import in_parts, own_variables
 
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
-    """Places a built model, its optimizer and its metrics, in place."""
+    """Places a built model, its optimizer and its metrics, in place. Keras calls a model built whose layers it builds
+    from the first batch: without variables, or where layouts are found from all of them, it is placed then."""
     found = engine.engine_for(model, distribution)
-    with found.session():
-        found.prepare()
+    if model.variables and (placing.is_built(model) or not waits(model, distribution)):
+        with found.session():
+            found.prepare()
 
 
 def rows(model: Any) -> list[Row]:

@@ -105,13 +105,19 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 
     place_all(model.variables)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built:
+    # Where layers are yet to be built it would know some variables only: Keras builds both from the first batch.
+    if optimizer is not None and not optimizer.built and is_built(model):
         optimizer.build(model.trainable_variables)
     placed.note_slots(optimizer)
     place_all([*_optimizer_variables(model), *model.metrics_variables])
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+def is_built(model: Any) -> bool:
+    """Whether Keras has nothing left of a model to build from a first batch."""
+    return bool(model.variables) and all(layer.built for layer in model._flatten_layers())
 
 
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:

@@ -41,8 +41,9 @@ class Candidate:
 
 
 def candidate(layer: Any) -> Candidate | None:
-    """The candidate that a layer is; None for one of another class, or with quantized or low-rank kernels."""
-    if has_more_than_its_kernel(layer):
+    """The candidate that a layer is; None for one of another class, with quantized or low-rank kernels, or that was
+    never called and has none."""
+    if not layer.built or has_more_than_its_kernel(layer):
         return None
     found = _find(layer)
     return found if found is not None and found.kernel is not None else None
