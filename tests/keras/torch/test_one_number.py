@@ -63,3 +63,18 @@ def test_metrics_of_one_number_are_those_of_all_rows(name):
     alone, found = (step(a, 7, weighted=False, loss="mse", metrics=[METRICS[name]()]) for a in (True, False))
     for a, b in zip(found, alone, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hinge", "squared_hinge", "categorical_hinge", "kl_divergence", "poisson"])
+def test_metrics_that_broadcast_labels_compare_the_rows_of_all(name):
+    """Labels have one dim, predictions two, as Keras lets them."""
+
+    def counted(is_alone):
+        keras.utils.set_random_seed(1)
+        x, y, _ = rows(7)
+        with contextlib.nullcontext() if is_alone else unidist.DataParallel().scope():
+            model = keras.Sequential([layers.Input((3,)), layers.Dense(1, "sigmoid")])
+            model.compile("sgd", "mse", metrics=[name])
+        return model.evaluate(x, y[:, 0], batch_size=7, verbose=0)
+
+    np.testing.assert_allclose(counted(False), counted(True), atol=1e-5)

@@ -28,6 +28,8 @@ from unidist.keras.known import is_of_keras
 _originals: dict[str, Any] = {}
 # An attribute of a tensor: it is a metric's result.
 _RESULT = "_unidist_result"
+# Functions of Keras's that take what they compare as it is: labels (rows,) and predictions (rows, 1) meet in all pairs.
+_OF_PAIRS = ("hinge", "squared_hinge", "categorical_hinge", "kl_divergence", "poisson")
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -119,6 +121,8 @@ def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
                 found = leaf.update_state
                 if _counts_its_own_way(leaf):
                     found = _of_all_rows(found)
+                elif getattr(getattr(leaf, "_fn", None), "__name__", "") in _OF_PAIRS:
+                    found = _of_all_rows_in_pairs(found)
                 elif isinstance(leaf, Mean) and any(leaf is t for t in trackers):
                     found = _contributing(leaf, found)
                 elif type(leaf).update_state is Mean.update_state:
@@ -207,6 +211,17 @@ def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = tree.map_structure(lambda x: _whole_rows(here, rows, x), (args, kwargs))
         with here.on_wholes():
             return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
+
+    return update_state
+
+
+def _of_all_rows_in_pairs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where labels and predictions differ in their number of dims, a row is compared with those of others."""
+    of_all_rows = _of_all_rows(original)
+
+    def update_state(y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+        are_pairs = len(getattr(y_true, "shape", ())) != len(getattr(y_pred, "shape", ()))
+        return (of_all_rows if are_pairs else original)(y_true, y_pred, *args, **kwargs)
 
     return update_state
 
