@@ -48,6 +48,19 @@ def test_ranks_without_rows_prepare_and_pool_none(name, zero):
     np.testing.assert_allclose(*(one.model.predict(IMAGES, verbose=0) for one in (found, wanted)), atol=1e-5)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_without_sequences_lose_none(zero):
+    def build():
+        return keras.Sequential([layers.Input((6,)), layers.RepeatVector(5), layers.LSTM(4, return_sequences=True)])
+
+    words, compiled = RNG.integers(1, 4, (9, 2)), {"loss": keras.losses.CTC()}
+    found, wanted = (
+        train(build, VECTORS, words, strategy, compiled=compiled)
+        for strategy in (unidist.DataParallel(zero=zero), None)
+    )
+    assert_equal(found, wanted)
+
+
 def test_extremes_of_nothing_are_refused_as_before():
     for axis in (None, 0, (0, 1)):
         with pytest.raises(ValueError, match="empty"):

@@ -1,6 +1,6 @@
 """Ranks without rows: the last batch of an epoch may have fewer rows than there are data shards.
 
-Layers compute with no rows as with any number. What Keras refuses is mended here.
+Layers compute with no rows as with any number. What Keras and torch refuse is mended here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,19 @@ from unidist.keras.interception import Hook
 def hooks() -> Iterator[Hook]:
     for name, reduce in (("max", torch.amax), ("min", torch.amin)):
         yield Hook(torch_numpy, name, functools.partial(_of_no_rows, reduce), "a rank may have no rows")
+    yield Hook(torch.nn.functional, "ctc_loss", _of_no_sequences, "a rank may have no rows")
+
+
+def _of_no_sequences(original: Any) -> Callable[..., Any]:
+    """torch refuses the losses of no sequences: they are none, and stay in the graph."""
+
+    @functools.wraps(original)
+    def ctc_loss(log_probs: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.frame() is None or not _is_empty(log_probs) or log_probs.ndim != 3 or log_probs.shape[1]:
+            return original(log_probs, *args, **kwargs)
+        return log_probs.sum((0, 2))
+
+    return ctc_loss
 
 
 def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[..., Any]:
