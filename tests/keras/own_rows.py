@@ -95,6 +95,23 @@ def with_penalty(model: Any, x: Any, y: Any, weight: Any) -> Any:
     return of_keras(model, x, y, weight) + 0.01 * penalty + sum(model.losses)
 
 
+def by_the_rows(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    """A mean by hand of what Keras has summed."""
+    return keras.losses.MeanSquaredError(reduction="sum")(y, model(x, training=True)) / ops.shape(x)[0]
+
+
+def by_the_length(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    return keras.losses.MeanSquaredError(reduction="sum")(y, model(x, training=True)) / len(x)
+
+
+def halves(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    """Two views go through the model in one batch, and come apart again."""
+    both = model(ops.concatenate([x, 0.5 * x], axis=0), training=True)
+    first, second = ops.split(both, 2, axis=0)
+    rows = ops.shape(x)[0]
+    return ops.mean(ops.square(first - second)) + ops.mean(ops.abs(both[:rows] - y)) + 0.1 * ops.mean(both[rows:])
+
+
 def likeness(model: Any, x: Any, y: Any, weight: Any) -> Any:
     """Two views of each row, behind each other in one batch."""
     p = ops.normalize(model(ops.concatenate([x, -0.5 * x + 0.1], axis=0), training=True), axis=-1)
@@ -154,6 +171,13 @@ def drawn_later(model: Any, x: Any, y: Any, weight: Any) -> Any:
     """From the third step on."""
     if int(model.optimizer.iterations.value) < 2:
         return squares(model, x, y, weight)
+    return drawn(model, x, y, weight)
+
+
+def drawn_late(model: Any, x: Any, y: Any, weight: Any) -> Any:
+    """A loss of Keras's, and one by hand from the third step on, which begins again."""
+    if int(model.optimizer.iterations.value) < 2:
+        return of_keras(model, x, y, weight)
     return drawn(model, x, y, weight)
 
 
@@ -244,6 +268,9 @@ CASES: dict[str, dict[str, Callable[..., Any]]] = {
     "square of a loss": {"loss": lambda *given: 0.5 * of_keras(*given) ** 2 + ops.sqrt(of_keras(*given))},
     "penalty": {"loss": with_penalty, "layer": lambda: layers.Dense(8, activity_regularizer="l2", name="m")},
     "norms": {"loss": squares, "layer": lambda: layers.BatchNormalization(name="m")},
+    "by the rows": {"loss": by_the_rows},
+    "by the length": {"loss": by_the_length},
+    "halves": {"loss": halves, "layer": lambda: layers.BatchNormalization(name="m", epsilon=0.3)},
     "likeness": {"loss": likeness},
     "two batches": {"loss": two_batches},
     "mixed up": {"loss": mixed_up},
@@ -254,7 +281,8 @@ CASES: dict[str, dict[str, Callable[..., Any]]] = {
     "attacked behind": {"loss": attacked_behind, "tested": squares},
     "smooth": {"loss": smooth, "tested": squares},
     "quantized": {"loss": quantized},
-    "later": {"loss": later},
+    "later": {"loss": later, "layer": lambda: layers.BatchNormalization(name="m", epsilon=0.3)},
+    "drawn late": {"loss": drawn_late, "tested": squares},
     "two batches of rows": {"loss": two_batches_of_rows},
     "two batches that mix": {"loss": two_batches_of_rows, "layer": lambda: Centred(name="m")},
     "of wholes": {"loss": of_wholes},
@@ -310,9 +338,13 @@ def stepped(kind: str | None, zero: int, case: str) -> Result:
         history = model.fit(x, y, sample_weight=weight, callbacks=callbacks, **fitted).history
         tested = model.evaluate(x, y, sample_weight=weight, batch_size=BATCH, verbose=0, return_dict=True)
         found = told(model)
-    # Numbers that a step computes beside a loss of Keras's show in the first step, behind its gradients.
-    steps = each.logs[1:] if case == "tested" else each.logs
-    return {**found, "history": history, "outputs": steps, "evaluate": tested, "_bytes": sent.bytes() if kind else 0}
+    return {
+        **found,
+        "history": history,
+        "outputs": each.logs,
+        "evaluate": tested,
+        "_bytes": sent.bytes() if kind else 0,
+    }
 
 
 def refused(kind: str, zero: int, case: str) -> str:

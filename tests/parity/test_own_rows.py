@@ -16,14 +16,15 @@ pytestmark = pytest.mark.processes
 RUN = "tests.keras.own_rows:{}".format
 CASES = (
     *("squares", "weighted", "masked", "square of a loss", "penalty", "norms", "likeness", "two batches"),
-    *("two batches of rows", "two batches that mix", "mixed up", "noisy", "attacked", "attacked behind", "smooth"),
-    *("quantized", "later", "asked", "tested", "of wholes", "extremes", "measuring"),
+    *("by the rows", "by the length", "halves", "two batches of rows", "two batches that mix", "mixed up", "noisy"),
+    *("attacked", "attacked behind", "smooth", "quantized", "later", "asked", "tested", "of wholes", "extremes"),
+    "measuring",
 )
 STAGES = [("dp", 0), ("2x2", 1), ("dp", 3), ("2x2", 3)]
 EVERY = [(*stage, case) for case in CASES for stage in STAGES]
 FEW = [(*STAGES[k % len(STAGES)], case) for k, case in enumerate(CASES)]
 # What differs between a process and a virtual rank: generators, batches cut or read apart, threads of gradients.
-IN_HOROVOD = ("two batches that mix", "noisy", "smooth", "tested", "measuring")
+IN_HOROVOD = ("halves", "two batches that mix", "noisy", "smooth", "tested", "measuring")
 TOGETHER = [("torch-2", 0, CASES), ("torch-2", 3, unless_all(IN_HOROVOD, CASES))]
 TOGETHER += [("horovod-2", 1, unless_all(IN_HOROVOD, CASES))]
 
@@ -55,9 +56,9 @@ def test_in_processes_it_trains_as_on_one_device(
 
 def test_what_each_process_draws_by_itself_is_the_same(expected: Any, worlds: Worlds) -> None:
     """torch's and NumPy's generators, in a step that looks at the rows of all devices."""
-    wanted = expected("drawn")
-    for found in worlds.get("torch-2").call(RUN("stepped"), "dp", 0, "drawn"):
-        same(found, wanted)
+    for case in ("drawn", "drawn late"):
+        for found in worlds.get("torch-2").call(RUN("stepped"), "dp", 0, case):
+            same(found, expected(case))
     (refusal,) = worlds.get("sim-torch").call(RUN("refused"), "dp", 0, "drawn")
     assert "give keras.random a keras.random.SeedGenerator that the model has" in refusal
 

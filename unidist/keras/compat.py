@@ -32,6 +32,7 @@ _PLACES = {
     "get_stateless_scope": "keras.src.backend.common.stateless_scope:get_stateless_scope",
     "in_stateless_scope": "keras.src.backend.common.stateless_scope:in_stateless_scope",
     "in_symbolic_scope": "keras.src.backend.common.symbolic_scope:in_symbolic_scope",
+    "dtypes": "keras.src.backend.common.dtypes:",
     "is_float_dtype": "keras.src.backend.common:is_float_dtype",
     "floatx": "keras.src.backend.config:floatx",
     "Callback": "keras.src.callbacks.callback:Callback",

@@ -75,10 +75,27 @@ FUNCTIONS = {
 }
 
 
+COUNTED = {
+    "product": lambda x: 0.1 * x * ops.shape(x)[0],
+    "mean by hand": lambda x: x - ops.cast(1 / ops.shape(x)[0], x.dtype),
+    "cast": lambda x: x / ops.cast(ops.shape(x)[0], x.dtype),
+    "length": lambda x: x / len(x),
+    "size": lambda x: x * 8 / x.numel(),
+    "float": lambda x: x / float(x.shape[0]),
+    "int": lambda x: x / int(x.size(0)),
+    "numbered": lambda x: x + 0.01 * ops.cast(ops.arange(ops.shape(x)[0]), x.dtype)[:, None],
+}
+SHAPED = {
+    "ones": lambda x: x + ops.ones((ops.shape(x)[0], 1)),
+    "reshaped": lambda x: ops.reshape(ops.reshape(x, (ops.shape(x)[0], 2, -1)), (-1, 8)),
+    "of no shape": lambda x: ops.tanh(x),
+}
+
+
 class Applied(layers.Layer):
     def __init__(self, name):
         super().__init__()
-        self._function = FUNCTIONS[name]
+        self._function = {**FUNCTIONS, **COUNTED, **SHAPED}[name]
 
     def call(self, x):
         return self._function(x)
@@ -104,6 +121,18 @@ def test_derivatives_of_ones_own_are_of_all_rows(name, zero):
     assert any(event.purpose.startswith("rows of") for event in sent.events)
     before = [np.asarray(v) for v in train(build, x, y, epochs=0).model.weights]
     assert all(not np.allclose(a, b, atol=1e-6) for a, b in zip(before, wanted.weights, strict=True))
+
+
+@pytest.mark.parametrize("name", [*COUNTED, *SHAPED])
+def test_a_layer_that_computes_with_the_number_of_rows_knows_that_of_all(name):
+    def build():
+        return keras.Sequential([layers.Input((12,)), layers.Dense(8, "tanh"), Applied(name), layers.Dense(3)])
+
+    x, y = features(22)
+    found, wanted = (train(build, x, y, given) for given in (unidist.DataParallel(), None))
+    assert_equal(found, wanted)
+    (why,) = (text for path, text in unidist.describe(found.model).why.items() if "applied" in path)
+    assert why.startswith("given the rows of all" if name in COUNTED else "called with each shard's own rows")
 
 
 def test_an_apply_that_was_kept_is_refused():

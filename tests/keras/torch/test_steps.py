@@ -115,6 +115,34 @@ def test_metrics_that_a_step_is_told_by_itself(strategy):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+class Judged(OwnTrackers):
+    """Two batches behind each other, as of a generative adversarial network."""
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        p = self(ops.concatenate([x, 0.5 * x], axis=0), training=True)
+        wanted = ops.concatenate([y, ops.ones((ops.shape(y)[0], 3))], axis=0)
+        loss = self.criterion(wanted, p)
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        self.tracker.update_state(loss)
+        self.error.update_state(wanted, p)
+        return {"loss": self.tracker.result(), "mae": self.error.result()}
+
+
+def test_batches_behind_each_other_stay_in_parts(strategy):
+    """No rows are sent for them, also not in the first step."""
+    x, y = features(14)
+    with unidist.ledger() as sent:
+        found = train(own(Judged), x, y, strategy, compiled={})
+    assert_equal(found, train(own(Judged), x, y, compiled={}))
+    assert not any("train_step of" in name for name in unidist.describe(found.model).why)
+    assert not any(event.purpose.startswith("rows of") for event in sent.events)
+
+
 class Following(OwnTrackers):
     """Its third metric follows a number that all devices have."""
 
@@ -283,11 +311,15 @@ def test_gradients_of_two_backward_passes_add_up(strategy):
 
 
 class TwoLosses(OwnStep):
-    """The second one by hand, where the first has moved the weights."""
+    """The second one by hand, where the first has moved the weights; at once, or from the third step on."""
+
+    at_once = True
 
     def train_step(self, data):
         x, y = data
-        for make in (keras.losses.MeanSquaredError(), lambda y, p: ((y - p) ** 2).mean()):
+        of_keras, by_hand = keras.losses.MeanSquaredError(), lambda y, p: ((y - p) ** 2).mean()
+        is_by_hand = self.at_once or int(self.optimizer.iterations.value) > 3
+        for make in (of_keras, by_hand if is_by_hand else of_keras):
             self.zero_grad()
             loss = make(y, self(x, training=True))
             loss.backward()
@@ -297,12 +329,20 @@ class TwoLosses(OwnStep):
         return {"loss": loss.detach()}
 
 
-def test_a_second_loss_by_hand_is_refused_and_a_first_one_is_not(strategy):
+class LaterTwoLosses(TwoLosses):
+    at_once = False
+
+
+def test_a_loss_by_hand_behind_another_is_refused_where_no_step_before_has_shown_it():
     x, y = features()
-    if strategy.strategy.data_axes:
-        with pytest.raises(unidist.CapabilityError, match=r"behind another loss.backward\(\) of the same step"):
-            train(own(TwoLosses), x, y, strategy)
-    found, wanted = (train(own(OwnLoss), x, y, given) for given in (strategy, None))
+    with pytest.raises(unidist.CapabilityError, match=r"behind another loss.backward\(\) of the same step"):
+        train(own(LaterTwoLosses), x, y, unidist.DataParallel())
+
+
+@pytest.mark.parametrize("kind", [OwnLoss, TwoLosses])
+def test_losses_by_hand_are_of_all_rows(kind, strategy):
+    x, y = features()
+    found, wanted = (train(own(kind), x, y, given) for given in (strategy, None))
     assert_equal(found, wanted)
     if strategy.strategy.data_axes:
         why = unidist.describe(found.model).why

@@ -8,13 +8,16 @@ number, as for a mean by hand, looks at the rows of all shards. A first call sho
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from unidist.keras.compat import dtypes
 from unidist.keras.explicit import context, rowwise
+from unidist.keras.interception import Hook
 
 # Functions of torch that make a shape of numbers.
 _SHAPING = frozenset(
@@ -28,7 +31,7 @@ _SHAPING = frozenset(
 # Those that draw as many numbers as a shape has.
 _DRAWING = frozenset(rowwise.named(["rand", "randn", "randint", "normal", "bernoulli", "poisson"]))
 # Whose code only makes shapes of it.
-_KNOWN = ("torch.", "keras.", "unidist.")
+_KNOWN = ("keras.", "unidist.")
 
 
 class Count(int):
@@ -67,6 +70,13 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "pow"):
         setattr(Count, f"__{_side}{_name}__", _counting(f"__{_side}{_name}__"))
 
 
+def hooks() -> Iterator[Hook]:
+    """Keras asks of which type a number is."""
+    yield Hook(
+        dtypes, "PYTHON_DTYPES_MAP", lambda known: {**known, Count: known[int]}, "numbers of rows are whole numbers"
+    )
+
+
 class Counting(TorchFunctionMode):
     """Inside, a function of torch that computes with a number of rows looks at the rows of all shards."""
 
@@ -97,8 +107,16 @@ def _look(draws: bool = False) -> None:
         frame.region.look()
 
 
-def _caller(depth: int = 2) -> str:
-    return str(sys._getframe(depth).f_globals.get("__name__", ""))
+def _caller() -> str:
+    """The module of who has asked: not this one's, and none of torch's, whose functions stand between."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).startswith(("torch.", __name__)):
+        frame = frame.f_back
+    return _module_of(frame)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _has_counts(values: Iterable[Any]) -> bool:

@@ -20,6 +20,7 @@ from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.explicit import (
     clipping,
     context,
+    counts,
     data,
     derivatives,
     devices,
@@ -79,6 +80,7 @@ def table() -> Table:
             *saving.hooks(),
             *optimizers.hooks(),
             *functions.hooks(),
+            *counts.hooks(),
             *rowless.hooks(),
             *clipping.hooks(),
             *derivatives.hooks(),

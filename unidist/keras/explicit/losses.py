@@ -177,7 +177,7 @@ def is_own(root: torch.Tensor) -> bool:
 
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """A loss is looked at where backward begins."""
-    here = frame()
+    here = own_rows.frame_of_backward()
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if here is not None and here.sees_rows and not here.is_making_gradients:
         here.exact_loss = True

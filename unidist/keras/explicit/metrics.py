@@ -21,6 +21,7 @@ from unidist.keras.compat import Mean, Sum, Trainer, get_device, in_symbolic_sco
 from unidist.keras.explicit import devices, losses, mixing, regions
 from unidist.keras.explicit.context import Frame, Rows, frame
 from unidist.keras.explicit.parts import mapped, whole
+from unidist.keras.explicit.rowparts import RowPart
 from unidist.keras.explicit.variables import DistributedVariable
 from unidist.keras.interception import Hook, kept
 from unidist.keras.known import is_of_keras
@@ -129,7 +130,8 @@ def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
                     found = _by_share(leaf, found)
                 elif type(leaf).update_state is Sum.update_state:
                     found = _once(found)
-                object.__setattr__(leaf, "update_state", _with_own_rows(found))
+                wrapped = _with_own_rows(found, counts_whole=_counts_its_own_way(leaf))
+                object.__setattr__(leaf, "update_state", wrapped)
     for tracker in trackers:
         if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", _with_own_rows(_contributing(tracker, tracker.update_state)))
@@ -169,19 +171,21 @@ def _counts_its_own_way(metric: Any) -> bool:
     return isinstance(function, Loss) or not mixing.is_of_each_row(function, getattr(metric, "_fn_kwargs", {}))
 
 
-def _with_own_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the rows of all shards are in view, a metric is given this shard's. What has another number of rows than
-    the batch is the same on all ranks, and the first data shard counts it."""
+def _with_own_rows(original: Callable[..., Any], *, counts_whole: bool = False) -> Callable[..., Any]:
+    """Where the rows of all shards are in view, a metric is given this shard's. What is whole, and has another number
+    of rows than the batch, is the same on all ranks, and the first data shard counts it; `counts_whole`: so is all."""
 
     def update_state(*args: Any, **kwargs: Any) -> Any:
         here = frame()
         if here is None or here.region is None or here.rows is None:
             return original(*args, **kwargs)
         tensors = [x for x in tree.flatten((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
-        if tensors and not any(x.shape[0] == here.rows.total for x in tensors):
-            counts = here.world.data_place(here.rank) == 0
-            with here.looking(None), here.on_wholes():
-                return original(*mapped(whole, args), **mapped(whole, kwargs)) if counts else None
+        are_cut = any(isinstance(x, RowPart) for x in tensors)
+        if tensors and (counts_whole or not (are_cut or any(x.shape[0] == here.rows.total for x in tensors))):
+            with events.for_purpose("metrics"), torch.no_grad():
+                args, kwargs = mapped(whole, args), mapped(whole, kwargs)
+            with here.looking(None):
+                return _by_first(here, original, args, kwargs)
         named = list(kwargs)
         told = functools.partial(_called, original, named)
         return regions.with_own_rows(here, told, *args, *(kwargs[name] for name in named))
@@ -209,8 +213,7 @@ def _of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         with events.for_purpose("metrics"), torch.no_grad():
             args, kwargs = tree.map_structure(lambda x: _whole_rows(here, rows, x), (args, kwargs))
-        with here.on_wholes():
-            return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
+        return _by_first(here, original, args, kwargs)
 
     return update_state
 
@@ -224,6 +227,11 @@ def _of_all_rows_in_pairs(original: Callable[..., Any]) -> Callable[..., Any]:
         return (of_all_rows if are_pairs else original)(y_true, y_pred, *args, **kwargs)
 
     return update_state
+
+
+def _by_first(here: Frame, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with here.on_wholes():
+        return original(*args, **kwargs) if here.world.data_place(here.rank) == 0 else None
 
 
 def _are_of_another_batch(rows: Rows, *values: Any) -> bool:

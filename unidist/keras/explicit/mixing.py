@@ -99,20 +99,20 @@ class Mixer:
         key = frame.rank, torch.is_grad_enabled(), kwargs.get("training"), changes.key(self._subject())
         # What backward computes again is computed as it was: the step that has found it out goes on in the old way.
         # What is made of wholes alone may have rows to cut, or none, and is noted as such each time.
-        is_alone = self.mixes.get(key) is False and key not in self._of_wholes
+        # In a step that sees all rows it may be given several batches behind each other.
+        is_alone = self.mixes.get(key) is False and key not in self._of_wholes and not frame.sees_rows
         if is_alone and self._found_in[key] != frame.number:
             return on_locals(frame, rest, args, kwargs)
         within = frame.region is not None
         if not within:
             own = self._constants()
-            may_be_apart = frame.tells_losses and not frame.sees_rows
-            if may_be_apart and not rows.least:
+            if frame.tells_losses and not frame.sees_rows and not rows.least:
                 # A rank without rows cannot tell a batch that the step has made from the step's.
                 raise LooksAtRowsError(
                     f"{self.name!r} may look at several rows, and a device has none of this batch. Compile the model "
                     "with jit_compile=False"
                 )
-            if may_be_apart and (count := rows_of_its_own(rows, own, args, kwargs)):
+            if frame.tells_losses and (count := rows_of_its_own(rows, own, args, kwargs)):
                 return self._call_apart(frame, rest, count, own, args, kwargs)
             args, kwargs = (mapped(lambda x: as_row_part(frame, rows, x, own), value) for value in (args, kwargs))
         region = Region(self.name, is_apart=frame.region is not None and frame.region.is_apart)

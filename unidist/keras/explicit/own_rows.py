@@ -28,7 +28,7 @@ from unidist import events
 from unidist.algebra import Layout
 from unidist.errors import CapabilityError
 from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_state, tree
-from unidist.keras.explicit import data, mixing, regions
+from unidist.keras.explicit import context, data, mixing, regions
 from unidist.keras.explicit.context import Before, Frame
 from unidist.keras.explicit.counts import Counting
 from unidist.keras.explicit.moving import move
@@ -40,6 +40,15 @@ T = TypeVar("T")
 
 # Behind the first two steps, numbers that a step gives to means are compared in one of so many.
 _STRIDE = 64
+
+
+# The frame of a process's one rank, in such a step.
+_alone: Frame | None = None
+
+
+def frame_of_backward() -> Frame | None:
+    """The rank whose gradient begins: also where a step calls backward in a thread of its own."""
+    return context.frame() or _alone
 
 
 class OwnSteps:
@@ -68,7 +77,7 @@ class OwnSteps:
         if kind not in self._tried:
             return self._first(kind, work)
         if kind in self.seeing:
-            return self._seeing(work)
+            return self._seeing(kind, work)
         attempt = _Attempt(self._world, compares=self._steps < 2 or self._steps % _STRIDE == 0)
         self._steps += 1
         try:
@@ -76,26 +85,24 @@ class OwnSteps:
         except regions.LooksAtRowsError:
             attempt.undo()
             self._let_see(kind)
-            return self._seeing(work)
+            return self._seeing(kind, work)
         if attempt.tells_numbers:
             self._let_see(kind)
         return out
 
     def _first(self, kind: str, work: Callable[[Frame], T]) -> T:
         """A first step sees all rows, and shows whether it has to."""
-        looks: list[bool] = []
 
         def looking(frame: Frame) -> T:
             with Counting():
                 out = work(frame)
-            looks.append(frame.step is not None and frame.step.mixes)
+            if frame.step is not None and frame.step.mixes:
+                self.seeing.add(kind)
             return out
 
-        self._let_see(kind)
-        out = self._seeing(looking)
+        mixing.leave_regions(self._model)
+        out = self._seeing(kind, looking)
         self._tried.add(kind)
-        if not any(looks):
-            self.seeing.discard(kind)
         return out
 
     @property
@@ -108,19 +115,24 @@ class OwnSteps:
         self.seeing.add(kind)
         mixing.leave_regions(self._model)
 
-    def _seeing(self, work: Callable[[Frame], T]) -> T:
+    def _seeing(self, kind: str, work: Callable[[Frame], T]) -> T:
         """Random numbers that the step draws by itself are the same on all ranks."""
 
         def seeing(frame: Frame) -> T:
+            global _alone
             frame.sees_rows = True
-            return work(frame)
+            _alone = None if self._world.is_virtual else frame
+            try:
+                return work(frame)
+            finally:
+                _alone = None
 
         if self._world.is_virtual:
             before = _Drawn.now().digest()
             out = self._world.run(seeing)
-            if self._world.mesh.size > 1 and before != _Drawn.now().digest():
+            if self._world.mesh.size > 1 and before != _Drawn.now().digest() and kind in self.seeing:
                 raise CapabilityError(
-                    f"a step of {type(self._model).__name__} looks at the rows of all devices, and draws random "
+                    f"{kind}_step of {type(self._model).__name__} looks at the rows of all devices, and draws random "
                     "numbers from torch, NumPy, Python or Keras's global generator. In the simulator each device "
                     "would draw others: give keras.random a keras.random.SeedGenerator that the model has"
                 )

@@ -6,6 +6,7 @@ Layers compute with no rows as with any number. What Keras and torch refuse is m
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from unidist.keras.interception import Hook
 def hooks() -> Iterator[Hook]:
     for name, reduce in (("max", torch.amax), ("min", torch.amin)):
         yield Hook(torch_numpy, name, functools.partial(_of_no_rows, reduce), "a rank may have no rows")
+    yield Hook(torch_numpy, "reshape", _reshaping, "a rank may have no rows")
     yield Hook(torch.nn.functional, "ctc_loss", _of_no_sequences, "a rank may have no rows")
 
 
@@ -47,6 +49,21 @@ def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[
         return reduce(x, dim=dims, keepdim=keepdims)
 
     return extreme
+
+
+def _reshaping(original: Any) -> Callable[..., Any]:
+    """No rows of so many entries can be given another shape too: torch finds no size for what is left open."""
+
+    @functools.wraps(original)
+    def reshape(x: Any, newshape: Any) -> Any:
+        sizes = list(newshape) if isinstance(newshape, (list, tuple)) else [newshape]
+        if context.frame() is not None and _is_empty(x) and not x.shape[0] and sizes[0] == 0 and sizes.count(-1) == 1:
+            each = math.prod(x.shape[1:])
+            known = math.prod(n for n in sizes[1:] if n != -1)
+            newshape = [each // known if n == -1 and known else n for n in sizes]
+        return original(x, newshape)
+
+    return reshape
 
 
 def _is_empty(x: Any) -> bool:

@@ -226,14 +226,15 @@ def _behind_each_other(members: Sequence[Any]) -> RowPart | None:
         return None
     if any(isinstance(x, RowPart) and x.frame is not first.frame for x in members):
         return None
-    parts = [x.part if isinstance(x, RowPart) else own_rows(first.frame, x) for x in members]
+    parts = [whole(x.part) if isinstance(x, RowPart) else own_rows(first.frame, x) for x in members]
     batches = [x.batches if isinstance(x, RowPart) else (x.shape[0],) for x in members]
     return RowPart.behind_each_other(first.frame, torch.cat(parts), tuple(n for one in batches for n in one))
 
 
 def _parted(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Along dims behind the rows; along the rows the batches that stand behind each other."""
-    x, sizes = args[0], args[1] if len(args) > 1 else kwargs.get("split_size", kwargs.get("chunks"))
+    x: Any = args[0]
+    sizes: Any = args[1] if len(args) > 1 else kwargs.get("split_size", kwargs.get("chunks"))
     dim = args[2] if len(args) > 2 else kwargs.get("dim", kwargs.get("axis", 0))
     if not isinstance(x, RowPart) or x.part is None or dim % x.ndim:
         return _behind(2)(func, args, kwargs)
