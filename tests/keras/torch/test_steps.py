@@ -115,6 +115,22 @@ def test_metrics_that_a_step_is_told_by_itself(strategy):
         assert a == pytest.approx(b, abs=1e-5)
 
 
+class Beginning(OwnTrackers):
+    """Has the largest prediction in its logs, from the third step on."""
+
+    def _told(self, y, y_pred, loss):
+        is_late = int(self.optimizer.iterations.value) > 2
+        return {"loss": loss.detach(), "largest": ops.max(y_pred if is_late else 0 * y_pred).detach()}
+
+
+def test_a_number_that_a_step_begins_to_compute_later_is_of_all_rows_from_the_next_step_on():
+    x, y = features()
+    found, wanted = (train(own(Beginning), x, y, given, compiled={}) for given in (unidist.DataParallel(), None))
+    assert any("train_step of" in name for name in unidist.describe(found.model).why)
+    assert found.history["largest"][-1] == pytest.approx(wanted.history["largest"][-1], abs=1e-5)
+    assert_equal(found, wanted)
+
+
 class Judged(OwnTrackers):
     """Two batches behind each other, as of a generative adversarial network."""
 
