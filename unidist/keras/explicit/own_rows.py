@@ -142,7 +142,8 @@ class OwnSteps:
         before = _Drawn.now().digest()
         out = self._world.run(seeing)
         drew = before != _Drawn.now().digest()
-        if drew and self._draws is False:
+        if drew:
+            # They were shared, if it was known that the step draws; those of GPUs were not.
             data.check_alike(self._world, before, "the generators that a step draws from")
         self._draws = self._draws or drew
         return out
@@ -232,27 +233,31 @@ class _Drawn:
     of_python: Any
     of_numpy: Any
     of_torch: torch.Tensor
+    of_cuda: torch.Tensor | None
     of_keras: torch.Tensor | None
 
     @staticmethod
     def now() -> _Drawn:
         generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         seed = None if generator is None else generator.state.value.detach().clone()
-        return _Drawn(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), seed)
+        of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return _Drawn(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), of_cuda, seed)
 
     def go_on(self) -> None:
         """From here."""
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         torch.set_rng_state(self.of_torch)
+        if self.of_cuda is not None:
+            torch.cuda.set_rng_state(self.of_cuda)
         generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         if generator is not None and self.of_keras is not None:
             generator.state.assign(self.of_keras)
 
     def digest(self) -> int:
         _, drawn, gauss = self.of_python
-        arrays = [np.array(drawn, np.int64), self.of_torch.numpy()]
-        arrays += [] if self.of_keras is None else [self.of_keras.cpu().numpy()]
+        tensors = [x for x in (self.of_torch, self.of_cuda, self.of_keras) if x is not None]
+        arrays = [np.array(drawn, np.int64), *(x.cpu().numpy() for x in tensors)]
         texts = [repr(gauss)]
         for leaf in tree.flatten(self.of_numpy):
             if isinstance(leaf, np.ndarray):

@@ -93,7 +93,7 @@ def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
         with frame.looking(None), frame.seeds_at(0):
             return call(*args, **kwargs)
     first = parts[0] if parts else RowPart.of(frame, torch.empty(rows.local), rows.total)
-    own = sum(first.counts)
+    own = sum(first.counts) if first.part is None else first.part.shape[0]
     local = functools.partial(_local, first, dims)
     with frame.looking(None):
         out = call(*mapped(local, args), **mapped(local, kwargs))
