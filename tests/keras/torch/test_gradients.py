@@ -13,6 +13,7 @@ import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
 from tests.keras.torch.test_steps import OwnStep
 from unidist.keras.explicit import flat
+from unidist.keras.explicit.rowparts import RowPart
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -84,15 +85,20 @@ def test_a_variable_without_a_gradient_in_a_step_stays_as_it_is(strategy, poison
     assert_equal(found, wanted)
 
 
+def has_any(rows):
+    """Of this rank's rows: a user's code would ask those of all."""
+    return bool((rows.part if isinstance(rows, RowPart) else rows).any())
+
+
 class SkippingRows(OwnStep):
-    """A step that uses a layer for some rows, and not at all where it has none of them."""
+    """A step that uses a layer for some rows, and not at all where its rank has none of them."""
 
     def train_step(self, data):
         x, y = data
         self.zero_grad()
         a, between, b = self.layers
         h, chosen = a(x), x[:, :1] > 0
-        if bool(chosen.any()):
+        if has_any(chosen):
             h = h + chosen * between(h)
         loss = self.compute_loss(y=y, y_pred=b(h))
         loss.backward()
@@ -114,14 +120,32 @@ def skipping_rows():
     )
 
 
+class ForSomeRows(layers.Layer):
+    """The same in a layer. Keras's own step keeps its buckets from step to step."""
+
+    def __init__(self):
+        super().__init__()
+        self.between = layers.Dense(12, "tanh")
+
+    def build(self, shape):
+        self.between.build(shape)
+
+    def call(self, x):
+        chosen = x[:, :1] > 0
+        return x + chosen * self.between(x) if has_any(chosen) else x
+
+
+def skipping_in_a_layer():
+    return keras.Sequential([layers.Input((12,)), ForSomeRows(), layers.Dense(3)])
+
+
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_rank_whose_rows_do_not_use_a_variable_adds_nothing(zero, poisoned):
+@pytest.mark.parametrize("make", [skipping_rows, skipping_in_a_layer])
+def test_a_rank_whose_rows_do_not_use_a_variable_adds_nothing(make, zero, poisoned):
     """In each step another rank has a row of those that use it."""
     x, y = features(rows=16)
     x[:, 0] = np.where(np.arange(16) % 4 == np.arange(16) // 4, 1.0, -1.0)
-    found, wanted = (
-        train(skipping_rows, x, y, given, shuffle=False) for given in (unidist.DataParallel(zero=zero), None)
-    )
+    found, wanted = (train(make, x, y, given, shuffle=False) for given in (unidist.DataParallel(zero=zero), None))
     assert_equal(found, wanted)
 
 

@@ -205,8 +205,8 @@ class Reducer:
         comes."""
         for member in [m for bucket in self.buckets for m in bucket.members if id(m.leaf) not in bucket.left]:
             if member.target.grad is not None:
-                # It is a view of what the bucket will be reduced into.
-                self._kept[id(member.leaf)] = member.target.grad.clone()
+                # Not what the bucket will be reduced into: that was given away (_hand_out).
+                self._kept[id(member.leaf)] = member.target.grad
                 member.target.grad = None
 
     @_untraced
