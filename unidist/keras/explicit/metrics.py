@@ -119,8 +119,8 @@ def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
         for leaf in _leaves(metric):
             if "result" not in vars(leaf):
                 object.__setattr__(leaf, "result", _merging(leaf, leaf.result))
-                found = leaf.update_state
-                if _counts_its_own_way(leaf):
+                found, counts_whole = leaf.update_state, _counts_its_own_way(leaf)
+                if counts_whole:
                     found = _of_all_rows(found)
                 elif getattr(getattr(leaf, "_fn", None), "__name__", "") in _OF_PAIRS:
                     found = _of_all_rows_in_pairs(found)
@@ -130,8 +130,7 @@ def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
                     found = _by_share(leaf, found)
                 elif type(leaf).update_state is Sum.update_state:
                     found = _once(found)
-                wrapped = _with_own_rows(found, counts_whole=_counts_its_own_way(leaf))
-                object.__setattr__(leaf, "update_state", wrapped)
+                object.__setattr__(leaf, "update_state", _with_own_rows(found, counts_whole=counts_whole))
     for tracker in trackers:
         if isinstance(tracker, Mean) and "update_state" not in vars(tracker):
             object.__setattr__(tracker, "update_state", _with_own_rows(_contributing(tracker, tracker.update_state)))

@@ -92,7 +92,7 @@ def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
         # The same on all ranks, and so are the random numbers.
         with frame.looking(None), frame.seeds_at(0):
             return call(*args, **kwargs)
-    first = parts[0] if parts else RowPart.of(frame, torch.empty(rows.local), rows.total)
+    first = parts[0] if parts else _of_the_batch(frame, rows)
     own = sum(first.counts) if first.part is None else first.part.shape[0]
     local = functools.partial(_local, first, dims)
     with frame.looking(None):
@@ -108,7 +108,7 @@ def with_own_rows(frame: Frame, call: Call, *args: Any) -> Any:
     if rows is None or not (parts or _have_all_rows(rows, args)):
         with frame.looking(None), frame.on_wholes():
             return call(*args)
-    first = parts[0] if parts else RowPart.of(frame, torch.empty(rows.local), rows.total)
+    first = parts[0] if parts else _of_the_batch(frame, rows)
     return on_locals(frame, call, mapped(lambda x: _cut_alike(first, x), args), {})
 
 
@@ -165,6 +165,11 @@ def _local(first: RowPart, dims: set[int], x: Any) -> Any:
         return x.part if x.part is not None else x.own(x.whole())
     is_whole = isinstance(x, torch.Tensor) and x.ndim in dims and x.shape[0] == first.shape[0]
     return first.own(x) if is_whole and not isinstance(x, torch.nn.Parameter) else x
+
+
+def _of_the_batch(frame: Frame, rows: Rows) -> RowPart:
+    """One that stands for the rows of the batch."""
+    return RowPart.of(frame, torch.empty(rows.local), rows.total)
 
 
 def _cut_alike(first: RowPart, x: Any) -> Any:
