@@ -1,6 +1,8 @@
 """Disturbing: where a change of one slice of a column layer's output arrives, on a few rows of a batch.
 
-The model is run once as it is, and for each column layer once with the change. Of a graph of Keras's own layers what
+The model is run once as it is, and for each column layer with a few changes: of one slice, and of all but this slice,
+each in both directions. What looks at single features in steps (`x[:, :1] > 0`) need not notice one of them; where a
+model has nothing of the kind the first change is enough. Of a graph of Keras's own layers what
 the change reaches is run again, and nothing else (graphs.py): in both runs a row layer goes on with what it took at
 first, and a column layer with what it gave, so a change ends there. All ranks call the same layers: a place at which
 layers send is called where the change reaches it on any rank.
@@ -29,6 +31,17 @@ RELATIVE = 1e-4
 ABSOLUTE = 1e-6
 
 
+@dataclass(frozen=True)
+class Change:
+    """Of a column's output the second rank's slice is changed, or all else; up where `sign` is 1, where -1 down."""
+
+    inside: bool
+    sign: float
+
+
+CHANGES = tuple(Change(inside, sign) for inside in (True, False) for sign in (1.0, -1.0))
+
+
 @dataclass
 class _Clean:
     """An undisturbed run: what each row layer took and each column layer gave, what came out, and what each layer took
@@ -53,7 +66,7 @@ class Reach:
     """Where a change of one column's output arrived."""
 
     rows: dict[Rule, str] = field(default_factory=dict)  # how, if not as its slice alone
-    hits: dict[Rule, int] = field(default_factory=dict)  # in how many calls
+    hits: dict[Rule, set[int]] = field(default_factory=dict)  # in which calls
     leaks: list[str] = field(default_factory=list)  # at what else it arrived
     odd: list[str] = field(default_factory=list)  # what else goes with no pair
     random: list[Any] = field(default_factory=list)
@@ -97,13 +110,19 @@ class Trials:
         place = None if self._graph is None else self._graph.place_of(column.layer)
         if self._graph is not None and place is not None:
             run = _Disturbed(self._clean, column, self._frame)
-            with self._graph.replaying(self._record, place, self._goes_on) as replay:
-                run.make(self._model, self._x)
-            if self._is_on_all(self._is_complete(run, self._graph, replay)):
+            changes = CHANGES[:1] if self._graph.is_continuous else CHANGES
+            if all(self._is_replayed(run, self._graph, place, change) for change in changes):
                 return run.result()
         run = _Disturbed(self._clean, column, self._frame)
-        run.make(self._model, self._x)
+        for change in CHANGES:
+            run.make(self._model, self._x, change)
         return run.result()
+
+    def _is_replayed(self, run: _Disturbed, graph: Graph, place: int, change: Change) -> bool:
+        """Runs what the change reaches. A collective."""
+        with graph.replaying(self._record, place, self._goes_on) as replay:
+            run.make(self._model, self._x, change)
+        return self._is_on_all(self._is_complete(run, graph, replay))
 
     def _run_clean(self) -> None:
         clean, frame = self._clean, self._frame
@@ -144,72 +163,98 @@ class Trials:
 
 
 class _Disturbed:
-    """One run with a column's output changed, and what it showed."""
+    """Runs with a column's output changed, and what they showed.
+
+    Attributes:
+        calls: how often the last run called each rule and each watched layer.
+    """
 
     def __init__(self, clean: _Clean, column: Rule, frame: Frame) -> None:
         self._clean, self._column, self._frame = clean, column, frame
         self._reach = Reach(odd=[] if id(column) in clean.seen else ["are not seen on the first rows"])
-        self._hits: dict[int, list[bool]] = {}
-        self._outputs: list[torch.Tensor] = []
+        self._hits: dict[int, dict[int, bool]] = {}
+        self._leaves = False
+        self._change = CHANGES[0]
         self.calls: Counter[int] = Counter()
 
-    def make(self, model: Any, x: Any) -> None:
+    def make(self, model: Any, x: Any, change: Change) -> None:
+        self._change, self.calls = change, Counter()
         watching = _watching(self._clean.watched, self._frame, self._note)
         with _probing(self._frame, self._probe), watching, torch.no_grad():
-            self._outputs = floats(forward(model, x))
+            outputs = floats(forward(model, x))
+        self._leaves |= not is_close(outputs, self._clean.outputs)
 
     def result(self) -> Reach:
         reach, clean = self._reach, self._clean
         # A layer that draws for shards in one call and for whole tensors in another cannot draw apart and alike.
-        mixed = [repr(layer.name) for layer in reach.random if not all(self._hits[id(layer)])]
-        partly = [repr(row.name) for row, hits in reach.hits.items() if hits != len(clean.seen[id(row)])]
+        mixed = [repr(layer.name) for layer in reach.random if not all(self._hits[id(layer)].values())]
+        partly = [repr(row.name) for row, hits in reach.hits.items() if len(hits) != len(clean.seen[id(row)])]
         reach.odd += [f"reach some calls of {listed(names)} and not others" for names in (mixed, partly) if names]
-        if not is_close(self._outputs, clean.outputs):
+        if self._leaves:
             reach.leaks.append("the outputs of the model")
         if not reach.rows and not reach.leaks:
             reach.odd.append("reach no row layer")
         return reach
 
     def _probe(self, rule: Rule, value: torch.Tensor) -> torch.Tensor:
-        frame, reach = self._frame, self._reach
+        reach = self._reach
         # A shared layer is called several times: each call is compared with the same one of the clean run.
         call = self.calls[id(rule)]
         self.calls[id(rule)] += 1
         if rule is self._column:
-            return _changed(value, rule.out_dim, _slice_of(rule, value.shape[rule.out_dim], frame))
+            return self._changed(value)
         before = self._clean.seen.get(id(rule))
         if before is None:
             return value
         if call >= len(before) or value.shape != before[call].shape:
-            reach.odd.append(f"change how {rule.name!r} is called")
+            self._keep(reach.odd, f"change how {rule.name!r} is called")
             return value
         where = value != before[call]
         if bool(where.any()) and rule.kind == "column":
             # It takes the whole of what was changed.
-            reach.leaks.append(repr(rule.name))
+            self._keep(reach.leaks, repr(rule.name))
         elif bool(where.any()):
-            self._note_row(rule, where)
+            self._note_row(rule, where, call)
         # What goes on is clean: a change that arrives anywhere else came by another way.
         return before[call]
 
-    def _note_row(self, rule: Rule, where: torch.Tensor) -> None:
+    def _changed(self, value: torch.Tensor) -> torch.Tensor:
+        dim, change = self._column.out_dim, self._change
+        part = _slice_of(self._column, value.shape[dim], self._frame)
+        moved = _moved(value, change.sign)
+        onto, of = (value, moved) if change.inside else (moved, value)
+        onto = onto.clone()
+        onto.narrow(dim, *part).copy_(of.narrow(dim, *part))
+        return onto
+
+    def _note_row(self, rule: Rule, where: torch.Tensor, call: int) -> None:
         column, reach = self._column, self._reach
         slice_ = _slice_of(rule, where.shape[rule.in_dim], self._frame)
-        sound = rule.axes == column.axes and _is_within(where, rule.in_dim, slice_)
+        apart = _is_within if self._change.inside else _is_beside
+        sound = rule.axes == column.axes and apart(where, rule.in_dim, slice_)
         how = "in other slices than their own" if rule.axes == column.axes else "which other axes cut"
         reach.rows[rule] = reach.rows.get(rule) or ("" if sound else how)
-        reach.hits[rule] = reach.hits.get(rule, 0) + 1
+        reach.hits.setdefault(rule, set()).add(call)
 
     def _note(self, layer: Any, taken: list[torch.Tensor]) -> None:
+        call = self.calls[id(layer)]
         self.calls[id(layer)] += 1
         known = self._clean.taken[id(layer)]
         hit = not any(t.shape == c.shape and bool((t == c).all()) for t in taken for c in known)
         if id(layer) in self._clean.keeping:
-            self._reach.leaks += [f"what {layer.name!r} keeps of its inputs"] if hit else []
+            if hit:
+                self._keep(self._reach.leaks, f"what {layer.name!r} keeps of its inputs")
             return
-        self._hits.setdefault(id(layer), []).append(hit)
-        if hit:
+        hits = self._hits.setdefault(id(layer), {})
+        hits[call] = hits.get(call, False) or hit
+        if hit and not any(layer is one for one in self._reach.random):
             self._reach.random.append(layer)
+
+    @staticmethod
+    def _keep(said: list[str], words: str) -> None:
+        """Each run might say it again."""
+        if words not in said:
+            said.append(words)
 
 
 @contextlib.contextmanager
@@ -221,14 +266,11 @@ def _probing(frame: Frame, probe: Callable[[Rule, torch.Tensor], torch.Tensor]) 
         frame.probe = None
 
 
-def _changed(y: torch.Tensor, dim: int, where: tuple[int, int]) -> torch.Tensor:
-    """y with one slice replaced by values of its own scale in an order that no symmetry hides."""
-    y = y.clone()
-    part = y.narrow(dim, *where)
-    scale = 1.0 + float(y.abs().max()) if y.numel() else 1.0
-    ramp = torch.linspace(0.3, 1.7, max(part.numel(), 1), dtype=y.dtype, device=y.device)[: part.numel()]
-    part.copy_(scale * torch.where(torch.arange(part.numel(), device=y.device) % 3 == 0, -ramp, ramp).view(part.shape))
-    return y
+def _moved(y: torch.Tensor, sign: float) -> torch.Tensor:
+    """Values of y's scale in an order that no symmetry hides. One that is above y's is below it for the other sign."""
+    scale = sign * (1.0 + float(y.abs().max()) if y.numel() else 1.0)
+    ramp = torch.linspace(0.3, 1.7, max(y.numel(), 1), dtype=y.dtype, device=y.device)[: y.numel()]
+    return (scale * torch.where(torch.arange(y.numel(), device=y.device) % 3 == 0, -ramp, ramp)).view(y.shape)
 
 
 def _slice_of(rule: Rule, size: int, frame: Frame) -> tuple[int, int]:
@@ -242,6 +284,10 @@ def _is_within(where: torch.Tensor, dim: int, part: tuple[int, int]) -> bool:
     outside = where.clone()
     outside.narrow(dim, *part).fill_(False)
     return not bool(outside.any())
+
+
+def _is_beside(where: torch.Tensor, dim: int, part: tuple[int, int]) -> bool:
+    return not bool(where.narrow(dim, *part).any())
 
 
 @contextlib.contextmanager
