@@ -75,6 +75,11 @@ class Ranked(layers.Layer):
         return x - ops.quantile(x, 0.3, axis=0) + 0.1 * ops.sort(x, axis=0) + ops.mean(steps[:2], axis=0)
 
 
+class Sorted(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return ops.sort(x, axis=0)
+
+
 class Neighbour(layers.Layer):
     """A layer inside is called with rows in another order."""
 
@@ -107,6 +112,20 @@ class Scaled(layers.Layer):
         return ops.reshape(ops.reshape(x, (-1, 2, WIDTH // 2)) * 0.5, (-1, WIDTH))
 
 
+class Summing(layers.Layer):
+    """Rows that come behind one do not reach it, however many they are."""
+
+    def call(self, x: Any) -> Any:
+        return x + 0.1 * ops.cumsum(x, axis=0)
+
+
+class Counting(layers.Layer):
+    """Treats each row alone, but for how many there are."""
+
+    def call(self, x: Any) -> Any:
+        return x * ops.cast(ops.shape(x)[0], x.dtype) / BATCH
+
+
 class Sampling(layers.Layer):
     """Noise for each row, as of a variational autoencoder."""
 
@@ -129,6 +148,14 @@ def _centred_by_operations() -> Any:
     x = layers.Dense(BATCH, "tanh", name="a")(inputs)
     means = layers.Dense(BATCH, name="m")(ops.expand_dims(ops.mean(x, axis=0), 0))
     return keras.Model(inputs, layers.Dense(4, name="z")(x - means), name="centred")
+
+
+def _of_a_batch() -> Any:
+    """Built by its first batch, for that number of rows: Keras makes a graph of it then, with the mask's operation."""
+    words = [layers.Embedding(16, 6, mask_zero=True, name="words"), layers.GRU(6, name="gru")]
+    return keras.Sequential(
+        [*words, layers.Dense(WIDTH, name="a"), Sorted(name="sorted"), layers.Dense(4, name="z")], name="stack"
+    )
 
 
 def center(x: Any) -> Any:
@@ -241,6 +268,9 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "ranked": (lambda: _stack(Ranked), alone, {"stack/ranked"}),
     "neighbour": (lambda: _stack(Neighbour), alone, {"stack/neighbour"}),
     "experts": (lambda: _stack(Experts), alone, {"stack/experts"}),
+    "summing": (lambda: _stack(Summing), alone, {"stack/summing"}),
+    "counting": (lambda: _stack(Counting), alone, {"stack/counting"}),
+    "batch": (_of_a_batch, alone, {"stack/sorted"}),
     "operations": (_centred_by_operations, alone, {"mean"}),
     "filtering": (_filtering, alone, {"tensordot"}),
     "penalty": (
@@ -266,7 +296,8 @@ def spread(y: Any, p: Any) -> Any:
 def data(name: str, rows: int = ROWS) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(rows, 6)).astype("float32")
-    x = rng.integers(0, 16, (rows, 2)).astype("int32") if name == "filtering" else x
+    if name in ("filtering", "batch"):
+        x = rng.integers(0, 16, (rows, 2 if name == "filtering" else 6)).astype("int32")
     return x, (np.arange(rows) % 4).astype("int32"), rng.uniform(0.1, 3.0, rows).astype("float32")
 
 

@@ -17,13 +17,16 @@ RUN = "tests.keras.mixing:mixed"
 CASES = (
     *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone"),
     *("sampling", "center", "ranked", "neighbour", "experts", "operations", "filtering", "own"),
-    *("penalty", "functions", "time", "pairs", "helper"),
+    *("penalty", "functions", "time", "pairs", "helper", "batch"),
 )
 # Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.
 # The others are known and tried by what torch knows them by, above.
 ON_TENSORFLOW = unless_all(
-    ("experts", "operations", "own", "penalty", "functions"),
-    ("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time", "helper"),
+    ("experts", "operations", "own", "penalty", "functions", "summing", "counting", "batch"),
+    (
+        *("center", "neighbour", "experts", "operations", "own", "penalty", "functions", "time", "helper"),
+        *("summing", "counting", "batch"),
+    ),
 )
 # Horovod runs torch's engine with collectives of its own, and each kind of these is in one of the cases.
 OVER_HOROVOD = unless_all(("contrastive", "sampling", "experts", "own", "time", "pairs", "helper"), CASES)

@@ -176,7 +176,8 @@ def _arguments(x: Any, y: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str,
     three = [((x, y, x), {}), ((y > 1.0, x, 0.5), {}), ((x, 0.9, 1.1), {}), ((x, y, vector), {})]
     types = [((x, torch.float64), {}), ((x,), {}), ((), {"input": x})]
     losses = [((0.5 * x, 0.5 * y), {"reduction": how}) for how in ("none", "mean")]
-    return [*losses, *types, *others, *by_dims, *named, *sizes, *three]
+    bits = [((x > 1.0,), {}), ((x > 1.0, y > 1.0), {})]
+    return [*losses, *types, *others, *by_dims, *named, *sizes, *three, *bits]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of odd calls

@@ -161,9 +161,11 @@ class Mixer:
         return {id(x) for x in found if isinstance(x, torch.Tensor)}
 
     def _have_rows(self) -> list[bool]:
-        """Of each output whether it has a row for each of the batch, where a graph of Keras's says so."""
-        nodes = getattr(self._subject(), "_inbound_nodes", ())
-        return [x.shape[:1] == (None,) for x in nodes[0].output_tensors] if nodes else []
+        """Of each output whether it has a row for each of the batch, where a graph of Keras's says so: not one that was
+        built for a number of rows, as a Sequential model is by its first batch."""
+        nodes = getattr(self._subject(), "_inbound_nodes", ())[:1]
+        of_any_batch = any(x.shape[:1] == (None,) for node in nodes for x in node.input_tensors)
+        return [x.shape[:1] == (None,) for node in nodes for x in node.output_tensors] if of_any_batch else []
 
 
 def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:

@@ -24,19 +24,37 @@ _EACH = (
     *("logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite", "nan_to_num", "lerp", "addcmul"),
     *("addcdiv", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus"),
     *("softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink", "hardtanh", "hardsigmoid", "hardswish"),
+    *("not_equal", "less", "less_equal", "greater", "greater_equal", "log10", "logaddexp", "logaddexp2", "hypot"),
+    *("remainder", "fmod", "floor_divide", "fmin", "fmax", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh"),
+    *("atanh", "arcsin", "arccos", "arctan", "arcsinh", "arccosh", "arctanh", "atan2", "arctan2", "signbit"),
+    *(
+        "heaviside",
+        "copysign",
+        "xlogy",
+        "deg2rad",
+        "rad2deg",
+        "isposinf",
+        "isneginf",
+        "isclose",
+        "lgamma",
+        "digamma",
+        "erfinv",
+    ),
+    *("logit", "sinc", "i0", "frac", "positive", "float_power", "nextafter", "bitwise_and", "bitwise_or"),
+    *("bitwise_xor", "bitwise_not", "__and__", "__or__", "__xor__", "__invert__", "__mod__", "__floordiv__"),
     *("threshold", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
     *("__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__"),
     *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
 )
 # Each element alone, of one tensor: another one would say what kind is wanted, and is not broadcast with.
 _ALONE = (
-    *("to", "type", "float", "half", "bfloat16", "double", "clone", "contiguous", "detach"),
+    *("to", "type", "float", "half", "bfloat16", "double", "bool", "int", "long", "clone", "contiguous", "detach"),
     *("zeros_like", "ones_like", "full_like", "empty_like"),
 )
 # Along the dims that they are given.
 _ALONG = (
     *("mean", "sum", "prod", "var", "std", "amax", "amin", "logsumexp", "softmax", "log_softmax", "cumsum"),
-    *("cumprod", "all", "any"),
+    *("cumprod", "all", "any", "nansum", "nanmean", "argmax", "argmin", "count_nonzero"),
 )
 # Each element alone, unless they are reduced.
 _LOSSES = (
