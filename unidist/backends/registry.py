@@ -99,7 +99,7 @@ _entries: dict[str, Entry] = {
         hint='pip install "keras-unidist[torch]"',
         requires=("torch",),
         keras_backends=("torch",),
-        job="unidist.launch.jobs:of_torch",
+        job="unidist.launch.elastic:of_torch",
         accelerators=True,
     ),
     "jax": Entry(
