@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unidist.algebra import Group, Layout, Mesh, Sharding, redistribution
-from unidist.backends import registry
+from unidist.backends import global_state, registry
 from unidist.backends.protocol import Cluster
 from unidist.backends.sim import reference
 from unidist.backends.sim.ranks import VirtualRanks
@@ -65,7 +65,7 @@ def vjp(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: to
 @pytest.mark.parametrize("law", sorted(set(laws.CHECKS) - OTHER_LAWS))
 def test_every_rank_finds_the_laws_obeyed(six: VirtualRanks, law: str) -> None:
     with registry.isolated():
-        registry._set(six, "no")
+        global_state._set(six, "no")
         world = laws.World(backend=six, array=native, numpy=numpy, vjp=vjp, layout_pairs=24)
         six.run(lambda rank: laws.run_check(law, world))
 

@@ -16,7 +16,7 @@ import pytest
 
 import unidist
 from unidist import session
-from unidist.backends import environment, registry
+from unidist.backends import environment, global_state, registry
 from unidist.backends.environment import detect, first_host
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.backends.sim.backend import SimBackend
@@ -290,7 +290,7 @@ def test_a_timeout_holds_under_a_launcher(worldly: None, monkeypatch: pytest.Mon
     unidist.initialize(timeout=7)
     assert adapter.timeout == 7
     monkeypatch.setenv("UNIDIST_BACKEND", "worldly")
-    registry._set(None, "no")
+    global_state._set(None, "no")
     unidist.initialize(timeout=6)  # it comes first, and chooses the backend
     assert [cluster.timeout for cluster in unidist.backend().joined] == [6]  # type: ignore[attr-defined]
     unidist.use("worldly")

@@ -1,4 +1,4 @@
-"""The registry: names to adapters, and the one that is in use."""
+"""The registry: names to adapters. What is known of the one in use is in global_state.py, and can be asked for here."""
 
 from __future__ import annotations
 
@@ -9,70 +9,26 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, cast
 
 from unidist import namesake
-from unidist.algebra import mesh as mesh_module
 from unidist.algebra.checks import whole_number
-from unidist.backends import environment
-from unidist.backends.desync import line_of
-from unidist.backends.environment import Launcher
-from unidist.backends.noting import noted
+from unidist.backends import environment, global_state
+from unidist.backends.entry import Entry as Entry
+from unidist.backends.global_state import current as current
+from unidist.backends.global_state import has_current as has_current
+from unidist.backends.global_state import has_joined as has_joined
+from unidist.backends.global_state import in_use as in_use
+from unidist.backends.global_state import initialize as initialize
+from unidist.backends.global_state import isolated as isolated
+from unidist.backends.global_state import shutdown as shutdown
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
-from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
-from unidist.flight.recorder import open_in_environment, recorder
+from unidist.errors import BackendNotAvailableError, CapabilityError, MeshError
 
 ENTRY_POINTS = "unidist.backends"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What an adapter is, said without importing it: where it is found, whom it serves, how its processes start.
-
-    Attributes:
-        target: "package.module:Class" of a DistributionBackend, constructed as `Class(devices=..., **options)`.
-        hint: how to install what is missing.
-        requires: top-level modules that must be importable.
-        distribution: the distribution whose version `backends()` shows. "": that of the first module it requires.
-        keras_backends: the Keras backends that it can serve, the best first; `use` chooses among them before the
-            adapter is imported. (): `use` leaves Keras as it is.
-        prefers_first: whether the first of them is taken where the environment names none, whatever Keras's own
-            configuration says.
-        keras_option: the option of `use` by which a program names one of them.
-        drivers: Keras backend -> package that trains Keras models there, where it is not unidist's own for that one.
-        virtual: whether its devices are no framework's: all live in one process, in which a driver simulates them.
-        one_device: whether a process has one device. Else it has several, on CPUs as many as `use(devices=)` says.
-        launcher: the launcher by whose variables a program that names no backend gets this one.
-        job: "package.module:Class" of the `unidist.launch.Job` by which `unidist run` starts its processes: one that is
-            no more than that is `unidist.launch:LocalProcesses`. "": `unidist run` does not start them.
-        accelerators: whether it computes on accelerators where there are any: `unidist doctor` misses them then.
-        over_grpc: whether its processes meet over gRPC: `unidist doctor` looks for proxies between them.
-        all_take_part: whether a message between two ranks is a collective of the world.
-    """
-
-    target: str
-    hint: str = ""
-    requires: tuple[str, ...] = ()
-    distribution: str = ""
-    keras_backends: tuple[str, ...] = ()
-    prefers_first: bool = False
-    keras_option: str = ""
-    drivers: Mapping[str, str] = field(default_factory=dict)
-    virtual: bool = False
-    one_device: bool = True
-    launcher: Launcher | None = None
-    job: str = ""
-    accelerators: bool = False
-    over_grpc: bool = False
-    all_take_part: bool = False
-
-    def __post_init__(self) -> None:
-        for what, path in (("target", self.target), ("job", self.job)):
-            if path and ":" not in path:
-                raise BackendNotAvailableError(f"an adapter's {what} {path!r} must be 'package.module:Class'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +94,6 @@ _entries: dict[str, Entry] = {
         all_take_part=True,
     ),
 }
-_NONE = Entry(target="")
-_current: DistributionBackend | None = None
-_entry_in_use = _NONE
-_joined: Literal["no", "by launcher", "by initialize"] = "no"
 
 
 def register(name: str, target: str, **declared: Any) -> None:
@@ -341,13 +293,7 @@ def use(
     if unknown := [option for option in options if option not in known and not takes_any]:
         raise CapabilityError(f"use({name!r}) has no option {', '.join(unknown)}; it has {', '.join(known)}")
     adapter = adapter_class(devices=_checked_devices(name, devices), **options)  # type: ignore[call-arg]
-    if _current is not None:
-        _current.shutdown()
-    _set(None, "no")
-    launched = environment.detect() is not None
-    if launched:
-        _join(adapter, cluster or Cluster())
-    _set(adapter, "by launcher" if launched else "no", found)
+    global_state.take(adapter, found, cluster)
     return adapter
 
 
@@ -362,103 +308,3 @@ def _checked_devices(name: str, devices: Any) -> int | Sequence[str] | None:
         f"use({name!r}, devices={devices!r}): give the number of devices, as devices=4, or a list of their names, as "
         'devices=["cpu:0", "cpu:1"]'
     )
-
-
-def current() -> DistributionBackend:
-    """The backend in use. Raises BackendNotAvailableError where none was chosen."""
-    if _current is None:
-        raise BackendNotAvailableError('no backend is in use: call unidist.use("torch"), "jax", "sim"... first')
-    return _current
-
-
-def has_current() -> bool:
-    return _current is not None
-
-
-def in_use() -> Entry:
-    """What the adapter in use has declared; where none is in use, nothing."""
-    return _entry_in_use
-
-
-def has_joined() -> bool:
-    """Whether the backend in use has joined a world, by the launcher's word or by `initialize`."""
-    return _current is not None and _joined != "no"
-
-
-@contextlib.contextmanager
-def isolated() -> Iterator[None]:
-    """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""
-    before = _current, _joined, _entry_in_use
-    _set(None, "no")
-    try:
-        yield
-    finally:
-        if _current is not None:
-            _current.shutdown()
-        _set(*before)
-
-
-def _set(
-    adapter: DistributionBackend | None, joined: Literal["no", "by launcher", "by initialize"], declared: Entry = _NONE
-) -> None:
-    global _current, _joined, _entry_in_use
-    _current, _joined, _entry_in_use = adapter, joined, declared
-    mesh_module.set_world(None if adapter is None else adapter.list_devices)
-
-
-def initialize(cluster: Cluster, *, retimes: bool = False) -> None:
-    """Joins a world.
-
-    Args:
-        cluster: how.
-        retimes: whether its timeout shall hold for a world that the launcher's word has joined already.
-
-    Raises:
-        BackendMismatchError: called a second time, or against what the launcher said.
-        CapabilityError: the adapter cannot change its timeout.
-    """
-    global _joined
-    adapter = current()
-    if _joined == "by initialize":
-        raise BackendMismatchError(
-            "initialize was called a second time: this process has joined a world of "
-            f"{adapter.process_count()} processes; call unidist.shutdown() before joining another"
-        )
-    if _joined == "no":
-        _join(adapter, cluster)
-    elif cluster.process_count not in (None, adapter.process_count()) or cluster.process_index not in (
-        None,
-        adapter.process_index(),
-    ):
-        raise BackendMismatchError(
-            f"initialize asks for process {cluster.process_index} of {cluster.process_count}, but the launcher "
-            f"started this as process {adapter.process_index()} of {adapter.process_count()}"
-        )
-    elif retimes:
-        adapter.set_timeout(cluster.timeout)
-        recorder.set_timeout(cluster.timeout)
-    _joined = "by initialize"
-
-
-def _join(adapter: DistributionBackend, cluster: Cluster) -> None:
-    """Joins, and keeps a record of it where the environment says so."""
-    launch = environment.detect()
-    index, count = cluster.process_index, cluster.process_count
-    if launch is not None:
-        index, count = launch.process_index, launch.process_count
-    open_in_environment(index or 0, count or 1, line_of)
-    recorder.set_timeout(cluster.timeout)
-    before = recorder.enter("joining")
-    with noted("the meeting of all processes"):
-        adapter.initialize(cluster)
-    recorder.back(before)
-    if before == 0:
-        recorder.enter("program")
-
-
-def shutdown() -> None:
-    """Leaves the world of the backend in use."""
-    global _joined
-    current().shutdown()
-    recorder.close()
-    _joined = "no"
