@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import unidist
-from unidist import Layout, Mesh, array
+from unidist import Layout, Mesh
+from unidist.array import collectives
 from unidist.backends import registry
 from unidist.errors import CapabilityError, LayoutError, MeshError
 
@@ -77,7 +78,7 @@ def test_the_input_is_left_alone_and_nothing_is_shared_with_it() -> None:
 def test_a_barrier_knows_the_mesh_of_the_strategy_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     came: list[Any] = []
     monkeypatch.setattr(registry.current(), "barrier", lambda *where: came.append(where))
-    monkeypatch.setattr(array, "_mesh_in_use", lambda: MESH)
+    monkeypatch.setattr(collectives, "_mesh_in_use", lambda: MESH)
     unidist.barrier("data")
     unidist.barrier()
     assert came == [(MESH, ("data",)), ()]

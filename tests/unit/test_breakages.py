@@ -15,7 +15,7 @@ ALL = breakages()
 # Where each room's files are.
 ROOMS = {
     "algebra": "unidist/algebra/",
-    "array": "unidist/array.py",
+    "array": "unidist/array/",
     "local": "unidist/backends/local.py",
     "sim": "unidist/backends/sim/",
     "torch": "unidist/backends/torch/",

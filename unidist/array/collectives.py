@@ -1,108 +1,18 @@
-"""DistributedArray: a global value, its sharding and the backend's data; and the collectives on it."""
+"""The collectives on a DistributedArray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from unidist import names
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.algebra.checks import whole_number
 from unidist.algebra.layout import State
+from unidist.array.conversion import as_mesh
+from unidist.array.distributed_array import DistributedArray
 from unidist.backends import registry
-from unidist.backends.protocol import Array, DistributionBackend, dtype_name, plain_array
-from unidist.errors import CapabilityError, LayoutError, MeshError
-
-
-class DistributedArray:
-    """A value spread over a mesh. Immutable: every operation gives a new one.
-
-    Attributes:
-        data: the backend's own array or arrays; `sharding` says what they mean.
-
-    Example:
-        >>> import numpy as np, unidist
-        >>> _ = unidist.use("sim", devices=2)
-        >>> x = unidist.distribute(np.arange(6.0).reshape(2, 3), unidist.Mesh({"data": 2}), ("data",))
-        >>> x.shape, x.layout
-        ((2, 3), Layout('data'))
-        >>> x.shards()[1]
-        array([[3., 4., 5.]])
-        >>> x.redistribute((None, "data")).shards()[0]
-        array([[0., 1.],
-               [3., 4.]])
-    """
-
-    __slots__ = ("_backend", "data", "sharding")
-
-    def __init__(self, data: Any, sharding: Sharding, backend: DistributionBackend) -> None:
-        self.data = data
-        self.sharding = sharding
-        self._backend = backend
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape."""
-        return self.sharding.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.sharding.shape)
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.sharding.mesh
-
-    @property
-    def layout(self) -> Layout:
-        return self.sharding.layout
-
-    @property
-    def dtype(self) -> str:
-        """The dtype's name, as "float32"."""
-        return dtype_name(next(iter(self.data.values())) if isinstance(self.data, Mapping) else self.data)
-
-    def __repr__(self) -> str:
-        return f"DistributedArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout}, mesh={self.mesh})"
-
-    def _repr_svg_(self) -> str | None:
-        return names.shown(self, "svg")
-
-    def shards(self) -> dict[int, Any]:
-        """rank -> its native local array, for the ranks of this process. The simulator's are copies; torch's are the
-        array's own tensors, which gradients flow through: writing to one changes the array."""
-        return dict(self._backend.to_local(self.data, self.sharding))
-
-    def numpy(self) -> Array:
-        """The full value on every process, partial axes reduced. A collective of the whole mesh."""
-        return self._backend.gather(self.data, self.sharding)
-
-    def redistribute(self, layout: Any) -> DistributedArray:
-        """The same value in another layout, by the shortest plan; differentiable where the framework is.
-
-        Raises:
-            LayoutError: the layout does not fit the mesh, the shape or the dtype.
-            CapabilityError: the backend has no such reduction.
-        """
-        return self._at(self.sharding.with_layout(as_layout(layout)))
-
-    def _at(self, target: Sharding) -> DistributedArray:
-        if target.layout.partial:
-            _check_reductions(target.layout, self.dtype, self._backend)
-        return self._with(self._backend.redistribute(self.data, self.sharding, target), target)
-
-    def _with(self, data: Any, sharding: Sharding) -> DistributedArray:
-        return DistributedArray(data, sharding, self._backend)
-
-    def broadcast(self, axes: Axes, root: int) -> DistributedArray:
-        return self._with(self._backend.broadcast(self.data, self.sharding, axes, root), self.sharding)
-
-    def permute(self, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> DistributedArray:
-        return self._with(self._backend.permute(self.data, self.sharding, axes, pairs), self.sharding)
-
+from unidist.errors import LayoutError
 
 _NO_DIM: Any = object()
 _mesh_in_use: Callable[[], Mesh | None] | None = None
@@ -112,100 +22,6 @@ def set_mesh_in_use(find: Callable[[], Mesh | None]) -> None:
     """Sets where the mesh of the strategy in use is found. This room knows of no strategies."""
     global _mesh_in_use
     _mesh_in_use = find
-
-
-def as_mesh(mesh: Any) -> Mesh:
-    """A Mesh from a Mesh or Keras's DeviceMesh (any object with shape, axis_names and devices)."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if all(hasattr(mesh, name) for name in ("shape", "axis_names", "devices")):
-        devices = np.asarray(mesh.devices).reshape(-1).tolist()
-        return Mesh(dict(zip(mesh.axis_names, mesh.shape, strict=True)), devices)
-    raise MeshError(f"expected a Mesh or a keras.distribution.DeviceMesh, found {type(mesh).__name__}")
-
-
-def as_layout(layout: Any) -> Layout:
-    """A Layout from a Layout, a tuple of axes, None (replicated) or Keras's TensorLayout."""
-    if isinstance(layout, Layout):
-        return layout
-    if layout is None:
-        return Layout()
-    axes = getattr(layout, "axes", layout)
-    if isinstance(axes, tuple | list):
-        return Layout(*axes)
-    raise LayoutError(f"expected a Layout, a tuple of axes or a keras.distribution.TensorLayout, found {layout!r}")
-
-
-def distribute(value: Any, mesh: Any, layout: Any = None) -> DistributedArray:
-    """Spreads a value that every process holds in full.
-
-    Args:
-        value: the full array, the same on every process.
-        mesh: a Mesh or Keras DeviceMesh.
-        layout: a Layout, tuple or TensorLayout. Uneven dims get torch.chunk's sizes, axis by axis, major first;
-            a partial axis gets the value at place 0 and neutral elements elsewhere.
-
-    Raises:
-        LayoutError: the layout does not fit the mesh, the shape or the dtype.
-        MeshError: the mesh does not fit the world.
-        CapabilityError: the backend does not move this dtype or has no such reduction.
-
-    Example:
-        >>> import numpy as np, unidist
-        >>> _ = unidist.use("sim", devices=2)
-        >>> x = unidist.distribute(np.arange(5), unidist.Mesh({"data": 2}), ("data",))
-        >>> {rank: shard.tolist() for rank, shard in x.shards().items()}
-        {0: [0, 1, 2], 1: [3, 4]}
-    """
-    backend = registry.current()
-    sharding = Sharding(as_mesh(mesh), as_layout(layout), _shape(value))
-    _check_reductions(sharding.layout, None if not hasattr(value, "dtype") else dtype_name(value), backend)
-    return DistributedArray(backend.distribute(value, sharding), sharding, backend)
-
-
-def from_local(
-    shards: Sequence[Any], mesh: Any, layout: Any, *, shape: Sequence[int] | None = None
-) -> DistributedArray:
-    """Assembles a distributed array from this process's shards.
-
-    Args:
-        shards: one array for each rank of this process, in rank order.
-        mesh: a Mesh or Keras DeviceMesh.
-        layout: what the shards are of the whole.
-        shape: the global shape, needed where shards are uneven.
-
-    Raises:
-        LayoutError: too few or many shards, or one that has not the shape that the layout gives its rank.
-        CapabilityError: the backend does not move this dtype or has no such reduction.
-
-    Example:
-        >>> import numpy as np, unidist
-        >>> _ = unidist.use("sim", devices=2)
-        >>> mesh = unidist.Mesh({"data": 2})
-        >>> x = unidist.from_local([np.zeros(2), np.ones(1)], mesh, ("data",), shape=(3,))
-        >>> x.numpy()
-        array([0., 0., 1.])
-    """
-    backend = registry.current()
-    grid, lay = as_mesh(mesh), as_layout(layout)
-    sharding = Sharding(grid, lay, tuple(shape) if shape is not None else _even_shape(shards, grid, lay))
-    found = DistributedArray(backend.from_local(list(shards), sharding), sharding, backend)
-    _check_reductions(lay, found.dtype, backend)
-    return found
-
-
-def _even_shape(shards: Sequence[Any], mesh: Mesh, layout: Layout) -> tuple[int, ...]:
-    """The global shape of shards that are all of one shape."""
-    shapes = {_shape(shard) for shard in shards}
-    if len(shapes) != 1:
-        raise LayoutError(f"from_local: shards of shapes {sorted(shapes)} do not tell the global shape: give shape=")
-    local = shapes.pop()
-    layout.check(mesh, len(local))
-    return tuple(n * mesh.axis_size(layout.dim_axes(dim)) for dim, n in enumerate(local))
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if hasattr(value, "shape") else plain_array(value).shape
 
 
 def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> DistributedArray:
@@ -463,17 +279,3 @@ def _check_order(layout: Layout, axes: Axes) -> None:
         held = layout.dim_axes(dims.pop() or 0)
         if tuple(axis for axis in held if axis in axes) != axes:
             raise LayoutError(f"all_gather over {axes}: the dim is cut by {held}, name them in that order")
-
-
-def _check_reductions(layout: Layout, dtype: str | None, backend: DistributionBackend) -> None:
-    """Raises where the backend has not the layout's reductions, or where the dtype has no mean."""
-    for axis, op in layout.partial:
-        if op not in backend.capabilities.reduce_ops:
-            raise CapabilityError(
-                f"backend {backend.name!r} cannot reduce by {op!r} (axis {axis!r}): "
-                f"it has {sorted(backend.capabilities.reduce_ops)}"
-            )
-        if op == "mean" and dtype is not None and "float" not in dtype:
-            raise LayoutError(
-                f"{layout} is a mean over {axis!r}, but a mean of {dtype} values is no {dtype}: cast first"
-            )
