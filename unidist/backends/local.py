@@ -1,7 +1,8 @@
 """LocalViewBackend: what all adapters share in which a rank holds its own shard.
 
 It folds a Redistribution over the adapter's group collectives, and makes it differentiable by the adjoint, once for all
-of them. An adapter gives `comm` (group collectives on its native arrays) and `ops` (cut, join, scale).
+of them. An adapter gives `comm` (group collectives on its native arrays) and `ops` (cut, join, scale); what they must
+have is in collectives.py, and adapters of others may import it here.
 """
 
 from __future__ import annotations
@@ -12,107 +13,22 @@ from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from unidist import events
 from unidist.algebra import Axes, Group, Mesh, Redistribution, Sharding, Step, redistribution, ring_bytes
-from unidist.algebra.layout import ReduceOp
+from unidist.backends.collectives import Collectives as Collectives
+from unidist.backends.collectives import Done as Done
+from unidist.backends.collectives import LocalOps as LocalOps
 from unidist.backends.protocol import Array, Capabilities, DistributionBackend, dtype_name, itemsize
 from unidist.errors import CapabilityError, LayoutError, MeshError
 
 A = TypeVar("A")
-B = TypeVar("B", contravariant=True)
 T = TypeVar("T")
 MOVES_KEPT = 16384  # redistributions made ready for a rank; as many as redistribution() keeps
 
-
 # A move and its adjoint.
 Both = tuple[Callable[[A], A], Callable[[A], A]]
-
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Returns when the result is in the buffer that was given."""
-
-
-class Done:
-    """A handle of what was done before the call returned."""
-
-    def wait(self) -> None:
-        """The result is there."""
-
-
-class BufferCollectives(Protocol[B]):
-    """What the engine that trains Keras models starts on flat buffers while it goes on computing.
-
-    All members of a group start the same ones in the same order. Buffers are contiguous and stay as they are until the
-    wait. An adapter that has no asynchronous collectives may finish before it returns.
-    """
-
-    def all_reduce_inplace(self, x: B, group: Group, op: ReduceOp) -> Handle:
-        """Starts to reduce a buffer in place: P -> I. Sends 2(n-1)/n of it."""
-
-    def reduce_scatter_into(self, out: B, x: B, group: Group, op: ReduceOp) -> Handle:
-        """Starts to reduce `x`, group.size equal parts along dim 0; `out` is this place's part: P -> S. Sends (n-1)/n
-        of x."""
-
-    def all_gather_into(self, out: B, x: B, group: Group) -> Handle:
-        """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`:
-        S -> I. Sends (n-1)/n of out."""
-
-
-class Collectives(BufferCollectives[A], Protocol[A]):
-    """Collectives over one group of ranks, on native local arrays. Inputs are left alone unless said.
-
-    `sizes` are the lengths along a dim for each place of the group, in order; they may differ and may be 0.
-    """
-
-    def all_reduce(self, x: A, group: Group, op: ReduceOp) -> A: ...
-
-    def all_gather(self, x: A, group: Group, dim: int, sizes: Sequence[int]) -> A: ...
-
-    def reduce_scatter(self, x: A, group: Group, dim: int, sizes: Sequence[int], op: ReduceOp) -> A: ...
-
-    def all_to_all(
-        self,
-        x: A,
-        group: Group,
-        split: int,
-        split_sizes: Sequence[int],
-        concat: int,
-        concat_sizes: Sequence[int],
-    ) -> A:
-        """Cuts `x` along `split`, sends part k to place k, joins what came along `concat`."""
-
-    def broadcast(self, x: A, group: Group, root: int) -> A: ...
-
-    def permute(self, x: A, group: Group, pairs: tuple[tuple[int, int], ...]) -> A: ...
-
-    def barrier(self, group: Group) -> None: ...
-
-
-class LocalOps(Protocol[A]):
-    """What a rank does with its own array."""
-
-    def from_numpy(self, value: Any) -> A:
-        """The native array of a NumPy array, a Python value or a native array (kept, with its gradient)."""
-
-    def to_numpy(self, x: A) -> Array: ...
-
-    def cut(self, x: A, dim: int, start: int, length: int) -> A: ...
-
-    def embed(self, x: A, dim: int, start: int, length: int) -> A:
-        """`x` at `start` among zeros, `length` long along `dim`."""
-
-    def scale(self, x: A, factor: float) -> A: ...
-
-    def full_like(self, x: A, op: ReduceOp) -> A:
-        """The neutral element of a sum or a product in the shape of x: of another op no plan needs one."""
-
-    def differentiable(self, forward: Callable[[A], A], backward: Callable[[A], A], x: A) -> A:
-        """forward(x), whose gradient is backward(gradient)."""
 
 
 class LocalViewBackend(DistributionBackend, Generic[A]):

@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Literal
 from unidist import events
 from unidist.algebra import Axes, Group, Mesh, Sharding, Step
 from unidist.backends import environment
+from unidist.backends.collectives import Collectives
 from unidist.backends.ending import has_failed
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.joining import Membership, join, leave
 from unidist.backends.horovod.sets import HorovodMesh, ProcessSets
-from unidist.backends.local import Both, Collectives, LocalViewBackend
+from unidist.backends.local import Both, LocalViewBackend
 from unidist.backends.protocol import ALL_DTYPES, Capabilities, Cluster
 from unidist.errors import (
     BackendMismatchError,

@@ -8,8 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from unidist import events
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.collectives import Handle
 from unidist.backends.horovod.sets import Transport
-from unidist.backends.local import Handle
 from unidist.backends.noting import Kinds, Noted, told
 from unidist.backends.protocol import dtype_name
 from unidist.errors import CapabilityError
@@ -18,7 +18,7 @@ A = TypeVar("A")
 
 
 class Ways(Protocol[A]):
-    """Collectives over one process set, by a framework's Horovod. As `Collectives` in backends/local.py."""
+    """Collectives over one process set, by a framework's Horovod. As `Collectives` in backends/collectives.py."""
 
     def all_reduce(self, x: A, transport: Transport, op: ReduceOp) -> A: ...
 
@@ -46,8 +46,8 @@ class Ways(Protocol[A]):
 
 
 class HorovodComm(Generic[A]):
-    """Collectives over one group of ranks (`Collectives` in backends/local.py). Each has one entry in this process's
-    record (unidist.flight), from its begin until its result is there.
+    """Collectives over one group of ranks (`Collectives` in backends/collectives.py). Each has one entry in this
+    process's record (unidist.flight), from its begin until its result is there.
 
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.

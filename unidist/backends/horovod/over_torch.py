@@ -12,10 +12,10 @@ from horovod.common.exceptions import HorovodInternalError
 from unidist import events
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.collectives import Done
 from unidist.backends.horovod import lost
 from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.sets import Transport
-from unidist.backends.local import Done
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import check_contiguous, check_parts
 from unidist.backends.torch.ops import TorchOps

@@ -14,8 +14,8 @@ import torch
 
 from unidist.algebra import Axes, Group
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.collectives import Done
 from unidist.backends.desync import Call
-from unidist.backends.local import Done
 from unidist.backends.protocol import dtype_name
 from unidist.backends.sim.world import VirtualWorld
 from unidist.backends.torch.ops import TorchOps

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from unidist.algebra import Axes, Group, Mesh, Sharding, Step
-from unidist.backends.local import Collectives, LocalViewBackend
+from unidist.backends.collectives import Collectives
+from unidist.backends.local import LocalViewBackend
 from unidist.backends.protocol import Capabilities, Cluster
 from unidist.backends.sim.backend import SimBackend
 from unidist.backends.sim.collectives import RankCollectives

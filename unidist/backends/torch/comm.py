@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unidist.algebra import Group
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.local import Done, Handle
+from unidist.backends.collectives import Done, Handle
 from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.calling import InFlight, Under
 from unidist.backends.torch.exchange import DirectCollectives, compare, exchange, scatter
@@ -26,7 +26,7 @@ Detail = tuple[str, Hashable]
 
 
 class TorchComm:
-    """Collectives over one group of ranks (`Collectives` in backends/local.py).
+    """Collectives over one group of ranks (`Collectives` in backends/collectives.py).
 
     CPU tensors over gloo go by direct messages, others by NCCL's collectives on the current CUDA stream; where there
     is no NCCL, over the host and gloo.

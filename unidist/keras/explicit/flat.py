@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from unidist.algebra import Axes, Sharding
-from unidist.backends.local import Handle
+from unidist.backends.collectives import Handle
 from unidist.keras.explicit.world import RankWorld
 
 # Bytes of a tensor from which on copying it into a buffer and out of it costs more than a collective of its own, on

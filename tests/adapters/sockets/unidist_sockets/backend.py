@@ -15,8 +15,9 @@ import torch
 
 from unidist.algebra import Group, Mesh, Sharding
 from unidist.algebra.layout import ReduceOp
+from unidist.backends.collectives import Done
 from unidist.backends.environment import detect
-from unidist.backends.local import Done, LocalViewBackend
+from unidist.backends.local import LocalViewBackend
 from unidist.backends.protocol import Capabilities, Cluster
 from unidist.backends.torch.ops import TorchOps
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, DesyncError, ProcessLostError
@@ -62,7 +63,7 @@ _REDUCE = {"sum": torch.add, "mean": torch.add, "prod": torch.mul, "max": torch.
 
 
 class SocketCollectives:
-    """Collectives over one group of ranks: see `Collectives` in unidist/backends/local.py."""
+    """Collectives over one group of ranks: see `Collectives` in unidist/backends/collectives.py."""
 
     def __init__(self, rank: int, links: Mapping[int, Connection], timeout: float) -> None:
         self.rank, self.links, self.timeout = rank, links, timeout
