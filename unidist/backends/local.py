@@ -8,7 +8,7 @@ have is in collectives.py, and adapters of others may import it here.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +21,8 @@ from unidist.backends.collectives import Collectives as Collectives
 from unidist.backends.collectives import Done as Done
 from unidist.backends.collectives import LocalOps as LocalOps
 from unidist.backends.protocol import Array, Capabilities, DistributionBackend, dtype_name, itemsize
-from unidist.errors import CapabilityError, LayoutError, MeshError
+from unidist.backends.validation import check_count, check_dtype, check_local_shape, check_whole_shape
+from unidist.errors import CapabilityError, MeshError
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -79,15 +80,12 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
 
     def distribute(self, value: Any, sharding: Sharding) -> A:
         whole = self.ops.from_numpy(value)
-        if tuple(whole.shape) != sharding.shape:  # type: ignore[attr-defined]
-            raise LayoutError(f"the value has shape {tuple(whole.shape)}, the sharding {sharding.shape}")  # type: ignore[attr-defined]
+        check_whole_shape(tuple(whole.shape), sharding)  # type: ignore[attr-defined]
         unsharded = sharding.with_layout(type(sharding.layout)())
         return self.redistribute(whole, unsharded, sharding)
 
     def from_local(self, shards: Sequence[Any], sharding: Sharding) -> A:
-        ranks = self.local_ranks()
-        if len(shards) != len(ranks):
-            raise LayoutError(f"this process holds ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
+        check_count(shards, self.local_ranks())
         self.check_mesh(sharding.mesh)
         x = self.ops.from_numpy(shards[0])
         check_local_shape(tuple(x.shape), sharding, self.rank)  # type: ignore[attr-defined]
@@ -239,13 +237,8 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
             events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
 
     def _check_dtype(self, x: A) -> None:
-        name = dtype_name(x)
-        if name in self.capabilities.dtypes:
-            self._known_dtypes.add(x.dtype)  # type: ignore[attr-defined]
-        else:
-            raise CapabilityError(
-                f"backend {self.name!r} cannot move {name} arrays: cast to one of {sorted(self.capabilities.dtypes)}"
-            )
+        check_dtype(self, dtype_name(x))
+        self._known_dtypes.add(x.dtype)  # type: ignore[attr-defined]
 
 
 class Move(Generic[A]):
@@ -302,20 +295,3 @@ def _for_the_same_purpose(backward: Callable[[A], A]) -> Callable[[A], A]:
             return backward(grad)
 
     return named
-
-
-def check_one_dtype(shards: Iterable[Any]) -> None:
-    """Raises LayoutError where the shards of one array have several dtypes."""
-    kinds = {dtype_name(shard) for shard in shards}
-    if len(kinds) > 1:
-        raise LayoutError(f"the shards of one array have dtypes {sorted(kinds)}: cast them to one")
-
-
-def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> None:
-    """Raises LayoutError where a shard has not the shape that its rank holds under the sharding."""
-    wanted = sharding.local_shape(rank)
-    if found != wanted:
-        raise LayoutError(
-            f"rank {rank} gave a shard of shape {found}, but under {sharding.layout} on {sharding.mesh} "
-            f"a tensor of shape {sharding.shape} has shape {wanted} there"
-        )

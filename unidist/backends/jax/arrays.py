@@ -22,9 +22,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from unidist.algebra import Sharding
-from unidist.backends.protocol import Array
+from unidist.backends.protocol import Array, plain_array
+from unidist.errors import LayoutError
 
 Shape = tuple[int, ...]
+_NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
 
 
 @lru_cache(maxsize=16384)
@@ -51,6 +53,14 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*layout.partial_axes, *dims)
 
 
+def known(value: Any) -> Any:
+    """A jax.Array as it is; else a NumPy array, where what has no dtype (Python's numbers) gets JAX's."""
+    if isinstance(value, jax.Array):
+        return value
+    array = plain_array(value)
+    return array if hasattr(value, "dtype") else np.asarray(jax.numpy.asarray(array))
+
+
 def pad(shard: Array, sharding: Sharding) -> Array:
     """A rank's part as its device holds it: a NumPy array of its own, padded, with the leading dims of P."""
     local = padded_local(sharding)
@@ -60,6 +70,20 @@ def pad(shard: Array, sharding: Sharding) -> Array:
     padded = np.zeros(local, shard.dtype)
     padded[tuple(slice(n) for n in shard.shape)] = shard
     return padded.reshape(stack + local)
+
+
+def contribution(whole: Array, sharding: Sharding, rank: int) -> Array:
+    """What a rank holds of a full value, padded: its region, at place 0 of partial axes, neutral elements elsewhere."""
+    here = sharding.mesh.coordinate(rank)
+    part = whole[sharding.slices(rank)]
+    for axis, op in sharding.layout.partial:
+        if op == "mean":
+            if whole.dtype.kind in "biu":
+                raise LayoutError(f"a mean of {whole.dtype} values is no {whole.dtype}: cast to a float")
+            part = np.asarray(part * np.asarray(sharding.mesh.axis_size(axis), part.dtype), part.dtype)
+        if here[axis] and op in _NEUTRAL:
+            part = np.full_like(part, _NEUTRAL[op])
+    return pad(part, sharding)
 
 
 def pad_on_device(shard: jax.Array, sharding: Sharding) -> jax.Array:

@@ -3,56 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution
 from unidist.backends import environment
 from unidist.backends.checking import checks_all
-from unidist.backends.jax import agreeing, arrays, collectives, joining, waiting
+from unidist.backends.jax import agreeing, arrays, joining, waiting
+from unidist.backends.jax.capabilities import DTYPES, Configured, check_movable
 from unidist.backends.jax.collectives import Move
-from unidist.backends.jax.devices import config, find, make_named, make_virtual, name_of
+from unidist.backends.jax.devices import find, make_named, make_virtual, name_of
 from unidist.backends.jax.joining import Membership, join
-from unidist.backends.local import check_local_shape, check_one_dtype
+from unidist.backends.jax.programs import Programs
 from unidist.backends.noting import Kinds, Noted, told
-from unidist.backends.protocol import (
-    ALL_DTYPES,
-    Array,
-    Capabilities,
-    Cluster,
-    DistributionBackend,
-    dtype_name,
-    plain_array,
+from unidist.backends.protocol import Array, Cluster, DistributionBackend
+from unidist.backends.traffic import report, report_steps
+from unidist.backends.validation import (
+    check_count,
+    check_data_shape,
+    check_local_shape,
+    check_one_dtype,
+    check_whole_shape,
 )
-from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
+from unidist.errors import BackendMismatchError, CapabilityError, MeshError
 
-_WIDE = frozenset(("int64", "float64"))
-_DTYPES = frozenset(jax.numpy.dtype(name) for name in ALL_DTYPES)
-_NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
-_PROGRAMS: dict[str, Callable[..., Move]] = {
-    "broadcast": collectives.broadcasting,
-    "permute": collectives.permutation,
-}
 # What is the same on all processes in a collective on shards, by its name.
 _HOW = {"broadcast": "root", "permute": "pairs"}
 _ALONE = Membership(count=1, index=0, timeout=300.0)
-
-
-class _Declared:
-    """What JAX can do as it is configured now: 64-bit dtypes only with jax_enable_x64."""
-
-    def __get__(self, instance: object, owner: type) -> Capabilities:
-        return _capabilities(bool(config.jax_enable_x64))
-
-
-@lru_cache(maxsize=2)
-def _capabilities(wide: bool) -> Capabilities:
-    return Capabilities(view="global", uneven="padded", dtypes=ALL_DTYPES if wide else ALL_DTYPES - _WIDE)
 
 
 class JaxBackend(DistributionBackend):
@@ -71,7 +52,7 @@ class JaxBackend(DistributionBackend):
     """
 
     name: ClassVar[str] = "jax"
-    capabilities = _Declared()
+    capabilities = Configured()
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
         launch = environment.detect()
@@ -87,8 +68,7 @@ class JaxBackend(DistributionBackend):
     def _forget(self) -> None:
         """Drops all that was made for the devices of before."""
         self._found: tuple[jax.Device, ...] | None = None
-        self._redistribution = lru_cache(maxsize=16384)(self._make_redistribution)
-        self._program = lru_cache(maxsize=16384)(self._make_program)
+        self._programs = Programs(self.mesh)
         self._agreed: set[Hashable] = set()
         self._kinds = Kinds()
         self._layouts: dict[Sharding, jax.sharding.NamedSharding] = {}
@@ -174,30 +154,16 @@ class JaxBackend(DistributionBackend):
     def distribute(self, value: Any, sharding: Sharding) -> jax.Array:
         if isinstance(value, jax.core.Tracer):
             return self.redistribute(value, sharding.with_layout(Layout()), sharding)
-        whole = _known(value)
-        self._check_dtype(whole)
-        if whole.shape != sharding.shape:
-            raise LayoutError(f"the value has shape {whole.shape}, the sharding {sharding.shape}")
+        whole = arrays.known(value)
+        check_movable(self, whole)
+        check_whole_shape(whole.shape, sharding)
         if isinstance(whole, jax.Array):
             if self.world.count == 1:
                 replicated = sharding.with_layout(Layout())
                 return self.redistribute(jax.device_put(whole, self.layout(replicated)), replicated, sharding)
             whole = np.asarray(whole)
-        parts = {rank: self._contribution(whole, sharding, rank) for rank in self._ranks_here(sharding.mesh)}
+        parts = {rank: arrays.contribution(whole, sharding, rank) for rank in self._ranks_here(sharding.mesh)}
         return self._assembled(parts, sharding, whole.dtype)
-
-    def _contribution(self, whole: Array, sharding: Sharding, rank: int) -> Array:
-        """What a rank holds of the value: its region, at place 0 of partial axes, neutral elements elsewhere."""
-        here = sharding.mesh.coordinate(rank)
-        part = whole[sharding.slices(rank)]
-        for axis, op in sharding.layout.partial:
-            if op == "mean":
-                if whole.dtype.kind in "biu":
-                    raise LayoutError(f"a mean of {whole.dtype} values is no {whole.dtype}: cast to a float")
-                part = np.asarray(part * np.asarray(sharding.mesh.axis_size(axis), part.dtype), part.dtype)
-            if here[axis] and op in _NEUTRAL:
-                part = np.full_like(part, _NEUTRAL[op])
-        return arrays.pad(part, sharding)
 
     def from_local(self, shards: Sequence[Any], sharding: Sharding) -> jax.Array:
         if any(isinstance(shard, jax.core.Tracer) for shard in shards):
@@ -206,11 +172,10 @@ class JaxBackend(DistributionBackend):
                 "the DistributedArray in"
             )
         ranks = self._ranks_here(sharding.mesh)
-        if len(shards) != len(ranks):
-            raise LayoutError(f"this process holds ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
-        given = [_known(shard) for shard in shards]
+        check_count(shards, ranks)
+        given = [arrays.known(shard) for shard in shards]
         for rank, shard in zip(ranks, given, strict=True):
-            self._check_dtype(shard)
+            check_movable(self, shard)
             check_local_shape(tuple(shard.shape), sharding, rank)
         check_one_dtype(given)
         pads = [arrays.pad_on_device if isinstance(shard, jax.Array) else arrays.pad for shard in given]
@@ -248,9 +213,9 @@ class JaxBackend(DistributionBackend):
         return self._redistribute(x, src, dst, "redistribute")
 
     def _redistribute(self, x: jax.Array, src: Sharding, dst: Sharding, what: str) -> jax.Array:
-        move = self._redistribution(src, dst)
-        if x.dtype not in _DTYPES or x.shape != move.shape:
-            self._check_dtype(x)
+        move = self._programs.redistribution(src, dst)
+        if x.dtype not in DTYPES or x.shape != move.shape:
+            check_movable(self, x)
             self._check_shape(x, src)
         if events.listening():
             self._tell_steps(redistribution(src, dst), x)
@@ -272,14 +237,14 @@ class JaxBackend(DistributionBackend):
         return self._on_shards("permute", x, sharding, axes, pairs)
 
     def _on_shards(self, op: str, x: jax.Array, sharding: Sharding, axes: Axes, how: Any) -> jax.Array:
-        self._check_dtype(x)
+        check_movable(self, x)
         self._check_shape(x, sharding)
         if events.listening() and not isinstance(x, jax.core.Tracer):
             self._tell(op, axes, sharding, x)
         with self._noted(op, sharding, x, axes):
             if self.world.count > 1:
                 self._agree(op, sharding, x, (("axes", axes), (_HOW[op], how), ("layout", sharding.layout)))
-            return self._run(self._program(_PROGRAMS[op], sharding, axes, how), x, op)
+            return self._run(self._programs.on_shards(op, sharding, axes, how), x, op)
 
     def _noted(
         self, op: str, sharding: Sharding, x: jax.Array, axes: Axes = ()
@@ -324,7 +289,7 @@ class JaxBackend(DistributionBackend):
             names = grid.check_axes(axes)
             count = Sharding(grid, Layout(partial=names), ())
             ones = {rank: np.ones((1,) * len(names), np.int32) for rank in self._ranks_here(grid)}
-            program = self._redistribution(count, count.with_layout(Layout())).unhurried
+            program = self._programs.redistribution(count, count.with_layout(Layout())).unhurried
             present = self._assembled(ones, count, np.int32)
             with self._noted("barrier", count, present, names):
                 self._agree("barrier", count, present, (("axes", names),))
@@ -340,39 +305,17 @@ class JaxBackend(DistributionBackend):
             LayoutError: an axis is partial by max, min or prod: there is no gradient.
         """
         self._check_shape(cotangent, sharding)
-        return self._program(collectives.as_gradient, sharding)(cotangent)
+        return self._programs.on_shards("gradient", sharding)(cotangent)
 
     def cotangent(self, gradient: jax.Array, sharding: Sharding) -> jax.Array:
         """The inverse: what jax.vjp wants for data at `sharding`, from data at sharding.layout.dual()."""
         self._check_shape(gradient, sharding.with_layout(sharding.layout.dual()))
-        return self._program(collectives.as_cotangent, sharding)(gradient)
-
-    # programs
-
-    def _make_redistribution(self, src: Sharding, dst: Sharding) -> _Redistribution:
-        program = collectives.program_of(self.mesh(src.mesh), src, dst)
-        return _Redistribution(arrays.data_shape(src), program)
-
-    def _make_program(self, make: Callable[..., Move], sharding: Sharding, *how: Any) -> Move:
-        return make(self.mesh(sharding.mesh), sharding, *how)
+        return self._programs.on_shards("cotangent", sharding)(gradient)
 
     # checks and bookkeeping
 
-    def _check_dtype(self, x: Any) -> None:
-        found = dtype_name(x)
-        if found not in self.capabilities.dtypes:
-            hint = ', or call jax.config.update("jax_enable_x64", True) first' if found in _WIDE else ""
-            raise CapabilityError(
-                f"backend 'jax' cannot move {found} arrays: cast to one of {sorted(self.capabilities.dtypes)}{hint}"
-            )
-
     def _check_shape(self, x: jax.Array, sharding: Sharding) -> None:
-        wanted = arrays.data_shape(sharding)
-        if x.shape != wanted:
-            raise LayoutError(
-                f"the data has shape {x.shape}, but that of a tensor of shape {sharding.shape} under "
-                f"{sharding.layout} on {sharding.mesh} has {wanted}"
-            )
+        check_data_shape(x.shape, arrays.data_shape(sharding), sharding)
 
     def _check_concrete(self, x: jax.Array, what: str) -> None:
         if isinstance(x, jax.core.Tracer):
@@ -384,34 +327,10 @@ class JaxBackend(DistributionBackend):
         """The ledger sees what the first rank of this process sends, of what runs now and not in a traced program."""
         ranks = self._ranks_here(moves.src.mesh)
         if ranks and not isinstance(x, jax.core.Tracer):
-            for step in moves.collectives:
-                group = step.before.mesh.group(step.axes, ranks[0])
-                sent = step.bytes(x.dtype.itemsize, ranks[0])
-                events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
+            report_steps(moves, ranks[0], x.dtype.itemsize)
 
     def _tell(self, op: str, axes: Axes, sharding: Sharding, x: jax.Array) -> None:
         ranks = self._ranks_here(sharding.mesh)
         if ranks:
             group = sharding.mesh.group(axes, ranks[0])
-            sent = ring_bytes(op, group.size, sharding.elements(ranks[0]) * x.dtype.itemsize)
-            events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
-
-
-class _Redistribution:
-    """A program and the shape of the data that it takes; and the program for what is whole everywhere, as one whose
-    dispatch does not wait for other processes."""
-
-    __slots__ = ("program", "shape", "unhurried")
-
-    def __init__(self, shape: tuple[int, ...], program: Move) -> None:
-        self.shape = shape
-        self.program = program
-        self.unhurried: Move = jax.jit(lambda x: waiting.unhurried(program(x)))
-
-
-def _known(value: Any) -> Any:
-    """A jax.Array as it is; else a NumPy array, where what has no dtype (Python's numbers) gets JAX's."""
-    if isinstance(value, jax.Array):
-        return value
-    array = plain_array(value)
-    return array if hasattr(value, "dtype") else np.asarray(jax.numpy.asarray(array))
+            report(op, axes, group, sharding.elements(ranks[0]) * x.dtype.itemsize)

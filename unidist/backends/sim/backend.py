@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution
 from unidist.backends.environment import detect
-from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, DistributionBackend, plain_array
 from unidist.backends.sim import reference
 from unidist.backends.sim.reference import Shards
-from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
+from unidist.backends.traffic import report, report_steps
+from unidist.backends.validation import check_dtype, check_local_shape, check_one_dtype, check_whole_shape
+from unidist.errors import BackendMismatchError, LayoutError, MeshError
 
 DEFAULT_DEVICES = 8
 
@@ -82,8 +83,7 @@ class SimBackend(DistributionBackend):
     def distribute(self, value: Any, sharding: Sharding) -> Shards:
         self.mesh(sharding.mesh)
         whole = self._checked(plain_array(value))
-        if whole.shape != sharding.shape:
-            raise LayoutError(f"the value has shape {whole.shape}, the sharding {sharding.shape}")
+        check_whole_shape(whole.shape, sharding)
         return reference.distribute(whole, sharding)
 
     def from_local(self, shards: Sequence[Any], sharding: Sharding) -> Shards:
@@ -121,9 +121,7 @@ class SimBackend(DistributionBackend):
         """All virtual devices are here already."""
 
     def _checked(self, value: Array) -> Array:
-        if value.dtype.name not in self.capabilities.dtypes:
-            known = sorted(self.capabilities.dtypes)
-            raise CapabilityError(f"backend 'sim' cannot move {value.dtype.name} arrays: cast to one of {known}")
+        check_dtype(self, value.dtype.name)
         return value
 
     # the ledger sees what the lowest rank of the mesh sends ----------------------------------------------------
@@ -131,14 +129,9 @@ class SimBackend(DistributionBackend):
     def _tell_steps(self, moves: Redistribution, x: Shards) -> None:
         if events.listening():
             rank = min(x)
-            for step in moves.collectives:
-                ranks = step.before.mesh.group(step.axes, rank).ranks
-                sent = step.bytes(x[rank].itemsize, rank)
-                events.emit(events.Event(step.op, step.axes, ranks, sent, events.purpose()))
+            report_steps(moves, rank, x[rank].itemsize)
 
     def _tell(self, op: str, axes: Axes, sharding: Sharding, x: Shards) -> None:
         if events.listening():
             rank = min(x)
-            ranks = sharding.mesh.group(axes, rank).ranks
-            sent = ring_bytes(op, len(ranks), x[rank].nbytes)
-            events.emit(events.Event(op, axes, ranks, sent, events.purpose()))
+            report(op, axes, sharding.mesh.group(axes, rank), x[rank].nbytes)

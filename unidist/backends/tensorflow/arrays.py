@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.algebra import Sharding
+from unidist.backends.protocol import plain_array
 
 Shape = tuple[int, ...]
 
@@ -35,6 +36,14 @@ def data_shape(sharding: Sharding) -> Shape:
 def stacked_layout(mesh: dtensor.Mesh, ndim: int) -> dtensor.Layout:
     """DTensor's layout of data whose parts have `ndim` dims."""
     return dtensor.Layout([*mesh.dim_names, *[dtensor.UNSHARDED] * ndim], mesh)
+
+
+def known(value: Any) -> Any:
+    """A tensor as it is, else TensorFlow's of the value: Python's numbers get its default dtypes."""
+    if isinstance(value, tf.Tensor | tf.Variable):
+        return tf.convert_to_tensor(value)
+    array = plain_array(value)
+    return tf.convert_to_tensor(array if hasattr(value, "dtype") else value)
 
 
 def pack(parts: Mapping[int, Any], sharding: Sharding, mesh: dtensor.Mesh, ranks: tuple[int, ...]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,9 +11,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution, ring_bytes
+from unidist.algebra import Axes, Layout, Mesh, Redistribution, Sharding, redistribution
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.local import check_local_shape, check_one_dtype
 from unidist.backends.protocol import (
     ALL_DTYPES,
     Array,
@@ -23,23 +21,24 @@ from unidist.backends.protocol import (
     DistributionBackend,
     dtype_name,
     itemsize,
-    plain_array,
 )
 from unidist.backends.tensorflow import arrays, guards, steps
-from unidist.backends.tensorflow.devices import (
-    DEVICES,
-    are_cpus,
-    find,
-    hide_gpus,
-    kind_of,
-    make_named,
-    make_virtual,
-    task_of,
-)
+from unidist.backends.tensorflow.devices import find, kind_of, make, task_of
 from unidist.backends.tensorflow.exchange import OP, Kind, Parts, exchange
+from unidist.backends.tensorflow.gradients import differentiable
 from unidist.backends.tensorflow.joining import Membership, join
 from unidist.backends.tensorflow.lost import told
-from unidist.errors import BackendMismatchError, CapabilityError, LayoutError, MeshError
+from unidist.backends.tensorflow.meshes import Meshes
+from unidist.backends.traffic import report, report_steps
+from unidist.backends.validation import (
+    check_count,
+    check_data_shape,
+    check_dtype,
+    check_local_shape,
+    check_one_dtype,
+    check_whole_shape,
+)
+from unidist.errors import BackendMismatchError, CapabilityError, MeshError
 
 
 class TensorflowBackend(DistributionBackend):
@@ -62,23 +61,13 @@ class TensorflowBackend(DistributionBackend):
 
     def __init__(self, devices: int | Sequence[str] | None = None) -> None:
         guards.prepare()
-        told = os.environ.get(DEVICES) if devices is None else None
-        if told or are_cpus(devices):
-            hide_gpus()
-        if told:
-            devices = int(told)
-        if isinstance(devices, int):
-            make_virtual(devices)
-        elif devices is not None:
-            make_named(devices)
-        self._wanted = devices
+        self._wanted = make(devices)
         self._world: Membership | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._found: tuple[str, ...] | None = None
-        self._meshes: dict[Mesh, dtensor.Mesh] = {}
-        self._group_meshes: dict[tuple[Mesh, Axes], tuple[dtensor.Mesh, tuple[int, ...]]] = {}
+        self._meshes: Meshes | None = None
 
     # the world
 
@@ -125,57 +114,26 @@ class TensorflowBackend(DistributionBackend):
         return [f"{kind_of(name)}:{k}" for k, name in enumerate(self.devices) if kind in (None, kind_of(name))]
 
     def local_ranks(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(len(self.devices)) if self._is_here(rank))
+        return self._ranks_here(range(len(self.devices)))
 
     def without_rank(self, mesh: Mesh) -> tuple[int, ...]:
         """The processes of the world that hold no rank of a mesh."""
         inside = {task_of(self.devices[rank]) for rank in mesh.devices}
         return tuple(index for index in range(self.world.count) if index not in inside)
 
-    def _is_here(self, rank: int) -> bool:
-        return task_of(self.devices[rank]) == self.world.index
+    @property
+    def _native(self) -> Meshes:
+        if self._meshes is None:
+            self._meshes = Meshes(self.devices, self.world.index, self.world.count)
+        return self._meshes
 
     def _ranks_here(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if self._is_here(rank))
+        return self._native.ranks_here(ranks)
 
     # native objects
 
     def mesh(self, mesh: Mesh) -> dtensor.Mesh:
-        found = self._meshes.get(mesh)
-        if found is None:
-            count = len(self.devices)
-            beyond = [rank for rank in mesh.devices if rank >= count]
-            if beyond:
-                raise MeshError(
-                    f"{mesh} names rank {beyond[0]}, but tensorflow has {count} devices: make the mesh smaller, or on "
-                    f"CPU call use('tensorflow', devices={max(mesh.devices) + 1}) before any TensorFlow operation"
-                )
-            found = self._meshes[mesh] = self._native_mesh(mesh.axis_names, mesh.shape, mesh.devices)
-        return found
-
-    def _native_mesh(self, names: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) -> dtensor.Mesh:
-        here = [place for place, rank in enumerate(ranks) if self._is_here(rank)]
-        return dtensor.Mesh(
-            list(names),
-            np.arange(len(ranks)).reshape(shape),
-            here,
-            [self.devices[ranks[place]] for place in here],
-            global_devices=[self.devices[rank] for rank in ranks] if self.world.count > 1 else None,
-        )
-
-    def _group_mesh(self, mesh: Mesh, axes: Axes) -> tuple[dtensor.Mesh, tuple[int, ...]]:
-        """[groups, places] along axes, and this process's ranks in the order of its local devices.
-
-        The places of a group are in the order of ranks: DTensor's all_to_all misorders what it moves otherwise.
-        """
-        found = self._group_meshes.get((mesh, axes))
-        if found is None:
-            self.mesh(mesh)
-            groups = sorted(tuple(sorted(group)) for group in mesh.groups(axes))
-            ranks = [rank for group in groups for rank in group]
-            native = self._native_mesh(("o", "g"), (len(groups), len(groups[0])), ranks)
-            found = self._group_meshes[mesh, axes] = native, self._ranks_here(ranks)
-        return found
+        return self._native.of(mesh)
 
     def layout(self, sharding: Sharding) -> dtensor.Layout:
         """The dtensor.Layout of a plain DTensor laid out so, as Keras's variables are; where DTensor has none (partial
@@ -190,10 +148,9 @@ class TensorflowBackend(DistributionBackend):
 
     def distribute(self, value: Any, sharding: Sharding) -> Any:
         self.mesh(sharding.mesh)
-        whole = _known(value)
-        self._check_dtype(whole)
-        if tuple(whole.shape) != sharding.shape:
-            raise LayoutError(f"the value has shape {tuple(whole.shape)}, the sharding {sharding.shape}")
+        whole = arrays.known(value)
+        check_dtype(self, dtype_name(whole))
+        check_whole_shape(tuple(whole.shape), sharding)
         replicated = sharding.with_layout(Layout())
         parts = dict.fromkeys(self._ranks_here(sharding.mesh.devices), whole)
         return self._pack(self._run(redistribution(replicated, sharding), parts), sharding)
@@ -201,11 +158,10 @@ class TensorflowBackend(DistributionBackend):
     def from_local(self, shards: Sequence[Any], sharding: Sharding) -> Any:
         self.mesh(sharding.mesh)
         ranks = tuple(rank for rank in self.local_ranks() if rank in sharding.mesh.devices)
-        if len(shards) != len(ranks):
-            raise LayoutError(f"this process holds ranks {ranks}: give {len(ranks)} shards, found {len(shards)}")
-        given = {rank: _known(shard) for rank, shard in zip(ranks, shards, strict=True)}
+        check_count(shards, ranks)
+        given = {rank: arrays.known(shard) for rank, shard in zip(ranks, shards, strict=True)}
         for rank, shard in given.items():
-            self._check_dtype(shard)
+            check_dtype(self, dtype_name(shard))
             check_local_shape(tuple(shard.shape), sharding, rank)
         check_one_dtype(given.values())
         return self._pack(given, sharding)
@@ -322,7 +278,7 @@ class TensorflowBackend(DistributionBackend):
 
     def _exchange(self, mesh: Mesh) -> steps.Exchange:
         def run(kind: Kind, axes: Axes, parts: Parts, op: ReduceOp) -> Parts:
-            native, ranks = self._group_mesh(mesh, axes)
+            native, ranks = self._native.of_groups(mesh, axes)
             if kind in ("scatter", "send", "swap"):
                 parts = {rank: steps.by_rank(mesh, axes, rank, part) for rank, part in parts.items()}
             part = next(iter(parts.values()))
@@ -350,36 +306,17 @@ class TensorflowBackend(DistributionBackend):
         backward: Callable[[Any], Any],
         check: Callable[[], object] = lambda: None,
     ) -> Any:
-        """forward(x), whose gradient is backward(gradient), and so on in turns. `check` raises where it has none."""
+        """As gradients.differentiable, once the data is what the backend moves."""
         self._check_concrete(x, "collectives")
-        self._check_dtype(x)
+        check_dtype(self, dtype_name(x))
         self._check_shape(x, src)
-        purpose = events.purpose()
-
-        def grad(upstream: Any) -> Any:
-            check()
-            with events.for_purpose(purpose):
-                return _linear(backward, forward)(upstream)
-
-        return tf.custom_gradient(lambda value: (forward(value), grad))(x)
+        return differentiable(x, forward, backward, check)
 
     # checks and bookkeeping
 
-    def _check_dtype(self, x: Any) -> None:
-        found = dtype_name(x)
-        if found not in self.capabilities.dtypes:
-            raise CapabilityError(
-                f"backend 'tensorflow' cannot move {found} arrays: cast to one of {sorted(self.capabilities.dtypes)}"
-            )
-
     def _check_shape(self, x: Any, sharding: Sharding) -> None:
         self.mesh(sharding.mesh)
-        wanted = arrays.data_shape(sharding)
-        if tuple(x.shape) != wanted:
-            raise LayoutError(
-                f"the data has shape {tuple(x.shape)}, but that of a tensor of shape {sharding.shape} under "
-                f"{sharding.layout} on {sharding.mesh} has {wanted}"
-            )
+        check_data_shape(tuple(x.shape), arrays.data_shape(sharding), sharding)
 
     def _check_concrete(self, x: Any, what: str) -> None:
         if not tf.executing_eagerly() or tf.is_symbolic_tensor(x):
@@ -391,30 +328,10 @@ class TensorflowBackend(DistributionBackend):
         """The ledger sees what the first rank of this process sends."""
         ranks = self._ranks_here(sorted(moves.src.mesh.devices)) if events.listening() else ()
         if ranks:
-            for step in moves.collectives:
-                group = step.before.mesh.group(step.axes, ranks[0])
-                sent = step.bytes(itemsize(dtype_name(x)), ranks[0])
-                events.emit(events.Event(step.op, step.axes, group.ranks, sent, events.purpose()))
+            report_steps(moves, ranks[0], itemsize(dtype_name(x)))
 
     def _tell(self, op: str, axes: Axes, sharding: Sharding, x: Any) -> None:
         ranks = self._ranks_here(sorted(sharding.mesh.devices)) if events.listening() else ()
         if ranks:
             group = sharding.mesh.group(axes, ranks[0])
-            sent = ring_bytes(op, group.size, sharding.elements(ranks[0]) * itemsize(dtype_name(x)))
-            events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
-
-
-def _linear(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def both(value: Any) -> tuple[Any, Callable[[Any], Any]]:
-        return forward(value), _linear(backward, forward)
-
-    found: Callable[[Any], Any] = tf.custom_gradient(both)
-    return found
-
-
-def _known(value: Any) -> Any:
-    """A tensor as it is, else TensorFlow's of the value: Python's numbers get its default dtypes."""
-    if isinstance(value, tf.Tensor | tf.Variable):
-        return tf.convert_to_tensor(value)
-    array = plain_array(value)
-    return tf.convert_to_tensor(array if hasattr(value, "dtype") else value)
+            report(op, axes, group, sharding.elements(ranks[0]) * itemsize(dtype_name(x)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -12,6 +13,24 @@ from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshE
 
 # Set by `unidist run --devices-per-process`: as many virtual CPU devices, where the program names no number.
 DEVICES = "UNIDIST_CPU_DEVICES"
+
+
+def make(devices: int | Sequence[str] | None) -> int | Sequence[str] | None:
+    """Makes virtual CPU devices where a program asks for them, or the launcher where the program names none.
+
+    Returns:
+        What is asked for, as a number or as names; None: by default all that TensorFlow has.
+    """
+    told = os.environ.get(DEVICES) if devices is None else None
+    if told or are_cpus(devices):
+        hide_gpus()
+    if told:
+        devices = int(told)
+    if isinstance(devices, int):
+        make_virtual(devices)
+    elif devices is not None:
+        make_named(devices)
+    return devices
 
 
 def make_virtual(count: int) -> None:
