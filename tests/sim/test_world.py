@@ -19,7 +19,8 @@ import pytest
 
 from unidist import events
 from unidist.backends.desync import Call, ranks_text
-from unidist.backends.sim.world import Abort, VirtualWorld, current_rank
+from unidist.backends.sim.threads import Abort, current_rank
+from unidist.backends.sim.world import VirtualWorld
 from unidist.errors import CapabilityError, DesyncError, MeshError
 
 FOUR = (0, 1, 2, 3)

@@ -15,7 +15,8 @@ from unidist.backends.local import LocalViewBackend
 from unidist.backends.protocol import Capabilities, Cluster
 from unidist.backends.sim.backend import SimBackend
 from unidist.backends.sim.collectives import RankCollectives
-from unidist.backends.sim.world import Enter, VirtualWorld, current_rank
+from unidist.backends.sim.threads import current_rank
+from unidist.backends.sim.world import Enter, VirtualWorld
 from unidist.backends.torch.ops import TorchOps
 from unidist.errors import CapabilityError
 
