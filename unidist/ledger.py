@@ -34,6 +34,7 @@ class Ledger:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, event: Event) -> None:
+        """One more collective; any thread may call it."""
         with self._lock:
             self.events.append(event)
 
@@ -77,7 +78,8 @@ class Ledger:
 
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Records the collectives of this process while the context is open.
+    """Records the collectives of this process while the context is open: gives a Ledger, which goes on counting until
+    then. Bytes are those that the rank sends, by the ring bounds; what was measured on a wire is in no ledger.
 
     Example:
         >>> import numpy as np, unidist

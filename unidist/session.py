@@ -34,7 +34,10 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
 
     Raises:
         BackendNotAvailableError: unknown or not installed; the text says how to install it.
-        BackendMismatchError: Keras already runs on a backend that this one cannot serve.
+        BackendMismatchError: Keras already runs on a backend that this one cannot serve, a framework has started with
+            other devices, or a launcher started several processes and the adapter works in one.
+        CapabilityError: an option that the adapter does not have.
+        MeshError: `devices` is neither a number nor a list of names.
 
     Example:
         >>> import unidist
@@ -68,7 +71,7 @@ def _use(
 
 
 def backend() -> DistributionBackend:
-    """The backend in use; if none was chosen yet, `use()` chooses it.
+    """The backend in use; if none was chosen yet, `use()` chooses it, and raises what that does.
 
     Example:
         >>> import unidist
@@ -99,6 +102,7 @@ def initialize(
     Raises:
         BackendMismatchError: called a second time, or against what the launcher said.
         BackendNotAvailableError: the world could not be joined; the text says what was tried.
+        CapabilityError: the adapter cannot change the timeout of a world that `use` has joined.
 
     Example:
         Under `unidist run -n 2 train.py` or torchrun; without a launcher this is a world of one process:
@@ -163,6 +167,12 @@ def process_count() -> int:
 
 def list_devices(kind: str | None = None) -> list[str]:
     """All devices of the world, as "cpu:0"; the k-th is rank k.
+
+    Args:
+        kind: "cpu" or "gpu" (JAX: its platform's name): those of a kind alone, with the numbers of their ranks.
+
+    Raises:
+        MeshError: `use` was given another number of devices, or other names, than there are.
 
     Example:
         >>> import unidist

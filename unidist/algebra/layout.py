@@ -104,10 +104,12 @@ class Layout:
 
     @property
     def partial_axes(self) -> Axes:
+        """Those of P."""
         return tuple(axis for axis, _ in self.partial)
 
     @property
     def sharded_axes(self) -> Axes:
+        """Those of S, in the order of the dims that they cut."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def dim_axes(self, dim: int) -> Axes:
@@ -119,9 +121,11 @@ class Layout:
         return next((dim for dim, axes in enumerate(self.dims) if axis in axes), None)
 
     def op_of(self, axis: str) -> ReduceOp | None:
+        """By what the axis is to be reduced, or None where it is not partial."""
         return dict(self.partial).get(axis)
 
     def state(self, axis: str) -> State:
+        """ "S", "P", "F" or "I": what an axis is that the layout does not name."""
         if axis in self.partial_axes:
             return "P"
         if axis in self.fanout:

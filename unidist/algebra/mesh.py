@@ -101,10 +101,12 @@ class Mesh:
 
     @cached_property
     def axis_names(self) -> Axes:
+        """In the order major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """The size of each axis, in their order."""
         return tuple(size for _, size in self.axes)
 
     @cached_property

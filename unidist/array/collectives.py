@@ -31,6 +31,9 @@ def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> Distribut
         x: partial over every given axis.
         axis: a mesh axis or several; None: all axes over which x is partial, and x itself where there is none.
 
+    Returns:
+        An array of x's shape, with shards of the shapes of x's.
+
     A max or min is NaN where a contribution is NaN, as NumPy's are. Frameworks' own collectives lose NaN: floats are
     reduced in parts that are then joined, which sends as many bytes.
 
@@ -38,6 +41,9 @@ def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> Distribut
 
     Raises:
         LayoutError: x is not partial over an axis.
+        MeshError: the mesh has no such axis.
+        DesyncError: another rank came to something else.
+        ProcessLostError: another process has ended, or did not come within the world's timeout.
 
     Example:
         >>> import numpy as np, unidist
@@ -60,10 +66,14 @@ def reduce_scatter(x: DistributedArray, axis: str | Axes, dim: int) -> Distribut
         axis: a mesh axis or several, major first.
         dim: the tensor dimension to cut; axes that cut it already stay its major ones.
 
+    Returns:
+        An array of x's shape. A shard has one n-th of x's along `dim`, in torch.chunk's sizes.
+
     Adjoint: all_gather S(dim) -> F. Bytes per rank: (n-1)/n of the local tensor.
 
     Raises:
         LayoutError: x is not partial over an axis, or has no such dim.
+        MeshError, DesyncError, ProcessLostError: as of all_reduce.
 
     Example:
         >>> import numpy as np, unidist
@@ -83,10 +93,14 @@ def all_gather(x: DistributedArray, axis: str | Axes) -> DistributedArray:
         x: sharded over the axis.
         axis: one axis, or several in the order of the dim that they cut.
 
+    Returns:
+        An array of x's shape. A shard is the group's shards of x, joined along the dim that the axis cut.
+
     Adjoint: slice I -> S of the gradient (free). Bytes per rank: (n-1)/n of the joined tensor.
 
     Raises:
-        LayoutError: x is not sharded over an axis.
+        LayoutError: x is not sharded over an axis, or axes come in another order than the dim is cut by them.
+        MeshError, DesyncError, ProcessLostError: as of all_reduce.
 
     Example:
         >>> import numpy as np, unidist
@@ -106,10 +120,14 @@ def all_to_all(x: DistributedArray, axis: str | Axes, dim: int) -> DistributedAr
         axis: a mesh axis, or several that cut one dim.
         dim: the dim to be cut instead.
 
+    Returns:
+        An array of x's shape. A shard is n times as long as x's along the dim of before, and one n-th along `dim`.
+
     Adjoint: all_to_all S(dim) -> S(i). Bytes per rank: (n-1)/n of the local tensor.
 
     Raises:
-        LayoutError: x is not sharded over an axis.
+        LayoutError: x is not sharded over an axis, or has no such dim.
+        MeshError, DesyncError, ProcessLostError: as of all_reduce.
 
     Example:
         >>> import numpy as np, unidist
@@ -129,11 +147,15 @@ def broadcast(x: DistributedArray, axis: str | Axes | None, root: int) -> Distri
         axis: a mesh axis or several; None: all.
         root: the place along the axis (row-major over several) whose values count.
 
+    Returns:
+        An array of x's shape and layout.
+
     Adjoint: the gradient goes to the root, zeros elsewhere; over axes fanned out, where each rank has a contribution,
     their sum does (an all_reduce). Bytes per rank: (n-1)/n of the local tensor.
 
     Raises:
         LayoutError: x is sharded or partial over an axis, or there is no such place.
+        MeshError, DesyncError, ProcessLostError: as of all_reduce.
 
     Example:
         >>> import numpy as np, unidist
@@ -161,10 +183,14 @@ def permute(x: DistributedArray, axis: str | Axes, pairs: Sequence[tuple[int, in
         axis: a mesh axis or several.
         pairs: (source, destination) places along the axis; each source and each destination at most once.
 
+    Returns:
+        An array of x's shape and layout.
+
     Adjoint: the pairs reversed. Bytes per rank: the local tensor.
 
     Raises:
         LayoutError: a place out of range or named twice, or shards of different sizes.
+        MeshError, DesyncError, ProcessLostError: as of all_reduce.
 
     Example:
         >>> import numpy as np, unidist
@@ -215,6 +241,8 @@ def barrier(axis: str | Axes | None = None, mesh: Any = None) -> None:
 
     Raises:
         LayoutError: an axis without a mesh, and no strategy is in use; a mesh in the place of an axis.
+        BackendNotAvailableError: no backend is in use.
+        MeshError, DesyncError, ProcessLostError: as of all_reduce.
 
     Example:
         >>> import unidist

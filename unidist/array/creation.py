@@ -17,15 +17,19 @@ def distribute(value: Any, mesh: Any, layout: Any = None) -> DistributedArray:
     """Spreads a value that every process holds in full.
 
     Args:
-        value: the full array, the same on every process.
+        value: the full array, the same on every process: a framework's, NumPy's, or what NumPy makes one of.
         mesh: a Mesh or Keras DeviceMesh.
         layout: a Layout, tuple or TensorLayout. Uneven dims get torch.chunk's sizes, axis by axis, major first;
             a partial axis gets the value at place 0 and neutral elements elsewhere.
 
+    Returns:
+        An array of the value's shape and dtype.
+
     Raises:
         LayoutError: the layout does not fit the mesh, the shape or the dtype.
-        MeshError: the mesh does not fit the world.
+        MeshError: the mesh does not fit the world, or is none.
         CapabilityError: the backend does not move this dtype or has no such reduction.
+        BackendNotAvailableError: no backend is in use.
 
     Example:
         >>> import numpy as np, unidist
@@ -51,9 +55,14 @@ def from_local(
         layout: what the shards are of the whole.
         shape: the global shape, needed where shards are uneven.
 
+    Returns:
+        An array of that shape. Without it a dim is as long as the shards' times the places of the axes that cut it.
+
     Raises:
         LayoutError: too few or many shards, or one that has not the shape that the layout gives its rank.
+        MeshError: the mesh does not fit the world, or is none.
         CapabilityError: the backend does not move this dtype or has no such reduction.
+        BackendNotAvailableError: no backend is in use.
 
     Example:
         >>> import numpy as np, unidist

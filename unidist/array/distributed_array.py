@@ -45,14 +45,17 @@ class DistributedArray:
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.sharding.shape)
 
     @property
     def mesh(self) -> Mesh:
+        """The devices that it is spread over."""
         return self.sharding.mesh
 
     @property
     def layout(self) -> Layout:
+        """What each axis of the mesh does to it."""
         return self.sharding.layout
 
     @property
@@ -67,12 +70,18 @@ class DistributedArray:
         return names.shown(self, "svg")
 
     def shards(self) -> dict[int, Any]:
-        """rank -> its native local array, for the ranks of this process. The simulator's are copies; torch's are the
-        array's own tensors, which gradients flow through: writing to one changes the array."""
+        """rank -> its native local array, for the ranks of this process, of the shape `sharding.local_shape(rank)`. The
+        simulator's are copies; torch's are the array's own tensors, which gradients flow through: writing to one
+        changes the array."""
         return dict(self._backend.to_local(self.data, self.sharding))
 
     def numpy(self) -> Array:
-        """The full value on every process, partial axes reduced. A collective of the whole mesh."""
+        """The full value on every process, of `shape`, partial axes reduced. A collective of the whole mesh.
+
+        Raises:
+            MeshError: this process holds no rank of the mesh.
+            DesyncError, ProcessLostError: as of all_reduce.
+        """
         return self._backend.gather(self.data, self.sharding)
 
     def redistribute(self, layout: Any) -> DistributedArray:
@@ -81,6 +90,7 @@ class DistributedArray:
         Raises:
             LayoutError: the layout does not fit the mesh, the shape or the dtype.
             CapabilityError: the backend has no such reduction.
+            DesyncError, ProcessLostError: as of all_reduce.
         """
         return self._at(self.sharding.with_layout(as_layout(layout)))
 
@@ -93,9 +103,11 @@ class DistributedArray:
         return DistributedArray(data, sharding, self._backend)
 
     def broadcast(self, axes: Axes, root: int) -> DistributedArray:
+        """As unidist.broadcast, of arguments that it has checked."""
         return self._with(self._backend.broadcast(self.data, self.sharding, axes, root), self.sharding)
 
     def permute(self, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> DistributedArray:
+        """As unidist.permute, of arguments that it has checked."""
         return self._with(self._backend.permute(self.data, self.sharding, axes, pairs), self.sharding)
 
 

@@ -104,6 +104,9 @@ def register(name: str, target: str, **declared: Any) -> None:
         target: "package.module:Class" of a DistributionBackend, constructed as `Class(devices=..., **options)`.
         declared: further fields of its `Entry`, as hint, requires and keras_backends.
 
+    Raises:
+        BackendNotAvailableError: the target or the job is not "package.module:Class".
+
     Example:
         >>> import unidist
         >>> unidist.register("mine", "mine.backend:MineBackend", requires=("mine",), hint="pip install mine")
@@ -213,6 +216,8 @@ def _imported(name: str, path: str, hint: str) -> Any:
 
 def backends() -> dict[str, BackendInfo]:
     """name -> what it is, for every backend known here; imports only what is installed.
+
+    What cannot be imported raises nothing: it is shown as not installed, and its `hint` says why.
 
     Example:
         >>> import unidist

@@ -26,6 +26,7 @@ class LayoutMap(MutableMapping[str, Layout]):
 
     Raises:
         LayoutError: a rule names an unknown axis or is no regular expression; a path matches two rules.
+        MeshError: the mesh is neither.
 
     Example:
         >>> import unidist
@@ -77,9 +78,11 @@ class LayoutMap(MutableMapping[str, Layout]):
         return len(self._rules)
 
     def items(self) -> Any:
+        """(pattern, layout) of each rule, in their order."""
         return self._rules.items()
 
     def values(self) -> Any:
+        """The rules' layouts, in their order."""
         return self._rules.values()
 
     def __repr__(self) -> str:

@@ -97,10 +97,12 @@ class Plan:
 
     @property
     def slot_bytes_per_device(self) -> int:
+        """Bytes of the optimizer's slots on the device that holds most."""
         return sum(row.slot_bytes_per_device for row in self.rows)
 
     @property
     def gradient_bytes_per_device(self) -> int:
+        """Bytes of the reduced gradients on the device that holds most."""
         return sum(row.gradient_bytes_per_device for row in self.rows)
 
     @property
