@@ -101,7 +101,8 @@ def initialize(
 
     Raises:
         BackendMismatchError: called a second time, or against what the launcher said.
-        BackendNotAvailableError: the world could not be joined; the text says what was tried.
+        BackendNotAvailableError: the world could not be joined; the text says what was tried. Or the timeout is no
+            number above zero.
         CapabilityError: the adapter cannot change the timeout of a world that `use` has joined.
 
     Example:

@@ -104,3 +104,6 @@ def test_unknown_axes_and_ranks_are_refused() -> None:
         mesh.group(("data", "data"), 0)
     with pytest.raises(MeshError, match="rank 4 is not in"):
         mesh.coordinate(4)
+    for place in ({"data": 2, "model": 0}, {"data": -1, "model": 0}, {"data": 0}):
+        with pytest.raises(MeshError, match=r"has no place {'data': .*: name a place of each axis, from 0"):
+            mesh.rank_at(place)

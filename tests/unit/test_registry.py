@@ -91,6 +91,10 @@ def test_what_is_not_installed_is_told_with_the_hint() -> None:
         unidist.use("shallow")
     with pytest.raises(BackendNotAvailableError, match=r"target 'far.away' must be 'package.module:Class'"):
         unidist.register("far", "far.away")
+    with pytest.raises(
+        BackendNotAvailableError, match=r"register\('far'\): an Entry has no field colour; it has hint, "
+    ):
+        unidist.register("far", "far.away:Backend", colour="red")
 
 
 def test_nothing_in_use_is_told() -> None:
@@ -271,6 +275,16 @@ def test_under_a_launcher_the_world_is_joined_by_itself(worldly: None, monkeypat
     assert isinstance(adapter, World)
     assert adapter.joined == [Cluster(timeout=7.0)]
     unidist.initialize()
+
+
+@pytest.mark.parametrize("seconds", ["x", "60", 0, -1, float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_timeout_is_a_number_of_seconds(worldly: None, seconds: Any, chosen: bool) -> None:
+    if chosen:
+        unidist.use("worldly")
+    with pytest.raises(BackendNotAvailableError, match=r"timeout=.*: give seconds above 0, as timeout=60"):
+        unidist.initialize("host:1", 4, 2, timeout=seconds)
+    assert not registry.has_joined()
 
 
 class Patient(World):

@@ -151,10 +151,13 @@ class Mesh:
         return dict(reversed(coordinate.items()))
 
     def rank_at(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate (every axis named)."""
+        """The rank at a coordinate (every axis named). Raises MeshError where the mesh has no such place."""
         place = 0
         for name, size in self.axes:
-            place = place * size + coordinate[name]
+            here = coordinate.get(name, -1)
+            if not 0 <= here < size:
+                raise MeshError(f"{self} has no place {dict(coordinate)}: name a place of each axis, from 0")
+            place = place * size + here
         return self.devices[place]
 
     def group(self, axes: str | Axes | None, rank: int) -> Group:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from unidist.errors import BackendNotAvailableError
 
@@ -210,13 +211,19 @@ def timeout(environ: Mapping[str, str] | None = None) -> float:
         BackendNotAvailableError: what it says is no number above zero.
     """
     said = (os.environ if environ is None else environ).get(TIMEOUT) or str(_WAIT)
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+    seconds = seconds_of(said)
+    if seconds is None:
         raise BackendNotAvailableError(f"the environment has {TIMEOUT}={said!r}, which should be seconds above 0")
     return seconds
+
+
+def seconds_of(said: Any) -> float | None:
+    """What is said as a number above zero; None where it is none."""
+    try:
+        seconds = float(said)
+    except (TypeError, ValueError):
+        return None
+    return seconds if 0 < seconds < math.inf else None
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from unidist.algebra import Axes, Mesh, Sharding
 from unidist.algebra.layout import REDUCE_OPS
 from unidist.backends import environment
-from unidist.errors import CapabilityError, LayoutError
+from unidist.errors import BackendNotAvailableError, CapabilityError, LayoutError
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -53,12 +53,20 @@ class Cluster:
         process_index: number of this process, 0 to process_count - 1.
         timeout: seconds to wait for the others, at joining and in each collective; by default what UNIDIST_TIMEOUT
             says, else 300.
+
+    Raises:
+        BackendNotAvailableError: the timeout is no number above zero.
     """
 
     address: str | None = None
     process_count: int | None = None
     process_index: int | None = None
     timeout: float = field(default_factory=environment.timeout)
+
+    def __post_init__(self) -> None:
+        given: Any = self.timeout
+        if isinstance(given, str) or environment.seconds_of(given) is None:
+            raise BackendNotAvailableError(f"timeout={given!r}: give seconds above 0, as timeout=60")
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal, cast
 
@@ -105,7 +105,7 @@ def register(name: str, target: str, **declared: Any) -> None:
         declared: further fields of its `Entry`, as hint, requires and keras_backends.
 
     Raises:
-        BackendNotAvailableError: the target or the job is not "package.module:Class".
+        BackendNotAvailableError: the target or the job is not "package.module:Class", or an Entry has no such field.
 
     Example:
         >>> import unidist
@@ -113,6 +113,11 @@ def register(name: str, target: str, **declared: Any) -> None:
         >>> unidist.backends()["mine"].hint
         "backend 'mine' needs mine: pip install mine"
     """
+    known = [one.name for one in fields(Entry) if one.name != "target"]
+    if unknown := [one for one in declared if one not in known]:
+        raise BackendNotAvailableError(
+            f"register({name!r}): an Entry has no field {', '.join(unknown)}; it has {', '.join(known)}"
+        )
     _entries[name] = _learnt(Entry(target=target, **declared))
 
 
