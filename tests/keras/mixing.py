@@ -253,6 +253,23 @@ class Own(keras.Model):
         return self.z(self.center(x) + ops.max(x, axis=0))
 
 
+class Attending(keras.Model):
+    """Attention reads its mask off what it is given, and takes it off: what comes behind it counts all words."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.words = layers.Embedding(16, 6, mask_zero=True, name="words")
+        self.attention = layers.MultiHeadAttention(2, 3, name="attention")
+        self.pool = layers.GlobalAveragePooling1D()
+        self.a = layers.Dense(WIDTH, "tanh", name="a")
+        self.z = layers.Dense(4, name="z")
+
+    def call(self, x: Any) -> Any:
+        words = self.words(x)
+        attended = self.attention(words, words)
+        return self.z(self.a(self.pool(attended) + self.pool(attended + words) + self.pool(words)))
+
+
 # name -> (model, loss, what is given the rows of all shards)
 CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "contrastive": (_stack, contrastive, {"loss contrastive"}),
@@ -284,6 +301,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "sequence": (_of_one_sequence, alone, set()),
     "helper": (lambda: _stack(lambda: Deviation(name="deviation")), alone, {"stack/deviation"}),
     "reducing": (_stack, Centred, set()),
+    "attending": (Attending, alone, set()),
     "own": (Own, contrastive, {"own", "own/center", "loss contrastive"}),
 }
 
@@ -296,8 +314,10 @@ def spread(y: Any, p: Any) -> Any:
 def data(name: str, rows: int = ROWS) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(rows, 6)).astype("float32")
-    if name in ("filtering", "batch"):
-        x = rng.integers(0, 16, (rows, 2 if name == "filtering" else 6)).astype("int32")
+    if name == "filtering":
+        x = rng.integers(0, 16, (rows, 2)).astype("int32")
+    if name in ("batch", "attending"):
+        x = rng.integers(0, 4, (rows, 6)).astype("int32")
     return x, (np.arange(rows) % 4).astype("int32"), rng.uniform(0.1, 3.0, rows).astype("float32")
 
 

@@ -17,7 +17,7 @@ RUN = "tests.keras.mixing:mixed"
 CASES = (
     *("contrastive", "supervised", "total", "masked mean", "centred", "dice", "Keras's own", "alone"),
     *("sampling", "center", "ranked", "neighbour", "experts", "operations", "filtering", "own"),
-    *("penalty", "functions", "time", "pairs", "helper", "batch"),
+    *("penalty", "functions", "time", "pairs", "helper", "batch", "attending"),
 )
 # Over Horovod with Keras on TensorFlow losses see whole batches, and what halves their rows is refused.
 # The others are known and tried by what torch knows them by, above.

@@ -98,6 +98,7 @@ _MOVED = {
         "keras.src.backend.torch.core:convert_to_numpy",
         "keras.src.backend.torch.ops.core:convert_to_numpy",
     ),
+    "torch_image": ("keras.src.backend.torch.image:", "keras.src.backend.torch.ops.image:"),
     "torch_numpy": ("keras.src.backend.torch.numpy:", "keras.src.backend.torch.ops.numpy:"),
     "torch_core": ("keras.src.backend.torch.core:", "keras.src.backend.torch.ops.core:"),
     "get_device": ("keras.src.backend.torch.core:get_device", "keras.src.backend.torch.ops.core:get_device"),

@@ -22,6 +22,8 @@ PREPARING = {
     "resized inside": lambda: keras.Sequential([layers.Conv2D(3, 1), layers.Resizing(6, 6)]),
     "cropped": lambda: layers.CenterCrop(6, 6),
     "stretched": lambda: layers.AutoContrast(value_range=(0.0, 1.0)),
+    "turned": lambda: layers.RandomRotation(0.0),
+    "waved": lambda: layers.RandomElasticTransform(factor=0.0, value_range=(0.0, 1.0)),
     "equalized": lambda: layers.Equalization(value_range=(0.0, 1.0)),
 }
 MIXING = {

@@ -5,7 +5,9 @@ What is known to treat each row alone is called outside of the region again, wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,10 +96,36 @@ def on_locals(frame: Frame, call: Call, args: Any, kwargs: Any) -> Any:
             return call(*args, **kwargs)
     first = parts[0] if parts else _of_the_batch(frame, rows)
     own = sum(first.counts) if first.part is None else first.part.shape[0]
-    local = functools.partial(_local, first, dims)
-    with frame.looking(None):
+    local = _once(functools.partial(_local, first, dims))
+    with frame.looking(None), _masked_parts(local, (args, kwargs)):
         out = call(*mapped(local, args), **mapped(local, kwargs))
     return mapped(lambda x: RowPart.behind_each_other(frame, x, first.batches) if _has_as_many(x, own) else x, out)
+
+
+def _once(local: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same own rows of the same RowPart: what is set on them stays."""
+    known: dict[int, Any] = {}
+
+    def once(x: Any) -> Any:
+        if not isinstance(x, RowPart):
+            return local(x)
+        if id(x) not in known:
+            known[id(x)] = local(x)
+        return known[id(x)]
+
+    return once
+
+
+@contextlib.contextmanager
+def _masked_parts(local: Callable[[Any], Any], given: Any) -> Iterator[None]:
+    """This shard's rows have those of the masks. A mask that the call takes off them is off: attention does so."""
+    masked = [(x, mask) for x in _of_kind(RowPart, given) if (mask := get_keras_mask(x)) is not None]
+    for x, mask in masked:
+        set_keras_mask(local(x), local(mask))
+    yield
+    for x, _ in masked:
+        if get_keras_mask(local(x)) is None:
+            set_keras_mask(x, None)
 
 
 def with_own_rows(frame: Frame, call: Call, *args: Any) -> Any:

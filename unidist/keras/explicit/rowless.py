@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unidist.keras.compat import torch_numpy
+from unidist.keras.compat import torch_image, torch_numpy
 from unidist.keras.explicit import context
 from unidist.keras.interception import Hook
 
@@ -22,6 +22,22 @@ def hooks() -> Iterator[Hook]:
         yield Hook(torch_numpy, name, functools.partial(_of_no_rows, reduce), "a rank may have no rows")
     yield Hook(torch_numpy, "reshape", _reshaping, "a rank may have no rows")
     yield Hook(torch.nn.functional, "ctc_loss", _of_no_sequences, "a rank may have no rows")
+    for name in ("affine_transform", "elastic_transform"):
+        yield Hook(torch_image, name, _of_no_images, "a rank may have no rows")
+
+
+def _of_no_images(original: Any) -> Callable[..., Any]:
+    """Keras stacks what it makes of each image: of one that is made up, none is kept."""
+
+    @functools.wraps(original)
+    def transform(images: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.frame() is None or not _is_empty(images) or images.ndim != 4 or images.shape[0]:
+            return original(images, *args, **kwargs)
+        one = [x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for x in (images, *args)]
+        named = {key: x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for key, x in kwargs.items()}
+        return original(*one, **named)[:0]
+
+    return transform
 
 
 def _of_no_sequences(original: Any) -> Callable[..., Any]:
