@@ -80,6 +80,10 @@ def restore_scaling(folder: str) -> tuple[Any, Any]:
         if is_adapted:
             model.layers[0].adapt(3 * _rows() + 2)
             unidist.save(model, folder, step=1)
+        else:
+            # Its compiled step has what it has learned here.
+            model.layers[0].adapt(_rows())
+            model.predict(_rows(), verbose=0)
         unidist.restore(model, folder)
         found.append(np.asarray(model.predict(_rows(), verbose=0)))
     return found[0], found[1]

@@ -3,6 +3,7 @@
 Nothing here knows of Keras, of a framework or of a mesh: bytes of named tensors, and where they stand in files.
 
 - tensors: what a checkpoint holds, and which file has which tensor.
+- assets: files of layers, as tensors of bytes.
 - regions: the contiguous runs of bytes of a region of a tensor.
 - writing: how processes write one step together, and how it comes to count.
 - folders: the steps of a directory.

@@ -15,7 +15,7 @@ from unidist.checkpoint.exporting import export
 from unidist.checkpoint.folders import Step
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.stores import is_address
-from unidist.checkpoint.tensors import LARGEST, Tensor
+from unidist.checkpoint.tensors import KINDS, LARGEST, Tensor
 from unidist.checkpoint.values import difference
 from unidist.errors import CheckpointError
 from unidist.tables import table
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], by_keras: Callable[[Path, Step, Path], None])
         by_keras(options.directory, options.step, options.out)
         print(options.out)
     else:
-        kinds = ("model", "optimizer", "state") if options.all else ("model",)
+        kinds = KINDS if options.all else ("model",)
         for name in export(options.directory, options.out, options.step, kinds=kinds, largest=options.largest):
             print(options.out / name)
     return 0
@@ -78,7 +78,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
             sub.add_argument("--step", type=_step, default="latest", help="its number (default: the latest)")
         if name == "export":
             sub.add_argument("out", metavar="OUT", type=Path, help=_OUT)
-            sub.add_argument("--all", action="store_true", help="also the optimizer's tensors and the state's")
+            sub.add_argument("--all", action="store_true", help="also of optimizer, state and layers' files")
             sub.add_argument("--largest", type=int, default=LARGEST, help=f"bytes of a file (default: {LARGEST})")
     summary = "Compare names, shapes, dtypes and values of two steps"
     diff = subparsers.add_parser("diff", help=summary, description=summary)

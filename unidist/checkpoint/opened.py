@@ -14,12 +14,12 @@ import numpy as np
 from unidist.checkpoint import disk, manifest
 from unidist.checkpoint.checksums import Bytes, crc
 from unidist.checkpoint.manifest import Manifest, Told
-from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, parsed, stamp_of
+from unidist.checkpoint.tensors import KINDS, LARGEST_TEXT, FileSpec, parsed, stamp_of
 from unidist.errors import CheckpointError
 
 # Files that are open at once; a process may have some hundreds.
 _MOST_OPEN = 64
-_NAME = re.compile(r"(model|optimizer|state)-\d{5,9}-of-\d{5,9}\.safetensors")
+_NAME = re.compile(rf"({'|'.join(KINDS)})-\d{{5,9}}-of-\d{{5,9}}\.safetensors")
 _PART = re.compile(r"part-\d{5,9}\.safetensors")
 _PIECE = 1 << 20
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from unidist.errors import CheckpointError
 
-KINDS = ("model", "optimizer", "state")
+# An asset is of a layer, and is no variable of it (assets.py).
+KINDS = ("model", "optimizer", "state", "asset")
 LARGEST = 5 * 10**9
 # Of a header and of a manifest. JSON of 8 MiB is at most some 200 MB of Python's objects, whoever wrote it.
 LARGEST_TEXT = 8 << 20
@@ -55,7 +56,7 @@ _BEGINNING = 8 + 8 + len(json.dumps({_METADATA: _BLANK}))
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A whole logical tensor. `dtype` as NumPy and Keras call it; `kind` is one of "model", "optimizer", "state"."""
+    """A whole logical tensor. `dtype` as NumPy and Keras call it; `kind` is one of KINDS."""
 
     name: str
     dtype: str

@@ -20,22 +20,19 @@ import keras
 import numpy as np
 
 from unidist import __version__
-from unidist.algebra.sharding import Region
-from unidist.backends.protocol import Array, itemsize
 from unidist.checkpoint import folders
 from unidist.checkpoint.directory import Directory, FolderDirectory, directory_of
 from unidist.checkpoint.reading import Reader, Verify
-from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
-from unidist.keras import configs, later, renaming, seeds
+from unidist.keras import configs, keeping, later, seeds
 from unidist.keras.fetching import Source
-from unidist.keras.held import WORDS, Held, Read, entries, words
+from unidist.keras.fitting import fitting, reading
 from unidist.keras.states import State, tried
 
 _log = logging.getLogger(__name__)
 # What unidist itself keeps among the facts, beside the user's own; and the model's config in it.
-OWN, _USERS = "unidist", "facts"
+OWN, _USERS, _KEPT = "unidist", "facts", "kept"
 # The manifest has a bound, and the rest of it needs some.
 _LARGEST_CONFIG = 4 << 20
 Step = int | Literal["latest"]
@@ -72,7 +69,8 @@ def save(
     keep: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path | str:
-    """Writes a model's weights, its optimizer's and metrics' variables and the random state, as one step of a folder.
+    """Writes a model's weights, its optimizer's and metrics' variables and the random state, as one step of a folder;
+    and what layers keep beside their variables, such as vocabularies that `adapt` has learned.
 
     A collective of the processes that hold the model: each writes a part. A process holds its shards and a buffer of
     64 MiB, no more. The step counts when all of it is on the disk, and not before.
@@ -114,12 +112,13 @@ def _save(
     directory = directory_of(where)
     if asynchronous and not isinstance(directory, FolderDirectory):
         raise CapabilityError(f"asynchronous=True writes into folders, and {where!r} is an address: leave it out")
-    state = State.of(model)
+    bare = State.of(model)
+    state = keeping.with_kept(bare)
     holders = state.holders
 
     # By all processes: a variable that is asked for may be a collective.
     number = _count_of(model) if step is None else step
-    told = {OWN: _told_of(state), _USERS: dict(facts or {})}
+    told = {OWN: _told_of(bare), _USERS: dict(facts or {})}
 
     def begin() -> dict[str, Any]:
         _check_json(told)
@@ -186,6 +185,8 @@ def _told_of(state: State) -> dict[str, Any]:
         "model": state.model.name,
         "config": _config_of(state),
         "random": seeds.state().decode(),
+        # Checkpoints of before have nothing that layers keep beside their variables.
+        _KEPT: True,
     }
 
 
@@ -273,7 +274,9 @@ def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict:
     skipped: list[str] = []
     try:
         reader = opened()
-        fits, skipped = _fitting(state, reader, strict)
+        kept = keeping.plan(state.model, reader.tensors)
+        is_old = isinstance(reader, Reader) and not _has_kept(reader)
+        fits, skipped = fitting(state, reader, kept, strict=strict, is_old=is_old)
         # All see that it fits before the first value is changed.
     except OSError as error:
         failure = error
@@ -286,17 +289,44 @@ def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict:
             if isinstance(reader, Source):
                 reader.bring(name)
             failure = failure or tried(lambda: held.put(reading(reader, name, held.dtype)))  # noqa: B023 (called here)
+        # Where one has no bytes, no layer takes what it has of them.
         holders.agree(failure, f"read {what}; some variables have its values already")
+        is_changed = _load(state, kept, what)
         facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}
-    for layer in state.model._flatten_layers():
-        # As Keras does after loading: Normalization computes with what it has made of its variables.
-        if hasattr(layer, "finalize_state"):
-            layer.finalize_state()
+    _finish(state.model, is_changed)
     own, users = facts.get(OWN), facts.get(_USERS)
     if isinstance(own, dict) and isinstance(own.get("random"), str):
         _go_on_with(own["random"], what)
     converted = [f"{name}: {theirs} -> {held.dtype}" for name, held in fits if (theirs := told[name]) != held.dtype]
     return Restored(reader.step, users if isinstance(users, dict) else {}, tuple(skipped), tuple(converted))
+
+
+def _has_kept(reader: Reader) -> bool:
+    own = reader.facts.get(OWN)
+    return isinstance(own, dict) and _KEPT in own
+
+
+def _load(state: State, kept: keeping.Plan, what: str) -> bool:
+    """Gives layers what they keep beside their variables. Whether one has changed by it."""
+    is_changed = False
+
+    def load() -> None:
+        nonlocal is_changed
+        is_changed = kept.load()
+
+    state.holders.agree(tried(load), f"take what layers keep of {what}; variables have its values already")
+    return is_changed
+
+
+def _finish(model: Any, is_changed: bool) -> None:
+    for layer in model._flatten_layers():
+        # As Keras does after loading: Normalization computes with what it has made of its variables. Layers without
+        # any would learn again, of nothing.
+        if hasattr(layer, "finalize_state") and layer.variables:
+            layer.finalize_state()
+            is_changed = True
+    if is_changed:
+        keeping.trace_anew(model)
 
 
 def _go_on_with(random: str, where: str) -> None:
@@ -315,80 +345,3 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
         True
     """
     return directory_of(directory).latest()
-
-
-def reading(reader: Reader | Source, name: str, dtype: str) -> Read:
-    """What gives the words of a region, in the model's dtype."""
-    written = reader.tensors[name].dtype
-
-    def read(region: Region, out: Array | None) -> Array:
-        own = np.empty([n for _, n in region], WORDS[itemsize(dtype)]) if out is None else out
-        found = own if written == dtype else np.empty(own.shape, WORDS[itemsize(written)])
-        if found.size:
-            reader.read_into(name, region, found.reshape(-1).view(np.uint8))
-        if written != dtype:
-            own[...] = words(_converted(entries(found, written), dtype, name))
-        return own
-
-    return read
-
-
-def _converted(value: Array, dtype: str, name: str) -> Array:
-    """Raises CheckpointError: a whole number does not fit."""
-    found = value.astype(np.dtype(dtype))
-    if value.dtype.kind in "iu" and (found.astype(value.dtype) != value).any():
-        raise CheckpointError(f"{name}: has whole numbers that do not fit into the model's {dtype}", tensor=name)
-    return found
-
-
-def _fitting(state: State, reader: Reader | Source, strict: bool) -> tuple[list[tuple[str, Held]], list[str]]:
-    """(what model and checkpoint both have, what only one has).
-
-    Raises:
-        CheckpointError: with `strict`, where something is missing, too much, or of another shape or dtype.
-    """
-    stored = {name: tensor.kind for name, tensor in reader.tensors.items()}
-    there = renaming.in_checkpoint(state.model, {tensor.name: tensor.kind for tensor, _ in state.variables}, stored)
-    ours = {there.get(tensor.name, tensor.name): (tensor, held) for tensor, held in state.variables}
-    wrong: list[str] = []
-    lenient: list[str] = []
-    fitting = []
-    kinds = set(stored.values())
-    for name in dict.fromkeys([*ours, *reader.tensors]):
-        theirs = reader.tensors.get(name)
-        own = ours.get(name)
-        wrongly = problem(own[0] if own else None, theirs)
-        if own is not None and not wrongly:
-            fitting.append((name, own[1]))
-            continue
-        kind = own[0].kind if own is not None else theirs.kind  # type: ignore[union-attr]
-        # A model that is not compiled has neither; metrics come and go with what a model was asked.
-        optional = kind == "state" or (kind == "optimizer" and own is None and not state.has_optimizer)
-        (lenient if optional else wrong).append(f"{name}: {wrongly}")
-    if wrong and strict:
-        shown = "\n".join(f"- {line}" for line in sorted(wrong))
-        hint = "" if "optimizer" in kinds or not state.has_optimizer else " It was saved without an optimizer."
-        raise CheckpointError(
-            f"step {reader.step} of {reader.where} does not fit model {state.model.name!r}:\n{shown}\n"
-            f"{hint}Build the model as it was built then (keras.utils.clear_session() resets the names that Keras "
-            "gives), or restore what fits with strict=False"
-        )
-    return fitting, [] if strict else sorted([*wrong, *lenient])
-
-
-def problem(own: Tensor | None, theirs: Tensor | None) -> str:
-    if own is None:
-        return "is in the checkpoint alone"
-    if theirs is None:
-        return "is in the model alone"
-    if own.shape != theirs.shape:
-        return f"has shape {own.shape} in the model and {theirs.shape} in the checkpoint"
-    if own.dtype != theirs.dtype and _sort(own.dtype) != _sort(theirs.dtype):
-        return f"is {own.dtype} in the model and {theirs.dtype} in the checkpoint"
-    return ""
-
-
-def _sort(dtype: str) -> str:
-    """Numbers of one sort can be converted into each other."""
-    kind = np.dtype(dtype).kind
-    return "whole" if kind in "iu" else "truth" if kind == "b" else "float"

@@ -25,7 +25,7 @@ from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, parts_in
 from unidist.checkpoint.stores import is_address
 from unidist.errors import CapabilityError
 from unidist.flight.recorder import recorder
-from unidist.keras import seeds
+from unidist.keras import keeping, seeds
 from unidist.keras.fetching import PURPOSE, Source
 from unidist.keras.line import Line
 from unidist.keras.states import Holders, State, tried
@@ -119,7 +119,7 @@ class Copies:
             CheckpointError: on all, where one could not.
         """
         with recorder.phase("saving"):
-            state = State.of(model)
+            state = keeping.with_kept(State.of(model))
             if (nodes := self._known(state.holders)) is None or self._memory is None:
                 return
             if self._slot is None:

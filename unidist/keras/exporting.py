@@ -21,9 +21,10 @@ from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.regions import whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
-from unidist.keras import configs, files, loading
-from unidist.keras.checkpoints import OWN, problem, reading
+from unidist.keras import configs, files, keeping, loading
+from unidist.keras.checkpoints import OWN
 from unidist.keras.compat import TorchLayer, saving_lib
+from unidist.keras.fitting import problem, reading
 from unidist.keras.held import Whole, entries
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.states import named
@@ -54,6 +55,7 @@ def export(directory: Path, step: Step, out: Path) -> None:
         text, names = _told_of(reader)
         model = _model_of(reader, text, is_compiled=out.suffix == ".keras")
         _fill(model, reader, names, initializers)
+        _keep(model, reader)
         if out.name.endswith(_WEIGHTS):
             model.save_weights(out)
         else:
@@ -89,6 +91,20 @@ def _fill(model: Any, reader: Reader, names: list[str], initializers: dict[int, 
     for variable in [*model.variables, *model.metrics_variables]:
         if id(variable) in initializers:
             variable._initializer = initializers[id(variable)]
+
+
+def _keep(model: Any, reader: Reader) -> None:
+    """Gives layers what they keep beside their variables.
+
+    Raises:
+        CheckpointError: the step has some for layers that Keras does not make.
+    """
+    kept = keeping.plan(model, reader.tensors)
+    if kept.wrong:
+        raise CheckpointError(f"{reader.folder}: {'; '.join(kept.wrong[:5])}: {_REMEDY}")
+    for name, one in kept.fits.items():
+        one.put(reading(reader, name, one.dtype))
+    kept.load()
 
 
 def _fitting(model: Any, reader: Reader, names: list[str]) -> Iterator[tuple[str, Whole]]:

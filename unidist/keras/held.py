@@ -73,6 +73,34 @@ class Whole:
         self.variable.assign(entries(read(whole(self.shape), None), self.dtype))
 
 
+class OfFirst:
+    """An array that is no variable: process 0 writes it, and all read it.
+
+    Attributes:
+        value: None where another process has it, or before it was read.
+    """
+
+    sharding: Sharding | None = None
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, value: Array | None = None) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.value = value
+
+    def fetch(self) -> None:
+        """It is whole."""
+
+    def part(self, rank: int) -> Array:
+        assert self.value is not None
+        return words(self.value)
+
+    def exchanged(self, share: Share) -> Iterator[tuple[int, Array]]:
+        raise NotImplementedError("process 0 has it")
+
+    def put(self, read: Read) -> None:
+        self.value = entries(read(whole(self.shape), None), self.dtype)
+
+
 class OnMesh:
     """A variable. The ranks of this process store shards of it, or replicas."""
 

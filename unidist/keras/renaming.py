@@ -39,6 +39,16 @@ def in_checkpoint(model: Any, ours: Mapping[str, str], theirs: Mapping[str, str]
     return found if len({found.get(name, name) for name in ours}) == len(ours) else {}
 
 
+def of_layers(model: Any, ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    """The checkpoint's name for names of layers: their own, or one that differs in automatic numbers alone."""
+    mine, others = list(ours), set(theirs)
+    if others.issuperset(mine):
+        return {name: name for name in mine}
+    found = _paired(mine, others, frozenset(_automatic(model)))
+    left = {name: name for name in mine if name in others and name not in found and name not in found.values()}
+    return {**found, **left}
+
+
 def _of(kind: str, named: Mapping[str, str]) -> list[str]:
     return [name for name, its in named.items() if its == kind]
 

@@ -111,7 +111,8 @@ class Checkpoint(Follower):
         if self._fit is None:
             raise CapabilityError(
                 "unidist.Checkpoint follows the fit of Keras's own trainers, and this is none: in a loop of your own "
-                "use unidist.save and unidist.restore; after unidist.shutdown() make the callback anew"
+                "use unidist.save and unidist.restore. Make the callback in a line before that of fit: checkpoint = "
+                "unidist.Checkpoint(...); after unidist.shutdown() make it anew"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

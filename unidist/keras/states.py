@@ -17,7 +17,7 @@ from unidist.checkpoint.tensors import FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError, LayoutError
 from unidist.keras import drivers
 from unidist.keras.compat import BaseOptimizer
-from unidist.keras.held import Held, Whole, rows_of
+from unidist.keras.held import Held, OfFirst, Whole, rows_of
 from unidist.keras.processes import Processes
 from unidist.keras.telling import numbered
 
@@ -142,9 +142,10 @@ class State:
             sharding, several = held.sharding, self.holders.several
             owners = None if several is None else several.ranks
             if sharding is None:
-                count = self.holders.count
+                count = 1 if isinstance(held, OfFirst) else self.holders.count
                 one = Mesh({"process": count}, range(count))
-                sharding, owners = Sharding(one, Layout(), tensor.shape), tuple((k,) for k in range(count))
+                sharding = Sharding(one, Layout(), tensor.shape)
+                owners = (*((k,) for k in range(count)), *((),) * (self.holders.count - count))
             owners = (sharding.mesh.devices,) if owners is None else owners
             yield tensor, held, Share(sharding, owners, self.holders.place, itemsize(held.dtype), number)
 

@@ -89,8 +89,8 @@ class Telemetry(Follower):
     def on_train_begin(self, logs: Any = None) -> None:
         if self._fit is None:
             raise CapabilityError(
-                "unidist.Telemetry follows the fit of Keras's own trainers, and this is none: after unidist.shutdown() "
-                "make the callback anew"
+                "unidist.Telemetry follows the fit of Keras's own trainers, and this is none. Make the callback in a "
+                "line before that of fit: telemetry = unidist.Telemetry(...); after unidist.shutdown() make it anew"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
