@@ -22,6 +22,16 @@ def when_keras_arrives() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def finish() -> None:
+    """Waits for what is still written in the background. A collective of its processes.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    if (later := sys.modules.get("unidist.keras.later")) is not None:
+        later.leave()
+
+
 def leave() -> None:
     """Puts back every attribute of Keras that unidist has replaced, and waits for Keras no more."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]

@@ -61,6 +61,8 @@ def _use(
     entry = registry.find(name)
     served, chosen = entry.keras_backends, options.get(entry.keras_option)
     _choose_keras(name, (chosen,) if chosen in served else served, prefers_first=entry.prefers_first)
+    # What is written belongs to the processes of the world that is left.
+    arrival.finish()
     adapter = registry.use(name, devices=devices, cluster=cluster, **options)
     _log.debug("using %r (%s), KERAS_BACKEND=%s", name, why, os.environ.get("KERAS_BACKEND", "unset"))
     if entry.virtual and os.environ.get("KERAS_BACKEND") == "jax":
@@ -129,7 +131,10 @@ def shutdown() -> None:
     """Leaves the world, and puts back what was replaced in Keras; `use` or `initialize` may then join another.
 
     Models that are distributed cannot be trained, read or saved after it: call `unidist.gather_weights(model)` or
-    `model.save` before.
+    `model.save` before. A checkpoint that is still written in the background is waited for.
+
+    Raises:
+        CheckpointError: that checkpoint could not be written. The world is left all the same.
 
     Example:
         >>> import unidist
@@ -137,9 +142,12 @@ def shutdown() -> None:
         >>> unidist.initialize()
         >>> unidist.shutdown()
     """
-    if registry.has_current():
-        registry.shutdown()
-    arrival.leave()
+    try:
+        arrival.finish()
+    finally:
+        if registry.has_current():
+            registry.shutdown()
+        arrival.leave()
 
 
 def process_index() -> int:

@@ -193,6 +193,32 @@ def test_the_writer_ends_with_its_parent_and_nothing_counts(tmp_path: Path) -> N
     assert folders.steps(tmp_path) == []
 
 
+ENDING = """
+import atexit, sys
+from unidist.checkpoint import writing
+from unidist.checkpoint.background import Background
+from unidist.checkpoint.tensors import Tensor, files_of
+
+# As what writes checkpoints does, before anything else that runs when a program ends.
+begun = []
+atexit.register(lambda: [one.wait() for one in begun])
+files = files_of([Tensor("a", "uint8", (1 << 20,))])
+folder = writing.prepare(sys.argv[1], 1, files)
+begun.append(Background(0))
+begun[0].memory(1 << 20)[:] = 1
+begun[0].start(folder, files, [("a", 0, 0, 1 << 20)], {"facts": {}, "places": 1})
+print(begun[0]._child[0].pid, flush=True)
+"""
+
+
+def test_a_program_that_ends_can_wait_for_the_writer(tmp_path: Path) -> None:
+    """Nothing else ends it first."""
+    done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert folders.steps(tmp_path) == [1]
+    wait_for(lambda: not is_running(int(done.stdout)))
+
+
 def wait_for(condition) -> None:
     until = time.monotonic() + 60
     while not condition():

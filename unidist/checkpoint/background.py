@@ -183,6 +183,8 @@ class Background:
                 env={**os.environ, "PYTHONPATH": path},
             )
         self._end = weakref.finalize(self, _ended, process, ours)
+        # At the end of a program whoever began to write waits first. Without its socket the process ends by itself.
+        self._end.atexit = False
         return process, ours
 
     def _lost(self) -> CheckpointError:

@@ -88,9 +88,29 @@ def wait() -> None:
         found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
 
 
+def leave() -> None:
+    """Waits for what is under way, and ends the process that writes. A collective of the processes of both.
+
+    Raises:
+        CheckpointError: on all, where one could not write. The process has ended all the same.
+    """
+    try:
+        wait()
+    finally:
+        close()
+
+
 def close() -> None:
-    """Ends the process that writes, when it has written. At the end of a program too, where its error is shown."""
+    """Ends the process that writes, when it has written. No collective.
+
+    Raises:
+        CheckpointError: it could not write.
+    """
+    found, _writer.under_way = _writer.under_way, None
     _writer.end()
+    if found is not None and found.keep is not None and found.holders.place == 0:
+        folders.prune(found.folder.parent, found.keep, found.step)
 
 
+# At the end of a program the others may be gone. Python shows the error.
 atexit.register(close)

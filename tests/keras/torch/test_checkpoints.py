@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,6 +18,7 @@ import unidist
 from unidist.checkpoint import folders
 from unidist.checkpoint.reading import Reader
 from unidist.keras import checkpoints, later, seeds
+from unidist.keras.states import Holders
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
 Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")
@@ -107,6 +111,40 @@ def test_what_was_saved_in_the_background_is_of_the_moment_of_saving(tmp_path: P
     unidist.restore(model, tmp_path)
     for value, other in zip(wanted, values(model), strict=True):
         np.testing.assert_array_equal(value, other)
+
+
+def test_what_is_written_at_the_end_of_a_world_is_waited_for(tmp_path: Path) -> None:
+    """The process that writes ends, and old steps go."""
+    model = build(STRATEGIES["grid"]())
+    train(model)
+    for step in (1, 2, 3):
+        unidist.save(model, tmp_path, step=step, asynchronous=True, keep=2)
+    children = _children()
+    assert len(children) == 1
+    unidist.shutdown()
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]
+    assert not _children()
+    unidist.shutdown()
+
+
+@pytest.mark.parametrize("ends", [unidist.shutdown, lambda: unidist.use("sim", devices=2)], ids=["shutdown", "use"])
+def test_what_could_not_be_written_is_told_at_the_end_of_a_world(ends: Callable[[], Any], tmp_path: Path) -> None:
+    model = build(STRATEGIES["data"]())
+    # It waits for a process that is not there.
+    with mock.patch.object(Holders, "count", 2):
+        unidist.save(model, tmp_path, step=1, asynchronous=True)
+    (child,) = _children()
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(unidist.CheckpointError, match="the process that writes checkpoints ended by signal 9"):
+        ends()
+    assert not _children()
+    ends()
+    assert folders.steps(tmp_path) == []
+
+
+def _children() -> list[int]:
+    """Processes that this one's threads have started, ended ones too while nobody has asked for them."""
+    return [int(one) for task in Path("/proc/self/task").iterdir() for one in (task / "children").read_text().split()]
 
 
 def test_what_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
