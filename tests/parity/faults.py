@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -218,6 +219,48 @@ def _is_enough(copies: Path, count: int) -> bool:
     enough = len(list(copies.iterdir())) >= count
     unidist.barrier()
     return enough
+
+
+def save_until_killed(folder: str, spec: Spec, after: float, asynchronous: bool) -> None:
+    """Goes on from the latest step, whose values are looked at, and saves step after step. All processes are killed
+    that many seconds after they have begun to save. `saved` beside the folder has the last step whose save returned.
+    """
+    import unidist
+    from unidist.keras import checkpoints
+
+    model, beside = build(spec), Path(f"{folder}-beside")
+    # What is traced and compiled takes longer than what follows.
+    unidist.save(model, f"{folder}-before", step=1)
+    step = checkpoints.latest(folder) or 0
+    if step:
+        unidist.restore(model, folder, verify="all")
+        assert has(model, step), f"step {step} was restored with other values"
+    beside.mkdir(exist_ok=True)
+    (beside / f"process-{place()}").write_text(str(os.getpid()))
+    unidist.barrier()
+    if place() == 0:
+        processes = " ".join(path.read_text() for path in beside.glob("process-*"))
+        # By another process: at any moment, whatever this one is about.
+        subprocess.Popen(["sh", "-c", f"sleep {after}; kill -9 {processes}"])
+    while True:
+        step += 1
+        fill(model, step)
+        unidist.save(model, folder, step=step, keep=3, asynchronous=asynchronous)
+        if place() == 0:
+            # In the background the one before is certain.
+            (beside / "half").write_text(str(step - asynchronous))
+            (beside / "half").rename(beside / "saved")
+
+
+def is_of(folder: Path, step: int) -> bool:
+    """Whether a step's files have its values, read without a framework."""
+    from unidist.checkpoint.reading import Reader
+
+    with Reader(folder, step, "all") as reader:
+        found = {n: t for n, t in reader.tensors.items() if t.kind in ("model", "optimizer") and t.shape}
+        return len(found) == 8 and all(
+            reader.read(name).tobytes() == _value(name, step, tensor.shape).tobytes() for name, tensor in found.items()
+        )
 
 
 def loads(folders: list[str]) -> list[tuple[int, bool]]:

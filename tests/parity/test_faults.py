@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.samples import IN_MEMORY
+from tests.parity.faults import is_of
 from tests.parity.train import Spec
 from tests.parity.worlds import MODEL_2, Alone, Worlds
 from tests.support.sampling import SEED, unless_all
+from unidist.checkpoint.folders import latest
 
 pytestmark = pytest.mark.processes
 
@@ -139,3 +141,27 @@ def test_whenever_one_is_killed_the_others_are_told_and_the_last_step_is_whole(
         assert kinds == {at: "ended", 1 - at: "ProcessLostError"}
         ((_, is_whole),) = alone.world("torch").call(f"{_FAULTS}:loads", [str(folder)])[0]
         assert is_whole
+
+
+# DTensor traces for seconds each time that it is started.
+@pytest.mark.parametrize(("setting", "few"), [("jax-2x2", 2), ("tensorflow-2x2", 1)])
+def test_killed_at_any_moment_and_started_again_goes_on_from_the_last_step(
+    setting: str, few: int, worlds: Worlds, alone: Alone, memory: Path
+) -> None:
+    """With --all 50 times; every third time what writes in the background is killed."""
+    draw, spec = random.Random(SEED), replace(MODEL_2, axes=(("model", 4),))
+    folder, steps, amid = memory / "steps", [0], 0
+    for number in range(unless_all(few, 50)):
+        given = (str(folder), spec, draw.uniform(0.1, 0.6), number % 3 == 2)
+        outcomes = worlds.get(setting).outcomes(f"{_FAULTS}:save_until_killed", *given)
+        assert [one.failure.kind for one in outcomes.values() if one.failure] == ["ended"] * 2, outcomes
+        last = latest(folder) or 0
+        saved = int((memory / "steps-beside" / "saved").read_text() if last else 0)
+        assert saved <= last <= saved + 2
+        assert last == 0 or is_of(folder, last)
+        steps.append(last)
+        amid += any(folder.glob("*.tmp"))
+    print(f"{len(steps) - 1} times killed, {amid} of them amid writing a step; the last of {steps[-1]} steps is there")
+    ((step, is_whole),) = alone.world(setting.partition("-")[0]).call(f"{_FAULTS}:loads", [str(folder)])[0]
+    assert is_whole
+    assert step == steps[-1] > 0
