@@ -27,12 +27,12 @@ from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
 from unidist.keras import configs, keeping, later, seeds
 from unidist.keras.fetching import Source
-from unidist.keras.fitting import fitting, reading
+from unidist.keras.fitting import OWN, fitting, reading
 from unidist.keras.states import State, tried
 
 _log = logging.getLogger(__name__)
-# What unidist itself keeps among the facts, beside the user's own; and the model's config in it.
-OWN, _USERS, _KEPT = "unidist", "facts", "kept"
+# Beside what unidist itself keeps among the facts, the user's own; and what says that layers' files are there.
+_USERS, _KEPT = "facts", "kept"
 # The manifest has a bound, and the rest of it needs some.
 _LARGEST_CONFIG = 4 << 20
 Step = int | Literal["latest"]
@@ -192,15 +192,19 @@ def _told_of(state: State) -> dict[str, Any]:
 
 def _config_of(state: State) -> dict[str, Any] | None:
     """What Keras makes the model of again, and the names of its variables in their order: one that Keras makes of a
-    config may have other paths. None where there is none: a class of the user's that does not say how, or too much."""
+    config may have other paths. Without a config where there is none: a class of the user's that does not say how, or
+    too much. None where the names are too much."""
+    names = [tensor.name for tensor, _ in state.variables]
+    text = None
     try:
         text = configs.config_of(state.model)
     # Whatever a user's `get_config` raises, the checkpoint is written.
     except Exception as error:
         _log.info("no config in checkpoints of model %r: %s", state.model.name, error)
-        return None
-    found = {"model": text, "names": [tensor.name for tensor, _ in state.variables]}
-    return found if len(json.dumps(found)) <= _LARGEST_CONFIG else None
+    for found in ({"model": text, "names": names}, {"model": None, "names": names}):
+        if len(json.dumps(found)) <= _LARGEST_CONFIG:
+            return found
+    return None
 
 
 def restore(

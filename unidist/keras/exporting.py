@@ -22,9 +22,8 @@ from unidist.checkpoint.regions import whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras import configs, files, keeping, loading
-from unidist.keras.checkpoints import OWN
 from unidist.keras.compat import TorchLayer, saving_lib
-from unidist.keras.fitting import problem, reading
+from unidist.keras.fitting import OWN, problem, reading
 from unidist.keras.held import Whole, entries
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.states import named

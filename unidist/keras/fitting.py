@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,6 +20,16 @@ from unidist.keras.keeping import Plan
 from unidist.keras.states import State
 
 _log = logging.getLogger(__name__)
+# What unidist itself keeps among the facts.
+OWN = "unidist"
+_BUILD = (
+    "Build the model as it was built then (keras.utils.clear_session() resets the names that Keras gives), or restore "
+    "what fits with strict=False"
+)
+_COMPILE = (
+    "The weights fit, and the optimizer is another one: compile the model as it was compiled then, or restore the "
+    "weights alone with strict=False"
+)
 
 
 def reading(reader: Reader | Source, name: str, dtype: str) -> Read:
@@ -58,12 +69,13 @@ def fitting(
         CheckpointError: with `strict`, where something is missing, too much, or of another shape or dtype.
     """
     stored = {name: tensor.kind for name, tensor in reader.tensors.items() if tensor.kind != KIND}
-    there = renaming.in_checkpoint(state.model, {tensor.name: tensor.kind for tensor, _ in state.variables}, stored)
+    mine = {tensor.name: tensor.kind for tensor, _ in state.variables}
+    there = renaming.in_checkpoint(state.model, mine, stored, _order(reader))
     ours = {there.get(tensor.name, tensor.name): (tensor, held) for tensor, held in state.variables}
     wrong = [*kept.wrong, *([] if is_old else kept.missing)]
+    others = len(wrong)
     lenient: list[str] = []
     found = []
-    kinds = set(stored.values())
     for name in dict.fromkeys([*ours, *stored]):
         theirs = reader.tensors.get(name)
         own = ours.get(name)
@@ -75,16 +87,25 @@ def fitting(
         # A model that is not compiled has neither; metrics come and go with what a model was asked.
         optional = kind == "state" or (kind == "optimizer" and own is None and not state.has_optimizer)
         (lenient if optional else wrong).append(f"{name}: {wrongly}")
+        others += kind != "optimizer" and not optional
     if wrong and strict:
         shown = "\n".join(f"- {line}" for line in sorted(wrong))
-        hint = "" if "optimizer" in kinds or not state.has_optimizer else " It was saved without an optimizer."
+        hint = _BUILD
+        if not others:
+            hint = _COMPILE if "optimizer" in stored.values() else f"It was saved without an optimizer. {_COMPILE}"
         raise CheckpointError(
-            f"step {reader.step} of {reader.where} does not fit model {state.model.name!r}:\n{shown}\n"
-            f"{hint}Build the model as it was built then (keras.utils.clear_session() resets the names that Keras "
-            "gives), or restore what fits with strict=False"
+            f"step {reader.step} of {reader.where} does not fit model {state.model.name!r}:\n{shown}\n{hint}"
         )
     old = _left(reader, kept.missing if is_old else [])
     return [*found, *kept.fits.items()], old if strict else sorted([*wrong, *lenient, *old])
+
+
+def _order(reader: Reader | Source) -> Sequence[str]:
+    """The names of variables in the order of the model that was saved; none where that is not known."""
+    match reader.facts.get(OWN):
+        case {"config": {"names": [*names]}} if all(isinstance(name, str) for name in names):
+            return names
+    return ()
 
 
 def _left(reader: Reader | Source, missing: list[str]) -> list[str]:

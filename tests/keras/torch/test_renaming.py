@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -173,3 +174,130 @@ def test_a_model_of_more_or_fewer_layers_is_another(fewer: bool, tmp_path: Path)
         unidist.restore(other, tmp_path)
     for value, v in zip(before, other.variables, strict=True):
         np.testing.assert_array_equal(value, np.asarray(v))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Own(keras.Model):  # type: ignore[misc]
+    """Layers of its own, which count on when Keras makes it again."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.first, self.last = keras.layers.Dense(6, "relu"), keras.layers.Dense(4)
+        self.norm = keras.layers.BatchNormalization()
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.norm.build(shape)
+        self.last.build(shape)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return self.last(self.norm(self.first(x), training=training))
+
+
+def of_own() -> Any:
+    model = Own()
+    model.build((None, 6))
+    return model
+
+
+def of_one() -> Any:
+    """A layer and a model of several layers that are each called twice, around another model."""
+    x = keras.Input((6,))
+    shared = keras.layers.Dense(6, "relu")
+    inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6), keras.layers.Dropout(0.2)])
+    return keras.Model(x, keras.layers.Dense(4)(keras.layers.Add()([shared(shared(x)), inner(inner(x))])))
+
+
+def of_rows() -> Any:
+    layers = [keras.layers.Reshape((3, 2)), keras.layers.Bidirectional(keras.layers.LSTM(3)), keras.layers.Dense(4)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def lasting(model: Any) -> list[Any]:
+    """Values of all but metrics, which are made when they are asked for."""
+    seeds = [v for v in model.non_trainable_variables if v.path.endswith("seed_generator_state")]
+    return [np.asarray(v) for v in (*model.weights, *seeds, *model.optimizer.variables)]
+
+
+@pytest.mark.parametrize("kind", [of_own, of_one, of_rows], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("counts_on", "is_distributed"), [(True, True), (False, True), (True, False)])
+def test_models_that_keras_has_loaded_take_it_and_give_it(
+    kind: Callable[[], Any], counts_on: bool, is_distributed: bool, tmp_path: Path
+) -> None:
+    """Keras builds their layers by themselves: their paths begin elsewhere."""
+
+    def scope() -> Any:
+        mesh = unidist.Mesh({"data": 2, "model": 2})
+        return unidist.ModelParallel(mesh, zero=1).scope() if is_distributed else contextlib.nullcontext()
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope():
+        model = kind()
+        model.compile(adam(), "mse", metrics=["mae"])
+    train(model)
+    model.save(tmp_path / "model.keras")
+    train(model)
+    unidist.save(model, tmp_path / "made")
+    wanted = lasting(model)
+    losses = train(model)
+    if not counts_on:
+        keras.utils.clear_session()
+    with scope():
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    names = [[v.path for v in (*one.weights, *one.optimizer.variables)] for one in (model, loaded)]
+    assert names[0] != names[1] or not counts_on
+    # A first fit draws random numbers while it makes what it needs.
+    for is_first in (True, False):
+        told = unidist.restore(loaded, tmp_path / "made")
+        assert (told.skipped, told.converted) == ((), ())
+        for value, found in zip(wanted, lasting(loaded), strict=True):
+            np.testing.assert_array_equal(value, found)
+        unidist.save(loaded, tmp_path / "loaded")
+        assert train(loaded) == pytest.approx(losses, rel=1e-5) or is_first
+    unidist.restore(model, tmp_path / "loaded")
+    for value, found in zip(wanted, lasting(model), strict=True):
+        np.testing.assert_array_equal(value, found)
+
+
+def test_names_that_a_user_gave_differ_in_a_loaded_model_too(tmp_path: Path) -> None:
+    keras.utils.clear_session()
+
+    def build(*names: str) -> Any:
+        layers = [keras.layers.Dense(6, name=name) for name in names]
+        return keras.Sequential([keras.Input((6,)), *layers])
+
+    unidist.save(build("one", "two"), tmp_path / "run", step=1)
+    build("two", "one").save(tmp_path / "model.keras")
+    with pytest.raises(unidist.CheckpointError, match=re.escape("- two/kernel: is in the model alone")):
+        unidist.restore(keras.saving.load_model(tmp_path / "model.keras"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.RMSprop(),
+        lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+        scaled,
+    ],
+)
+def test_another_optimizer_is_an_error_that_names_what_is_missing(optimizer: Any, tmp_path: Path) -> None:
+    keras.utils.clear_session()
+    model = make(named, adam)
+    unidist.save(model, tmp_path)
+    other = make(named, optimizer)
+    before = [np.asarray(v) for v in other.weights]
+    with pytest.raises(unidist.CheckpointError, match="The weights fit, and the optimizer is another one") as raised:
+        unidist.restore(other, tmp_path)
+    slots = {v.path for v in other.optimizer.variables}
+    alone = {
+        line.removeprefix("- ").partition(":")[0] for line in str(raised.value).splitlines() if "in the model" in line
+    }
+    assert alone
+    assert alone <= slots
+    for value, v in zip(before, other.weights, strict=True):
+        np.testing.assert_array_equal(value, np.asarray(v))
+    assert unidist.restore(other, tmp_path, strict=False).skipped
+    for value, v in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(v))
