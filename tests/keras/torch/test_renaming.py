@@ -301,3 +301,31 @@ def test_another_optimizer_is_an_error_that_names_what_is_missing(optimizer: Any
     assert unidist.restore(other, tmp_path, strict=False).skipped
     for value, v in zip(model.weights, other.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(value), np.asarray(v))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Drawing(keras.layers.Layer):  # type: ignore[misc]
+    """A layer that makes its generator of random numbers when it is built."""
+
+    def build(self, shape: Any) -> None:
+        self.generator = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def test_seeds_that_are_made_with_a_layer_come_along(tmp_path: Path) -> None:
+    keras.utils.clear_session()
+    model = keras.Sequential([keras.Input((6,)), Drawing(), Drawing(), keras.layers.Dense(4)])
+    for number, layer in enumerate(model.layers[:2]):
+        layer.generator.state.assign(np.array([number + 5, number]))
+    model.save(tmp_path / "model.keras")
+    unidist.save(model, tmp_path / "run", step=1)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    states = [[layer.generator.state for layer in one.layers[:2]] for one in (model, loaded)]
+    assert all(a.path != b.path for a, b in zip(*states, strict=True))
+    for state in states[1]:
+        state.assign(np.zeros(2))
+    unidist.restore(loaded, tmp_path / "run")
+    for number, state in enumerate(states[1]):
+        np.testing.assert_array_equal(np.asarray(state), [number + 5, number])
