@@ -230,6 +230,7 @@ def save_until_killed(folder: str, spec: Spec, after: float, asynchronous: bool)
 
     model, beside = build(spec), Path(f"{folder}-beside")
     # What is traced and compiled takes longer than what follows.
+    fill(model, 0)
     unidist.save(model, f"{folder}-before", step=1)
     step = checkpoints.latest(folder) or 0
     if step:

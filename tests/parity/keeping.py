@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.parity.memory import _copies
 from tests.parity.train import Spec
 
 WORDS, OTHERS = ["a b", "b", "b c"], ["q b", "b", "b d"]
@@ -119,25 +120,28 @@ def _noting(place: int) -> Any:
     return Noting(name="noting")
 
 
-def by_processes(folder: str, spec: Spec, *, asynchronous: bool = False) -> tuple[str, float, bool, bool]:
-    """(text, number) of a layer that this process has restored, whether they were others before, and whether the values
-    of variables came along."""
+def _noted(spec: Spec, shift: int) -> Any:
     import keras
 
     import unidist
     from tests.parity.checkpoints import strategy_of
 
-    place = unidist.process_index()
-    models = []
-    for shift in (0, 10):
-        keras.utils.clear_session()
-        keras.utils.set_random_seed(shift)
-        with strategy_of(spec).scope():
-            layers = [keras.layers.Dense(8, name="first"), _noting(place + shift)]
-            models.append(keras.Sequential([keras.Input((4,)), *layers], name="net"))
-            models[-1].compile("adam", "mse")
-        unidist.describe(models[-1])
-    model, other = models
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(shift)
+    with strategy_of(spec).scope():
+        layers = [keras.layers.Dense(8, name="first"), _noting(unidist.process_index() + shift)]
+        model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+        model.compile("adam", "mse")
+    unidist.describe(model)  # on DTensor a model is placed when it is first used
+    return model
+
+
+def by_processes(folder: str, spec: Spec, *, asynchronous: bool = False) -> tuple[str, float, bool, bool]:
+    """(text, number) of a layer that this process has restored, whether they were these before, and whether the values
+    of variables came along."""
+    import unidist
+
+    model, other = _noted(spec, 0), _noted(spec, 10)
     model.layers[1].scale.assign(np.arange(8.0))
     unidist.save(model, folder, step=1, asynchronous=asynchronous)
     before = other.layers[1].text, other.layers[1].number
@@ -145,6 +149,21 @@ def by_processes(folder: str, spec: Spec, *, asynchronous: bool = False) -> tupl
     own = other.layers[1]
     pairs = zip(model.weights, other.weights, strict=True)
     return own.text, own.number, before == (own.text, own.number), all(np.array_equal(a, b) for a, b in pairs)
+
+
+def keep(said: list[str], folder: str, spec: Spec) -> None:
+    """Keeps a step in memory."""
+    _copies(said, folder).save(_noted(spec, 0), 3, {})
+
+
+def take(said: list[str], folder: str, spec: Spec) -> tuple[str, float]:
+    """(text, number) of a layer in a model that takes this step."""
+    from unidist.keras.checkpoints import restore_from
+    from unidist.keras.states import State
+
+    model = _noted(spec, 10)
+    restore_from(model, _copies(said, folder).find(State.of(model).holders, 0))
+    return model.layers[1].text, model.layers[1].number
 
 
 def texts(folder: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +127,13 @@ def test_without_a_launcher_nothing_is_kept(worlds: Worlds) -> None:
     for _, sent in world.call("tests.parity.memory:keep", said, "here", DATA_2, [7]):
         assert set(sent) <= {"all_gather"}  # who shares a node
     assert world.call("tests.parity.memory:take", said, "here", DATA_2) == [None] * 2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_layers_keep_is_kept_too(lost: int, worlds: Worlds, tmp_path: Path, stack: ExitStack) -> None:
+    """What process 0 has says what all get, also where its node is lost."""
+    nodes = stack.enter_context(closing(Nodes(2, 2)))
+    world, spec = worlds.get("torch-2"), replace(DATA_2, zero=3)
+    world.call("tests.parity.keeping:keep", nodes.said, str(tmp_path), spec)
+    nodes.lose(lost)
+    assert world.call("tests.parity.keeping:take", nodes.said, str(tmp_path), spec) == [("of 0", 0.5)] * 2
