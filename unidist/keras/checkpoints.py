@@ -33,8 +33,7 @@ from unidist.keras.states import State, tried
 _log = logging.getLogger(__name__)
 # Beside what unidist itself keeps among the facts, the user's own; and what says that layers' files are there.
 _USERS, _KEPT = "facts", "kept"
-# The manifest has a bound, and the rest of it needs some.
-_LARGEST_CONFIG = 4 << 20
+_LARGEST_CONFIG = 4 << 20  # the manifest has a bound, and the rest of it needs some
 Step = int | Literal["latest"]
 
 

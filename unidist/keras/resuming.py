@@ -37,10 +37,8 @@ class Checkpoint(Follower):
     program has a directory of its own.
 
     SIGTERM or SIGUSR1 to any process, by which schedulers say that the time is over, lets all processes save at the
-    same step and end with exit code 75. Started again the training goes on there.
-
-    What is not kept: weights that EarlyStopping(restore_best_weights=True) holds, and attributes of callbacks that are
-    neither numbers nor arrays.
+    same step and end with exit code 75. Started again the training goes on there. What is not kept: weights that
+    EarlyStopping(restore_best_weights=True) holds, and attributes of callbacks that are neither numbers nor arrays.
 
     Args:
         directory: where checkpoints are, and are looked for.
