@@ -17,6 +17,7 @@ from unidist.keras import saving as keras_saving
 from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
 from unidist.keras.compat import tensorflow_core as keras_core
 from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import tensorflow_numpy as keras_numpy
 from unidist.keras.dtensor import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
 from unidist.keras.interception import Hook, Table, by
 from unidist.planner.layout_map import LayoutMap
@@ -91,5 +92,7 @@ def _of_trainers() -> Iterator[Hook]:
     for operator in values.OPERATORS:
         yield Hook(keras_core.Variable, operator, values.operating, "outside of steps variables are read on the host")
     yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")
+    for name in ("multiply", "divide"):
+        yield Hook(keras_numpy, name, values.beside_rows, "what meets rows by their ids is gathered")
     yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
     yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")

@@ -15,7 +15,9 @@ from tensorflow.dtensor.python.layout import MATCH
 from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops
 
-from unidist.keras.dtensor import slicing
+from unidist.keras.compat import tensorflow_numpy
+from unidist.keras.dtensor import slicing, values
+from unidist.keras.dtensor.values import U
 from unidist.keras.interception import Hook
 
 
@@ -27,6 +29,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(gen_array_ops, "concat_v2", _concatenating, whole),
         Hook(gen_array_ops, "pad", _padding, whole),
         Hook(gen_array_ops, "pad_v2", _padding, whole),
+        Hook(tensorflow_numpy, "take", _looking_up, "rows of a table that is cut by its ids are whole"),
         Hook(gen_array_ops, "unpack", _unpacking, "steps of a sequence are whole"),
     )
 
@@ -49,6 +52,22 @@ def _padding(original: Any) -> Any:
         return _pinned(found, keeps_rows)
 
     return pad
+
+
+def _looking_up(original: Any) -> Any:
+    """Keras's take. Of a table that is cut by its ids each device has whole rows: DTensor fails where the layer behind
+    it wants them cut."""
+
+    @functools.wraps(original)
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        found = original(x, indices, axis=axis)
+        table = getattr(x, "_value", None)
+        if axis != 0 or not isinstance(table, values.SpreadVariable) or not isinstance(found, tf.Tensor):
+            return found
+        is_cut = (table.compute or table.layout).sharding_specs[:1] not in ([], [U])
+        return _pinned(found, True) if is_cut else found
+
+    return take
 
 
 def _unpacking(original: Any) -> Any:

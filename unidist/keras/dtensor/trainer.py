@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from keras import tree
-from tensorflow.experimental import dtensor
 
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
@@ -251,7 +250,7 @@ def applying(original: Any) -> Any:
         placing.place_optimizer(self, own)
         laid = [_laid(grad, variable) for grad, variable in zip(grads, own, strict=True)]
         mesh = next(v._value.layout.mesh for v in own if isinstance(v._value, values.SpreadVariable))
-        with values.updating(), dtensor.default_mesh(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
+        with values.updating(), slicing.on(mesh) if tf.executing_eagerly() else contextlib.nullcontext():
             return original(self, laid, own if trainable_variables is not None else None)
 
     return apply

@@ -188,6 +188,29 @@ def rows_by_id(gradient: tf.IndexedSlices, variable: SpreadVariable) -> tf.Index
     return tf.IndexedSlices(rows, ids, tf.constant(variable.shape.as_list(), ids.dtype))
 
 
+def beside_rows(original: Any) -> Any:
+    """Keras's product or division. Of rows by their ids and a dense value it takes rows of that by the ids, and the
+    division looks for zeros in it: of shards DTensor cannot, so the dense value is gathered."""
+
+    @functools.wraps(original)
+    def of_both(x1: Any, x2: Any) -> Any:
+        mesh = computing.get()
+        given = [x for x in (x1, x2) if isinstance(x, tf.IndexedSlices)]
+        if mesh is None or len(given) != 1:
+            return original(x1, x2)
+        found = original(*(x if x is given[0] else _whole_here(x, mesh) for x in (x1, x2)))
+        # A division leaves the number of rows open, and DTensor cannot cut what it does not know.
+        rows, ids = _whole_here(found.values, mesh), _whole_here(found.indices, mesh)
+        return tf.IndexedSlices(rows, ids, given[0].dense_shape)
+
+    return of_both
+
+
+def _whole_here(x: Any, mesh: dtensor.Mesh) -> Any:
+    rank = getattr(getattr(x, "shape", None), "rank", None)
+    return dtensor.relayout(tf.convert_to_tensor(x), replicated(mesh, rank)) if rank else x
+
+
 class _Reading(threading.local):
     for_update = False
 
