@@ -68,13 +68,28 @@ def loop_of_ones_own(is_distributed: bool) -> dict[str, Any]:
     return {"losses": np.array(losses), **{v.path: np.array(v) for v in model.variables}}
 
 
-def _trained(is_distributed: bool) -> tuple[Any, Any]:
+def swapped_averages(is_distributed: bool) -> dict[str, Any]:
+    """A callback that swaps weights with their averages by variables of TensorFlow's, before one that restores them."""
+    import keras
+
+    model, kernel = _trained(is_distributed, keras.optimizers.Lamb(0.01, use_ema=True, ema_momentum=0.9))
+    x, y = _data()
+    callbacks = [
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, restore_best_weights=True),
+    ]
+    history = model.fit(x, y, 16, epochs=3, verbose=0, shuffle=False, validation_data=(x, y), callbacks=callbacks)
+    kernel.value.assign_add(0.5 * kernel.value - kernel.value / (kernel.value * kernel.value + 1.0))
+    return {**history.history, **{v.path: np.array(v) for v in (*model.variables, *model.optimizer.variables)}}
+
+
+def _trained(is_distributed: bool, optimizer: Any = "adam") -> tuple[Any, Any]:
     """The model, and its kernel that the mesh cuts."""
     import unidist
 
     strategy = _grid() if is_distributed else None
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
-        model = _model()
+        model = _model(optimizer)
     model.fit(*_data(), batch_size=16, verbose=0)
     if is_distributed:
         assert "up/kernel" in {row.path for row in unidist.describe(model).sharded}

@@ -53,7 +53,7 @@ def test_behaviour(setting: str, behaviour: str, worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("setting", unless_all(["tensorflow-2x2"], ["tensorflow-4", "tensorflow-2x2"]))
-@pytest.mark.parametrize("program", ["beside_arrays", "loop_of_ones_own"])
+@pytest.mark.parametrize("program", ["beside_arrays", "loop_of_ones_own", "swapped_averages"])
 def test_outside_of_steps_variables_are_one_devices(program: str, setting: str, alone: Alone, worlds: Worlds) -> None:
     (wanted,) = alone.world("tensorflow").call(f"tests.parity.outside:{program}", False)
     for found in worlds.get(setting).call(f"tests.parity.outside:{program}", True):

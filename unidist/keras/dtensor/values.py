@@ -229,15 +229,15 @@ def updating() -> Iterator[None]:
 
 
 # What a variable of Keras's has of them: TensorFlow would read the part of this process in C++, asking nobody.
-OPERATORS = (
-    *("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__getitem__"),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+BETWEEN = (
+    *("__lt__", "__le__", "__gt__", "__ge__"),
     *(
         f"__{side}{name}__"
         for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
         for side in ("", "r")
     ),
 )
+OPERATORS = ("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__getitem__", "__eq__", "__ne__", *BETWEEN)
 
 
 def operating(original: Any) -> Any:
@@ -251,6 +251,21 @@ def operating(original: Any) -> Any:
         return original(SimpleNamespace(value=variable._maybe_autocast(value.value())), *others)
 
     return operator
+
+
+def _beside_another(name: str) -> Any:
+    """An operator of TensorFlow's variables, of two that are on a mesh: the other one is read where this one is."""
+    original = getattr(dtensor.DVariable, name)
+
+    @functools.wraps(original)
+    def operator(variable: Any, other: Any, *args: Any) -> Any:
+        return original(variable, other.value() if isinstance(other, SpreadVariable) else other, *args)
+
+    return operator
+
+
+for _name in BETWEEN:
+    setattr(SpreadVariable, _name, _beside_another(_name))
 
 
 def scattering(original: Any) -> Any:
