@@ -21,6 +21,8 @@ BEHAVIOURS = (
     "weights_that_are_gathered",
     "layers_that_slice",
     "layers_that_sort",
+    "layers_that_mix_rows",
+    "layers_of_matrices",
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
     "states_between_batches",
@@ -216,6 +218,51 @@ def layers_that_sort() -> None:
 
     x, y = _data()
     _compare(lambda model: model.fit(x, y, batch_size=8, verbose=0).history["loss"], cls=Sorted)
+
+
+def layers_that_mix_rows() -> None:
+    """Of rows and features that are cut: what DTensor refuses, or gets wrong, of shards."""
+    import keras
+    from keras import ops
+
+    class Mixed(keras.Model):
+        def call(self, x: Any) -> Any:
+            found = super().call(x)
+            wide = self.layers[1](x)
+            half = wide - ops.median(wide, axis=0) + ops.quantile(wide, 0.3) * ops.sort(wide, axis=0)
+            half += ops.take_along_axis(wide, ops.argsort(wide, axis=0), axis=0) * ops.take_along_axis(
+                wide, ops.argmin(wide, axis=-1)[:, None] - 8, axis=-1
+            )
+            groups = ops.convert_to_tensor(np.arange(8, dtype="int32") % 3)
+            half += ops.take(ops.segment_max(wide, groups, num_segments=3), groups, axis=0)
+            half += ops.take(ops.segment_sum(wide, groups, num_segments=3), groups, axis=0)
+            half += ops.cumprod(1 + 0.1 * wide, axis=0) + ops.tile(wide, (2, 1))[4:12] + ops.tile(wide, (1, 3))[:, 3:11]
+            half += ops.pad(wide, ((0, 0), (1, 1)), mode="reflect")[:, 2:]
+            half += ops.scatter(np.array([[1], [6]], "int32"), wide[:2], (8, 8))
+            return found + ops.sum(half, axis=-1, keepdims=True)
+
+    x, y = _data()
+    _compare(lambda model: model.fit(x, y, batch_size=8, verbose=0).history["loss"], cls=Mixed)
+
+
+def layers_of_matrices() -> None:
+    import keras
+    from keras import ops
+
+    class Matrices(keras.Model):
+        def call(self, x: Any) -> Any:
+            found = super().call(x)
+            wide = self.layers[1](x)
+            pairs = ops.reshape(wide, (-1, 2, 4))
+            small = 0.1 * ops.matmul(pairs, ops.transpose(pairs, (0, 2, 1))) + 3 * ops.eye(2)
+            of_rows = 0.1 * ops.matmul(wide, ops.transpose(wide)) + 3 * ops.eye(8)
+            own = ops.inv(small) + ops.cholesky(small) + ops.solve(small, small * small)
+            spread = ops.det(small) + ops.svd(small, compute_uv=False)[:, 0] + ops.eigh(small)[0][:, 1]
+            mixed = ops.mean(ops.matmul(ops.inv(of_rows), wide), axis=-1, keepdims=True)
+            return found + ops.sum(own, axis=(1, 2))[:, None] + 0.1 * spread[:, None] + mixed
+
+    x, y = _data()
+    _compare(lambda model: model.fit(x, y, batch_size=8, verbose=0).history["loss"], cls=Matrices)
 
 
 def a_loss_of_all_pairs() -> None:

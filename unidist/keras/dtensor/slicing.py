@@ -187,11 +187,11 @@ def scattering(original: Callable[..., Any]) -> Callable[..., Any]:
     device place the rows of all into its own part."""
 
     @functools.wraps(original)
-    def scatter_nd(indices: Any, updates: Any, shape: Any, name: Any = None) -> Any:
+    def scatter_nd(indices: Any, updates: Any, shape: Any, *args: Any, **options: Any) -> Any:
         mesh = _mesh.get()
         if mesh is None:
-            return original(indices, updates, shape, name=name)
-        return whole(original(whole(indices, mesh), whole(updates, mesh), shape, name=name), mesh)
+            return original(indices, updates, shape, *args, **options)
+        return whole(original(whole(indices, mesh), whole(updates, mesh), shape, *args, **options), mesh)
 
     return scatter_nd
 

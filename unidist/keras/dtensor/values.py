@@ -269,14 +269,17 @@ for _name in BETWEEN:
 
 
 def scattering(original: Any) -> Any:
-    """Keras's scatter, with indices of 32 bits where they suffice: DTensor's own are, and it refuses a mix."""
+    """Keras's scatter, of whole values, and with indices of 32 bits where they suffice: DTensor's own are, and it
+    refuses a mix."""
 
     @functools.wraps(original)
     def scatter(indices: Any, values: Any, shape: Any) -> Any:
+        mesh, known = computing.get(), tf.get_static_value(shape)
         indices = tf.convert_to_tensor(indices)
-        known = tf.get_static_value(shape)
         if indices.dtype == tf.int64 and known is not None and max(known, default=0) < 2**31:
-            return original(tf.cast(indices, tf.int32), values, [int(size) for size in known])
-        return original(indices, values, shape)
+            indices, shape = tf.cast(indices, tf.int32), [int(size) for size in known]
+        if mesh is None:
+            return original(indices, values, shape)
+        return _whole_here(original(_whole_here(indices, mesh), _whole_here(values, mesh), shape), mesh)
 
     return scatter
