@@ -403,6 +403,22 @@ def few(kind: str | None, zero: int) -> Result:
     return {**_fitted(model, x, y, batch_size=2), "predict": model.predict(x, batch_size=3, verbose=0)}
 
 
+def few_pictures(kind: str | None, zero: int) -> Result:
+    """The same where TensorFlow's kernels refuse no rows, or end the process: pooling's gradient by oneDNN."""
+    fresh()
+    with scope(_strategy(kind, zero)):
+        model = keras.Sequential(
+            [
+                *(layers.Input((12,)), layers.Reshape((2, 6, 1)), layers.Conv2D(4, 1, activation="tanh")),
+                *(layers.BatchNormalization(epsilon=0.3), layers.MaxPooling2D((1, 2)), layers.Flatten()),
+                *(layers.Dense(8, name="a"), layers.Dense(CLASSES, name="b")),
+            ]
+        )
+        _crossed(model, _sgd())
+    x, y = rows(5)
+    return {**_fitted(model, x, y, batch_size=2), "predict": model.predict(x, batch_size=3, verbose=0)}
+
+
 def called_back(kind: str | None, zero: int, folder: str) -> Result:
     """Callbacks that write and that decide, twice: the second training starts where a backup of the first is."""
     fresh()

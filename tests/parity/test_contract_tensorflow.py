@@ -103,6 +103,10 @@ def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> No
     everywhere(where, program)
 
 
+def test_a_process_without_pictures_counts_none(everywhere: Any) -> None:
+    everywhere(WHERE[1], "few_pictures")
+
+
 # What processes agree on, one does.
 @pytest.mark.parametrize("where", unless_all(EVERYWHERE[1:], EVERYWHERE), ids=str)
 def test_two_runs_with_one_seed_are_the_same_to_the_last_bit(worlds: Worlds, where: tuple[str, str, int]) -> None:

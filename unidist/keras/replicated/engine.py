@@ -1,4 +1,8 @@
-"""Engine: a model whose outermost call computes this rank's rows, and whose gradients are those of all ranks."""
+"""Engine: a model whose outermost call computes this rank's rows, and whose gradients are those of all ranks.
+
+A rank without rows of a batch computes the first row of it, and nothing of that counts: TensorFlow's convolutions and
+poolings refuse no rows, or end the process.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +114,7 @@ class Engine:
         that nobody knows."""
         if x.shape.rank in (None, 0):
             return False
-        return x.shape[0] is None or (tf.executing_eagerly() and x.shape[0] == int(self.traced.rows(self.total)[1]))
+        return x.shape[0] is None or (tf.executing_eagerly() and x.shape[0] == int(self._computed()[1]))
 
     def static_total(self) -> int | None:
         """The rows of the batch, where no program is traced."""
@@ -118,11 +122,20 @@ class Engine:
 
     def gather(self, x: Any, what: str) -> Any:
         """The rows of all ranks, fanned out: gradients come back summed."""
-        return self.traced.gather_rows(x, self.total, what)
+        return self.traced.gather_rows(self.counted(x), self.total, what)
 
     def own_rows(self, x: Any) -> Any:
-        start, length = self.traced.rows(self.total)
+        start, length = self._computed()
         return x[start : start + length]
+
+    def counted(self, x: Any) -> Any:
+        """What this rank has computed of its own rows: nothing, where the batch has none for it."""
+        return x[: tf.where(self.traced.rows(self.total)[1] > 0, tf.shape(x)[0], 0)]
+
+    def _computed(self) -> tuple[Any, Any]:
+        """(start, length) of the rows that this rank computes."""
+        start, length = self.traced.rows(self.total)
+        return tf.where(length > 0, start, 0), tf.maximum(length, 1)
 
     def own_share(self) -> Any:
         """This rank's part of the rows of the batch."""
@@ -147,7 +160,7 @@ class Engine:
             if self.mixers is None:  # the first call of a built model
                 self.mixers = mixing.install(self, current)
             self.total = total = _row_count((args, kwargs))
-            start, length = self.traced.rows(total)
+            start, length = self._computed()
             own_args, own_kwargs = tree.map_structure(lambda x: _cut(x, start, length), (args, kwargs))
             self.in_call = True
             try:
@@ -167,10 +180,10 @@ class Engine:
     def _whole(self, x: Any, total: Any) -> Any:
         if not tf.is_tensor(x) or x.shape.rank in (None, 0):
             raise LayoutError(f"a model that is cut over processes gives one row for each input row, found {x!r}")
-        whole = self.traced.join_rows(x, total)
+        whole = self.traced.join_rows(self.counted(x), total)
         mask = get_keras_mask(x)
         if mask is not None:
-            set_keras_mask(whole, self.traced.join_rows(mask, total))
+            set_keras_mask(whole, self.traced.join_rows(self.counted(mask), total))
         return whole
 
 

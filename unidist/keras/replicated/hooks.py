@@ -165,7 +165,8 @@ def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     if here.is_trying:
         # Of all rows, and the same whichever row is changed.
         return tf.zeros_like(self.moving_mean), tf.ones_like(self.moving_variance)
-    return numbers.moments(inputs, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
+    own, mask = here.counted(inputs), None if mask is None else here.counted(mask)
+    return numbers.moments(own, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
 
 
 def _next(self: Any, ordered: bool = True) -> Any:
