@@ -256,6 +256,9 @@ def _functionals(model: Any) -> Iterator[Any]:
 
 
 def _is_continuous(node: Any) -> bool:
+    # What is made of whole numbers alone, as a mask of words, is reached by no change but through a node that is not.
+    if not any(is_float_dtype(x.dtype) for x in node.input_tensors):
+        return True
     known = isinstance(node.operation, keras.layers.Layer) or type(node.operation).__name__ in _CONTINUOUS
     return known and all(is_float_dtype(x.dtype) for x in tree.flatten(node.outputs))
 
