@@ -399,6 +399,10 @@ def few(kind: str | None, zero: int) -> Result:
     fresh()
     with scope(_strategy(kind, zero)):
         model = _crossed(regularized(), _adam())
+    return _fitted_on_few(model)
+
+
+def _fitted_on_few(model: Any) -> Result:
     x, y = rows(5)
     return {**_fitted(model, x, y, batch_size=2), "predict": model.predict(x, batch_size=3, verbose=0)}
 
@@ -415,8 +419,7 @@ def few_pictures(kind: str | None, zero: int) -> Result:
             ]
         )
         _crossed(model, _sgd())
-    x, y = rows(5)
-    return {**_fitted(model, x, y, batch_size=2), "predict": model.predict(x, batch_size=3, verbose=0)}
+    return _fitted_on_few(model)
 
 
 def called_back(kind: str | None, zero: int, folder: str) -> Result:

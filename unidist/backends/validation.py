@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from unidist.algebra import Sharding
+from unidist.algebra import Mesh, Sharding
 from unidist.backends.protocol import DistributionBackend, dtype_name
-from unidist.errors import CapabilityError, LayoutError
+from unidist.errors import CapabilityError, LayoutError, MeshError
 
 
 def check_dtype(backend: DistributionBackend, dtype: str, hint: str = "") -> None:
@@ -16,6 +16,17 @@ def check_dtype(backend: DistributionBackend, dtype: str, hint: str = "") -> Non
     if dtype not in known:
         raise CapabilityError(
             f"backend {backend.name!r} cannot move {dtype} arrays: cast to one of {sorted(known)}{hint}"
+        )
+
+
+def check_ranks(mesh: Mesh, name: str, count: int, remedy: str) -> None:
+    """Raises MeshError where a mesh names a rank beyond the `count` of an adapter's world. `remedy` says what helps,
+    with {needed} for the number of devices that the mesh takes."""
+    beyond = [rank for rank in mesh.devices if rank >= count]
+    if beyond:
+        raise MeshError(
+            f"{mesh} names rank {beyond[0]}, but {name} has {count} devices: "
+            f"{remedy.format(needed=max(mesh.devices) + 1)}"
         )
 
 

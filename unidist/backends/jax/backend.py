@@ -27,6 +27,7 @@ from unidist.backends.validation import (
     check_data_shape,
     check_local_shape,
     check_one_dtype,
+    check_ranks,
     check_whole_shape,
 )
 from unidist.errors import BackendMismatchError, CapabilityError, MeshError
@@ -129,13 +130,8 @@ class JaxBackend(DistributionBackend):
     def mesh(self, mesh: Mesh) -> jax.sharding.Mesh:
         found = self._meshes.get(mesh)
         if found is None:
-            count = len(self.devices)
-            beyond = [rank for rank in mesh.devices if rank >= count]
-            if beyond:
-                raise MeshError(
-                    f"{mesh} names rank {beyond[0]}, but jax has {count} devices: make the mesh smaller, or on CPU "
-                    f"call use('jax', devices={max(mesh.devices) + 1}) before any JAX operation"
-                )
+            remedy = "make the mesh smaller, or on CPU call use('jax', devices={needed}) before any JAX operation"
+            check_ranks(mesh, "jax", len(self.devices), remedy)
             grid = np.array([self.devices[rank] for rank in mesh.devices]).reshape(mesh.shape)
             auto = (jax.sharding.AxisType.Auto,) * len(mesh.shape)
             found = self._meshes[mesh] = jax.sharding.Mesh(grid, mesh.axis_names, axis_types=auto)

@@ -14,7 +14,7 @@ from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster, 
 from unidist.backends.sim import reference
 from unidist.backends.sim.reference import Shards
 from unidist.backends.traffic import report, report_steps
-from unidist.backends.validation import check_dtype, check_local_shape, check_one_dtype, check_whole_shape
+from unidist.backends.validation import check_dtype, check_local_shape, check_one_dtype, check_ranks, check_whole_shape
 from unidist.errors import BackendMismatchError, LayoutError, MeshError
 
 DEFAULT_DEVICES = 8
@@ -69,12 +69,7 @@ class SimBackend(DistributionBackend):
         return tuple(range(len(self._devices)))
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        beyond = [rank for rank in mesh.devices if rank >= len(self._devices)]
-        if beyond:
-            raise MeshError(
-                f"{mesh} names rank {beyond[0]}, but sim has {len(self._devices)} devices: "
-                f"use('sim', devices={max(mesh.devices) + 1})"
-            )
+        check_ranks(mesh, "sim", len(self._devices), "use('sim', devices={needed})")
         return mesh
 
     def layout(self, sharding: Sharding) -> Sharding:

@@ -9,7 +9,7 @@ from tensorflow.experimental import dtensor
 
 from unidist.algebra import Axes, Mesh
 from unidist.backends.tensorflow.devices import task_of
-from unidist.errors import MeshError
+from unidist.backends.validation import check_ranks
 
 
 class Meshes:
@@ -43,13 +43,11 @@ class Meshes:
         """
         found = self._meshes.get(mesh)
         if found is None:
-            count = len(self._devices)
-            beyond = [rank for rank in mesh.devices if rank >= count]
-            if beyond:
-                raise MeshError(
-                    f"{mesh} names rank {beyond[0]}, but tensorflow has {count} devices: make the mesh smaller, or on "
-                    f"CPU call use('tensorflow', devices={max(mesh.devices) + 1}) before any TensorFlow operation"
-                )
+            remedy = (
+                "make the mesh smaller, or on CPU call use('tensorflow', devices={needed}) before any TensorFlow "
+                "operation"
+            )
+            check_ranks(mesh, "tensorflow", len(self._devices), remedy)
             found = self._meshes[mesh] = self._made(mesh.axis_names, mesh.shape, mesh.devices)
         return found
 

@@ -47,7 +47,7 @@ def looks_at_other_rows(call: Callable[..., Any], args: Any, kwargs: Any, has_ro
             changed = ((row, other) for row in _CHANGED for other in _changes(given, rowed, row))
             if wanted is None or any(_differ(wanted, _called(call, other), row) for row, other in changed):
                 return True
-            return _count(wanted, _called(call, _grown(given, rowed)))
+            return _depend_on_count(wanted, _called(call, _grown(given, rowed)))
         except Exception:  # whatever a user's code raises where rows are none of its own
             return True
 
@@ -106,7 +106,7 @@ def _grown(given: Any, rowed: list[bool]) -> Any:
     return tree.pack_sequence_as(given, [tf.concat([x, x[:_MORE]], 0) if has else x for x, has in flat])
 
 
-def _count(wanted: list[Any], found: list[Any] | None) -> bool:
+def _depend_on_count(wanted: list[Any], found: list[Any] | None) -> bool:
     """Whether results with more rows are others for the first ones; those without rows, anywhere."""
     if found is None:
         return True
