@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 from unidist.backends.environment import MEMORY  # noqa: E402
 from unidist.checkpoint.reading import Reader  # noqa: E402
-from unidist.keras import checkpoints  # noqa: E402
-from unidist.keras.copies import Copies  # noqa: E402
-from unidist.keras.states import State  # noqa: E402
+from unidist.keras.checkpoint import api as checkpoints  # noqa: E402
+from unidist.keras.checkpoint.copies import Copies  # noqa: E402
+from unidist.keras.checkpoint.states import State  # noqa: E402
 from unidist.launch.memory import Memory  # noqa: E402
 
 MIB = 1 << 20
@@ -196,7 +196,7 @@ def read(works: Works, times: int) -> tuple[dict[str, float], float]:
             counts.append(self.bytes_read)
             super().close()
 
-    with mock.patch("unidist.keras.checkpoints.Reader", Counting):
+    with mock.patch("unidist.keras.checkpoint.api.Reader", Counting):
         unidist.restore(works.model, works.folder)
     named: dict[str, Callable[[], object]] = {
         "unidist.restore": lambda: unidist.restore(works.model, works.folder),

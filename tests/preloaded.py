@@ -35,9 +35,9 @@ _TENSORFLOW = (
 # With Keras, on the backend that KERAS_BACKEND names, and what the programs of the tests import besides.
 _BESIDES = ("keras", "pytest", "h5py")
 KERAS = {
-    "torch": (*TORCH, *_BESIDES, "unidist.keras.explicit.hooks"),
-    "jax": (*JAX, *_BESIDES, "tests.support.lasting_losses", "unidist.keras.partitioned.hooks"),
-    "tensorflow": (*_TENSORFLOW, *_BESIDES, "unidist.keras.dtensor.hooks", "unidist.keras.replicated.hooks"),
+    "torch": (*TORCH, *_BESIDES, "unidist.keras.torch.hooks"),
+    "jax": (*JAX, *_BESIDES, "tests.support.lasting_losses", "unidist.keras.jax.hooks"),
+    "tensorflow": (*_TENSORFLOW, *_BESIDES, "unidist.keras.tensorflow.hooks", "unidist.keras.tensorflow_horovod.hooks"),
 }
 # Keras on torch, given tf.data: keras_hub reads text by it.
 TORCH_AND_TENSORFLOW = (*KERAS["torch"], "keras_hub", "tensorflow")

@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from unidist.errors import ProcessLostError as ProcessLostError
     from unidist.errors import RankFailedError as RankFailedError
     from unidist.errors import UnidistError as UnidistError
-    from unidist.keras.checkpoints import restore as restore
-    from unidist.keras.checkpoints import save as save
+    from unidist.keras.checkpoint.api import restore as restore
+    from unidist.keras.checkpoint.api import save as save
+    from unidist.keras.checkpoint.resuming import Checkpoint as Checkpoint
     from unidist.keras.models import describe as describe
     from unidist.keras.models import gather_weights as gather_weights
     from unidist.keras.models import parallelize as parallelize
     from unidist.keras.planning.planning import plan as plan
-    from unidist.keras.resuming import Checkpoint as Checkpoint
     from unidist.keras.strategy import DataParallel as DataParallel
     from unidist.keras.strategy import ModelParallel as ModelParallel
     from unidist.keras.telemetry import Telemetry as Telemetry

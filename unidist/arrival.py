@@ -28,7 +28,7 @@ def finish() -> None:
     Raises:
         CheckpointError: it could not be written.
     """
-    if (later := sys.modules.get("unidist.keras.later")) is not None:
+    if (later := sys.modules.get("unidist.keras.checkpoint.later")) is not None:
         later.leave()
 
 

@@ -87,7 +87,7 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 
 def _checkpoint(parsed: argparse.Namespace) -> int:
     def by_keras(*given: object) -> None:
-        importlib.import_module("unidist.keras.exporting").export(*given)
+        importlib.import_module("unidist.keras.checkpoint.exporting").export(*given)
 
     return int(importlib.import_module("unidist.checkpoint.command").main(parsed.arguments, by_keras))
 

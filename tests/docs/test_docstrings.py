@@ -14,7 +14,7 @@ from unidist.testing.processes import ProcessWorld
 
 PACKAGE = Path(unidist.__file__).parent
 # What the modules of a folder import.
-KERAS = {"keras/partitioned": "jax", "keras/dtensor": "tensorflow", "keras/replicated": "tensorflow"}
+KERAS = {"keras/jax": "jax", "keras/tensorflow": "tensorflow", "keras/tensorflow_horovod": "tensorflow"}
 
 
 def _files() -> list[str]:

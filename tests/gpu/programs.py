@@ -91,7 +91,7 @@ def batches() -> set[str]:
     """Where the batches are that a step is given, and whether their copies were waited for."""
     import keras
 
-    from unidist.keras.explicit import devices
+    from unidist.keras.torch import devices
 
     seen: set[str] = set()
     sent = devices.sent
@@ -215,8 +215,8 @@ def _stepping(zero: int, width: int = 64, *, norm: bool = True) -> tuple[Callabl
     import keras
 
     from unidist.keras.compat import get_device
-    from unidist.keras.explicit import data, engine
-    from unidist.keras.explicit.context import Rows
+    from unidist.keras.torch import data, engine
+    from unidist.keras.torch.context import Rows
 
     unidist.use("torch")
     keras.utils.set_random_seed(3)
@@ -266,7 +266,7 @@ def memory(zero: int, steps: int = 50) -> list[int]:
 
 def adam(fuses: bool) -> tuple[dict[str, Any], int]:
     """Weights after five steps, and how many tensors the fused kernel has updated."""
-    from unidist.keras.explicit import fused
+    from unidist.keras.torch.steps import fused
 
     taken = 0
     fits = fused._fits

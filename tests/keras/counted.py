@@ -40,7 +40,7 @@ def _sizes(model: Any) -> list[int]:
 
 def sent(zero: int, *, merged: bool = True, bucket_mb: str | None = None, steps: int = 3) -> tuple[list[int], Sent]:
     """(bytes of the layers, what some steps send) with every layer a unit of its own unless they are merged."""
-    from unidist.keras.explicit import units
+    from unidist.keras.torch.values import units
 
     fresh()
     rng = np.random.default_rng(1)
@@ -157,7 +157,7 @@ def _memory(tensors: list[Any], seen: set[int]) -> int:
 def masks() -> dict[int, list[Any]]:
     """Rank -> the units kept by a dropout of inputs, which model shards have alike, and by one between two layers whose
     kernels are cut, on a 2 x 2 mesh."""
-    from unidist.keras.explicit.context import frame
+    from unidist.keras.torch.context import frame
 
     fresh()
     with scope(contract._strategy("2x2", 0)):

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 
 import unidist
 from tests.support.runs import Result, fresh, scope, strategy, told
-from unidist.keras.explicit import context
+from unidist.keras.torch import context
 
 RULES: dict[str, tuple[str | None, ...]] = {".*/a/kernel": (None, "model"), ".*/b/kernel": ("model", None)}
 Weights = list[Any]

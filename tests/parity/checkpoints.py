@@ -109,7 +109,7 @@ def read(folder: str, spec: Spec | None) -> tuple[dict[str, Any], tuple[Any, ...
     """(path -> bits of the value, (step, facts, what was skipped), bytes read / bytes of this process's shards)."""
     import unidist
     from unidist.checkpoint.reading import Reader
-    from unidist.keras.states import State
+    from unidist.keras.checkpoint.states import State
 
     read: list[int] = []
 
@@ -119,7 +119,7 @@ def read(folder: str, spec: Spec | None) -> tuple[dict[str, Any], tuple[Any, ...
             super().close()
 
     model = build(spec)
-    with mock.patch("unidist.keras.checkpoints.Reader", Counting):
+    with mock.patch("unidist.keras.checkpoint.api.Reader", Counting):
         found = unidist.restore(model, folder)
     own = sum(_bytes(held, model) for _, held in State.of(model).variables)
     values = {v.path: _bits(np.asarray(v)) for v in variables(model)}

@@ -92,7 +92,8 @@ def full_disk(folder: str, spec: Spec, at: int, asynchronous: bool) -> tuple[lis
     """(what the saves said, whether training went on, steps that count): of a step that is written, one for which the
     process at a place has no space, and another one that is written."""
     import unidist
-    from unidist.keras import checkpoints, later
+    from unidist.keras.checkpoint import api as checkpoints
+    from unidist.keras.checkpoint import later
 
     model = build(spec)
     fill(model, 1)
@@ -226,7 +227,7 @@ def save_until_killed(folder: str, spec: Spec, after: float, asynchronous: bool)
     that many seconds after they have begun to save. `saved` beside the folder has the last step whose save returned.
     """
     import unidist
-    from unidist.keras import checkpoints
+    from unidist.keras.checkpoint import api as checkpoints
 
     model, beside = build(spec), Path(f"{folder}-beside")
     # What is traced and compiled takes longer than what follows.
@@ -267,7 +268,7 @@ def is_of(folder: Path, step: int) -> bool:
 def loads(folders: list[str]) -> list[tuple[int, bool]]:
     """(the latest step, or 0; whether it has its values) of each folder, on one device."""
     import unidist
-    from unidist.keras.checkpoints import latest
+    from unidist.keras.checkpoint.api import latest
 
     model, found = build(None), []
     for folder in folders:

@@ -371,7 +371,7 @@ def cut_along_another_dim() -> None:
 
     import unidist
     from unidist.algebra import Layout
-    from unidist.keras.dtensor import slicing, values, worlds
+    from unidist.keras.tensorflow import slicing, values, worlds
 
     mesh = unidist.Mesh({"data": 2, "model": 2})
     native = worlds.native_mesh(mesh)
@@ -664,7 +664,7 @@ def combined(combiner: str, relay: bool) -> float:
     import tensorflow as tf
     from tensorflow.experimental import dtensor
 
-    from unidist.keras.dtensor import placing, trainer, values, worlds
+    from unidist.keras.tensorflow import placing, trainer, values, worlds
 
     os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = combiner
     trainer.RELAY = relay

@@ -20,7 +20,7 @@ from tests.parity.train import Spec, distributed
 from unidist.checkpoint import folders
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
-from unidist.keras import leaving, turns
+from unidist.keras.checkpoint import leaving, turns
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")

@@ -158,8 +158,8 @@ def keep(said: list[str], folder: str, spec: Spec) -> None:
 
 def take(said: list[str], folder: str, spec: Spec) -> tuple[str, float]:
     """(text, number) of a layer in a model that takes this step."""
-    from unidist.keras.checkpoints import restore_from
-    from unidist.keras.states import State
+    from unidist.keras.checkpoint.api import restore_from
+    from unidist.keras.checkpoint.states import State
 
     model = _noted(spec, 10)
     restore_from(model, _copies(said, folder).find(State.of(model).holders, 0))

@@ -17,7 +17,7 @@ Told = list[str]
 def _copies(said: Told, folder: str) -> Any:
     """Of this process, to which its node's launcher has said which files there are."""
     import unidist
-    from unidist.keras.copies import Copies
+    from unidist.keras.checkpoint.copies import Copies
 
     os.environ[MEMORY] = said[unidist.process_index()]
     try:
@@ -37,7 +37,7 @@ def _model(spec: Spec) -> Any:
 def keep(said: Told, folder: str, spec: Spec, steps: list[int]) -> tuple[int, dict[str, float]]:
     """Keeps steps, the last of them with the values that are known. (bytes written a step, op -> bytes sent of it)."""
     import unidist
-    from unidist.keras.states import State
+    from unidist.keras.checkpoint.states import State
 
     model = _model(spec)
     copies = _copies(said, folder)
@@ -57,8 +57,8 @@ def take(said: Told, folder: str, spec: Spec, newer_than: int = 0) -> tuple[int,
     """(step, the facts that were kept with it, path -> bits of the value), or None where nothing whole is there."""
     import keras
 
-    from unidist.keras import checkpoints as saving
-    from unidist.keras.states import State
+    from unidist.keras.checkpoint import api as saving
+    from unidist.keras.checkpoint.states import State
 
     keras.utils.clear_session()
     model = _model(spec)

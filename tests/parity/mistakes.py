@@ -244,7 +244,7 @@ def raises_in_a_callback() -> Told:
 def apart_at_the_gate() -> Told:
     """Each process comes to something else, and no collective follows that would hang without a gate."""
     import unidist
-    from unidist.keras.dtensor import worlds
+    from unidist.keras.tensorflow import worlds
 
     def come() -> None:
         with worlds.together(f"what process {unidist.process_index()} does"):
@@ -258,7 +258,7 @@ def stall(how: str) -> Told:
     import keras
 
     import unidist
-    from unidist.keras.dtensor import worlds
+    from unidist.keras.tensorflow import worlds
 
     second = unidist.process_index() == 1
 

@@ -83,7 +83,7 @@ def _trainings() -> list[tuple[str, Spec, str]]:
         for spec in setting.specs
         for case in _cases(setting, spec)
     ]
-    # The explicit engine is one for all of these: each setting meets each strategy and each case, and each strategy
+    # The driver on torch is one for all of these: each setting meets each strategy and each case, and each strategy
     # each case. The others are chosen by hand above.
     rows = [(setting, spec.shape, case) for setting, spec, case in every if setting in _EXPLICIT]
     chosen = set(pairwise(rows, cost=lambda row: SETTINGS[row[0]].backend == "horovod"))

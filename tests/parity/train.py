@@ -158,7 +158,7 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **option
 
 def train_loosely(name: str, spec: Spec) -> Result:
     """Trains a case while every tensor that can moves by itself, as large ones do."""
-    from unidist.keras.explicit import flat
+    from unidist.keras.torch.values import flat
 
     usual, flat.LOOSE_BYTES = flat.LOOSE_BYTES, 1
     try:

@@ -142,7 +142,7 @@ def _all_of(model: Any) -> list[Any]:
 def _strike_in_files(rank: int) -> None:
     """In the middle of writing, or reading, a checkpoint, or a step in memory."""
     from unidist.checkpoint import memory, reading, writing
-    from unidist.keras import fetching
+    from unidist.keras.checkpoint import fetching
 
     def replace(kind: Any, name: str, place: str, at: int = 0) -> None:
         original, count = getattr(kind, name), 0

@@ -27,10 +27,10 @@ ROOMS = {
     "checkpoint": "unidist/checkpoint/",
     "ledger": "unidist/ledger.py",
     "testing": "unidist/testing/",
-    "explicit": "unidist/keras/explicit/",
-    "partitioned": "unidist/keras/partitioned/",
-    "dtensor": "unidist/keras/dtensor/",
-    "replicated": "unidist/keras/replicated/",
+    "explicit": "unidist/keras/torch/",
+    "partitioned": "unidist/keras/jax/",
+    "dtensor": "unidist/keras/tensorflow/",
+    "replicated": "unidist/keras/tensorflow_horovod/",
     "planning": "unidist/keras/planning/",
 }
 # Test classes of backends inherit their methods from here.

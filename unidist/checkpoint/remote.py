@@ -89,7 +89,7 @@ def opened(address: str, step: Step) -> tuple[str, Opened]:
 
 
 class RemoteDirectory:
-    """A directory of checkpoints in a store, as processes write it together (keras/checkpoints.py)."""
+    """A directory of checkpoints in a store, as processes write it together (keras/checkpoint/api.py)."""
 
     def __init__(self, address: str) -> None:
         self._store = Store(address)

@@ -13,9 +13,9 @@ from unidist.strategies import Strategy
 
 # Keras backend -> what trains there, unless the adapter in use has declared another driver.
 _DRIVERS = {
-    "torch": "unidist.keras.explicit",
-    "jax": "unidist.keras.partitioned",
-    "tensorflow": "unidist.keras.dtensor",
+    "torch": "unidist.keras.torch",
+    "jax": "unidist.keras.jax",
+    "tensorflow": "unidist.keras.tensorflow",
 }
 
 

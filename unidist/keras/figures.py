@@ -17,12 +17,12 @@ from unidist.events import Event
 from unidist.flight.reading import waited
 from unidist.flight.recorder import recorder
 from unidist.keras import drivers
+from unidist.keras.checkpoint.walking import innermost
 from unidist.keras.compat import tree
 from unidist.keras.lockstep import Part
-from unidist.keras.walking import innermost
 
 # Drivers whose step is one compiled program, collectives included.
-_OF_PROGRAMS = ("unidist.keras.partitioned", "unidist.keras.dtensor")
+_OF_PROGRAMS = ("unidist.keras.jax", "unidist.keras.tensorflow")
 
 
 # rows -----------------------------------------------------------------------------------------------------------------

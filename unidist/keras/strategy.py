@@ -301,7 +301,7 @@ def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
 
 
 def takes_uneven() -> bool:
-    """Whether variables may be in uneven shards: the partitioned engines' arrays must divide."""
+    """Whether variables may be in uneven shards: arrays on JAX and DTensors must divide."""
     return bool(keras.config.backend() == "torch")
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 from unidist.algebra import Layout
 from unidist.keras import placed, sessions
-from unidist.keras.partitioned import data, fanning, layouts, redistribution, rowwise
+from unidist.keras.jax import data, fanning, layouts, redistribution, rowwise
 from unidist.keras.processes import Processes
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {

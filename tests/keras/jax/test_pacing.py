@@ -10,7 +10,7 @@ import pytest
 from tests.support import flights
 from unidist.backends.jax import joining, waiting
 from unidist.errors import ProcessLostError
-from unidist.keras.partitioned import pacing
+from unidist.keras.jax import pacing
 
 STEP = "train step"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from unidist.keras.partitioned.rowwise import SIZES, is_row_wise
+from unidist.keras.jax.rowwise import SIZES, is_row_wise
 
 W = np.linspace(-1, 1, 40).reshape(5, 8).astype("float32")
 CUBE = np.linspace(-1, 1, 96).reshape(8, 3, 4).astype("float32")

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 import unidist
 from unidist.backends.torch.backend import TorchBackend
 from unidist.keras.compat import torch_core
-from unidist.keras.explicit import context, data, engine, fused, optimizers, statistics, traffic
-from unidist.keras.explicit.context import Rows
-from unidist.keras.explicit.reducer import Reducer
+from unidist.keras.torch import context, data, engine
+from unidist.keras.torch.context import Rows
+from unidist.keras.torch.steps import fused, optimizers, statistics, traffic
+from unidist.keras.torch.steps.reducer import Reducer
 
 GPU = "cuda:0"
 

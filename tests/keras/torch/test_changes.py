@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.explicit import changes
+from unidist.keras.torch import changes
 
 
 class Calling(keras.layers.Layer):

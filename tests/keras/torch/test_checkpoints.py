@@ -17,8 +17,10 @@ import pytest
 import unidist
 from unidist.checkpoint import folders
 from unidist.checkpoint.reading import Reader
-from unidist.keras import checkpoints, later, seeds
-from unidist.keras.states import Holders
+from unidist.keras import seeds
+from unidist.keras.checkpoint import api as checkpoints
+from unidist.keras.checkpoint import later
+from unidist.keras.checkpoint.states import Holders
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
 Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")

@@ -270,7 +270,7 @@ def test_dropout_draws_alike_on_replicas_and_apart_on_shards():
     original = layers.Dropout.call
 
     def watched(self, inputs, training=False):
-        from unidist.keras.explicit.context import frame
+        from unidist.keras.torch.context import frame
 
         out = original(self, inputs, training=training)
         if frame() is not None and training:

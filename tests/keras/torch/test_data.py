@@ -13,7 +13,7 @@ from tests import preloaded
 from tests.keras.torch import cases
 from tests.keras.torch.sources import SOURCES, check
 from tests.visible import WITH_TENSORFLOW
-from unidist.keras.explicit import saving
+from unidist.keras.torch import saving
 from unidist.testing.processes import ProcessWorld
 
 WITHOUT_TENSORFLOW = [name for name in SOURCES if name != "tf.data"]

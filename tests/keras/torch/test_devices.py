@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import preloaded
-from unidist.keras.explicit import devices
+from unidist.keras.torch import devices
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes

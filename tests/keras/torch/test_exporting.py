@@ -12,8 +12,8 @@ import pytest
 
 import unidist
 from unidist.errors import CheckpointError
+from unidist.keras.checkpoint.exporting import export
 from unidist.keras.compat import serialization_lib
-from unidist.keras.exporting import export
 
 
 def net(*layers: Any) -> Any:

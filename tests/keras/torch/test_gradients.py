@@ -12,8 +12,8 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
 from tests.keras.torch.test_steps import OwnStep
-from unidist.keras.explicit import flat
-from unidist.keras.explicit.rowparts import RowPart
+from unidist.keras.torch.rows.rowparts import RowPart
+from unidist.keras.torch.values import flat
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),

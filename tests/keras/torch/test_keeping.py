@@ -20,7 +20,8 @@ import torch
 import unidist
 from unidist.checkpoint import assets
 from unidist.errors import CheckpointError
-from unidist.keras import checkpoints, keeping
+from unidist.keras.checkpoint import api as checkpoints
+from unidist.keras.checkpoint import keeping
 
 X = np.random.default_rng(1).normal(size=(16, 4)).astype("float32")
 

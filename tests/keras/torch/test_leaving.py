@@ -13,8 +13,8 @@ import pytest
 
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
-from unidist.keras import leaving
-from unidist.keras.leaving import Leaving, Requests
+from unidist.keras.checkpoint import leaving
+from unidist.keras.checkpoint.leaving import Leaving, Requests
 from unidist.keras.processes import Processes, taking_part
 
 

@@ -23,8 +23,8 @@ from tests.keras.torch.models import (
     train,
     two_by_two,
 )
-from unidist.keras.explicit import pairs, verdicts
-from unidist.keras.explicit.world import rank_world
+from unidist.keras.torch.tensor_parallel import pairs, verdicts
+from unidist.keras.torch.world import rank_world
 
 
 @pytest.mark.parametrize("mesh", [None, two_by_two], ids=["4", "2x2"])

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
-from unidist.keras.explicit import units
+from unidist.keras.torch.values import units
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),

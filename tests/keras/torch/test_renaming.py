@@ -14,7 +14,7 @@ import pytest
 
 import unidist
 from tests.support.sampling import unless_all
-from unidist.keras import renaming
+from unidist.keras.checkpoint import renaming
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
 Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")

@@ -17,8 +17,9 @@ import torch
 import unidist
 from unidist.checkpoint import folders, remote
 from unidist.errors import CheckpointError
-from unidist.keras import checkpoints, later, position, turns
-from unidist.keras.position import Position
+from unidist.keras.checkpoint import api as checkpoints
+from unidist.keras.checkpoint import later, position, turns
+from unidist.keras.checkpoint.position import Position
 
 RNG = np.random.default_rng(4)
 X, Y = RNG.normal(size=(10, 4)).astype("float32"), RNG.normal(size=(10, 4)).astype("float32")

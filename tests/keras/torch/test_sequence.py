@@ -17,8 +17,9 @@ from keras import layers, ops
 import unidist
 from unidist.algebra import Layout
 from unidist.keras import sessions
-from unidist.keras.explicit import rowwise, sequence
-from unidist.keras.explicit.world import rank_world
+from unidist.keras.torch.rows import rowwise
+from unidist.keras.torch.tensor_parallel import sequence
+from unidist.keras.torch.world import rank_world
 
 LENGTH, WIDTH = 7, 12  # on 2 devices 4 and 3 places, on 4 devices 2, 2, 2 and 1
 

@@ -14,7 +14,8 @@ import unidist
 from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
-from unidist.keras.explicit import flat, fused, optimizers, reducer, units
+from unidist.keras.torch.steps import fused, optimizers, reducer
+from unidist.keras.torch.values import flat, units
 
 STAGES = (1, 2, 3)
 
@@ -254,7 +255,7 @@ def test_fetched_values_are_let_go(monkeypatch):
     original = layers.Dense.call
 
     def watched(self, *args, **kwargs):
-        from unidist.keras.explicit.context import frame
+        from unidist.keras.torch.context import frame
 
         if frame() is not None:
             fetcher = next(iter(self.kernel._storage.units.values())).fetcher

@@ -194,7 +194,7 @@ class TorchWays(BufferedCollectives[Transport]):
 
 
 class TorchComm(HorovodComm[torch.Tensor]):
-    """Collectives on torch tensors, and those that the explicit engine starts and waits for later."""
+    """Collectives on torch tensors, and those that Keras on torch starts and waits for later."""
 
     def __init__(self, transport: Callable[[Group], Transport], timeout: float) -> None:
         self._primitives = Primitives(timeout)

@@ -1,0 +1,116 @@
+"""Checkpoints that are written while training goes on: by one process beside each, one checkpoint at a time."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unidist.backends.protocol import Array
+from unidist.checkpoint import folders
+from unidist.checkpoint.background import Background
+from unidist.flight.recorder import recorder
+from unidist.keras.checkpoint.states import Holders, State, tried
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    holders: Holders
+    folder: Path
+    keep: int | None
+    step: int
+
+
+class _Writer:
+    """The process beside this one, and what it writes now."""
+
+    def __init__(self) -> None:
+        self.background: Background | None = None
+        self.under_way: _UnderWay | None = None
+
+    def at(self, place: int) -> Background:
+        if self.background is None or self.background.place != place:
+            self.end()
+            self.background = Background(place)
+        return self.background
+
+    def end(self) -> None:
+        if self.background is not None:
+            with self.background:
+                self.background.wait()
+            self.background = None
+
+
+_writer = _Writer()
+
+
+def start(state: State, folder: Path, facts: dict[str, Any], keep: int | None, step: int) -> None:
+    """Copies what this process writes, and lets the process beside it write. A collective.
+
+    Raises:
+        CheckpointError: on all, where one could not begin.
+    """
+    state.holders.agree(_begin(state, folder, facts), f"begin to write {folder}")
+    _writer.under_way = _UnderWay(state.holders, folder, keep, step)
+
+
+def _begin(state: State, folder: Path, facts: dict[str, Any]) -> OSError | None:
+    """Gives the failure, if this process cannot."""
+    background = _writer.at(state.holders.place)
+    try:
+        memory = background.memory(state.bytes_written())
+    except OSError as error:
+        return state.bring(lambda *piece: None, error)
+    pieces: list[tuple[str, int, int, int]] = []
+
+    def copy(name: str, begin: int, rows: Array) -> None:
+        at = sum(pieces[-1][2:]) if pieces else 0
+        memory[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)[...] = rows
+        pieces.append((name, begin, at, rows.nbytes))
+
+    committed = {"facts": facts, "places": state.holders.count} if state.holders.place == 0 else None
+    return state.bring(copy, None) or tried(lambda: background.start(folder, state.files, pieces, committed))
+
+
+def wait() -> None:
+    """Waits for what is under way. A collective of its processes.
+
+    Raises:
+        CheckpointError: on all, where one could not write.
+    """
+    found, _writer.under_way = _writer.under_way, None
+    if found is None or _writer.background is None:
+        return
+    found.holders.agree(tried(_writer.background.wait), f"write {found.folder}")
+    recorder.committed(found.step)
+    if (keep := found.keep) is not None:
+        found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
+
+
+def leave() -> None:
+    """Waits for what is under way, and ends the process that writes. A collective of the processes of both.
+
+    Raises:
+        CheckpointError: on all, where one could not write. The process has ended all the same.
+    """
+    try:
+        wait()
+    finally:
+        close()
+
+
+def close() -> None:
+    """Ends the process that writes, when it has written. No collective.
+
+    Raises:
+        CheckpointError: it could not write.
+    """
+    found, _writer.under_way = _writer.under_way, None
+    _writer.end()
+    if found is not None and found.keep is not None and found.holders.place == 0:
+        folders.prune(found.folder.parent, found.keep, found.step)
+
+
+# At the end of a program the others may be gone. Python shows the error.
+atexit.register(close)

@@ -1,1 +1,0 @@
-"""The engine of Keras on TensorFlow: variables are DTensors, a step is one tf.function that DTensor partitions."""

@@ -1,0 +1,192 @@
+"""Batches: placed on the mesh, padded where their rows do not divide, and cut to the true rows inside the step.
+
+A batch of 10 rows on 4 devices is padded to 12 and sharded; the compiled step first takes rows 0 to 9 of the global
+array. The compiler then works on uneven shards, so that every mean, statistic and metric is that of the true rows. On a
+mesh of several axes it is given the rows whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+from jax.sharding import NamedSharding
+
+from unidist.keras.jax import layouts, processes
+from unidist.keras.lockstep import Part
+
+Segments = tuple[tuple[int, int], ...]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["segments"])
+@dataclass(frozen=True)
+class Padded:
+    """A sharded array whose true rows are the segments (start, stop) of its first dim, in order."""
+
+    array: Any
+    segments: Segments
+
+    def cut(self) -> Any:
+        parts = [self.array[start:stop] for start, stop in self.segments]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def cut(tree: Any, distribution: Any) -> Any:
+    """The tree with every padded array cut to its true rows.
+
+    On a mesh that cuts variables too they are whole on every device from there on. XLA's partitioner adds the rows that
+    it pads itself to what is scattered over two axes, as the gradient of an embedding (JAX 0.10).
+    """
+    is_whole = distribution is not None and layouts.has_several_axes(distribution.device_mesh.backend_mesh)
+
+    def true(leaf: Any) -> Any:
+        if not isinstance(leaf, Padded):
+            return leaf
+        return replicate(leaf.cut(), distribution) if is_whole else leaf.cut()
+
+    return jax.tree.map(true, tree, is_leaf=is_padded_leaf)
+
+
+def is_padded_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, Padded)
+
+
+def is_padded(tree: Any) -> bool:
+    return any(map(is_padded_leaf, jax.tree.leaves(tree, is_leaf=is_padded_leaf)))
+
+
+def described(leaf: Any) -> str:
+    """A placed array's dtype and true shape, and where its rows are."""
+    if not isinstance(leaf, Padded):
+        return f"{leaf.dtype} {leaf.shape}"
+    rows = sum(stop - start for start, stop in leaf.segments)
+    places = ", ".join(f"{start}-{stop}" for start, stop in leaf.segments)
+    return f"{leaf.array.dtype} {(rows, *leaf.array.shape[1:])} in {places} of {leaf.array.shape[0]}"
+
+
+def place(batch: Any, distribution: Any) -> Any:
+    """The batch on the distribution's mesh. What is there already stays.
+
+    Args:
+        batch: a tree of arrays. The same global batch on every process where the distribution's
+            `auto_shard_dataset` is set, else each process's own rows of it.
+        distribution: a Keras Distribution.
+
+    Raises:
+        LayoutError: another dim than the first does not divide over its axes.
+    """
+    return jax.tree.map(partial(_place_leaf, distribution), batch, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (Part, Padded, JAXSparse))
+
+
+def _place_leaf(distribution: Any, value: Any) -> Any:
+    if isinstance(value, Padded) or _is_global(value, distribution):
+        return value
+    if isinstance(value, JAXSparse):
+        return jax.device_put(value, layouts.replicated(distribution))
+    if isinstance(value, Part):
+        return _place_part(value, distribution)
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if array.ndim == 0:
+        return processes.put(array, layouts.replicated(distribution))
+    if processes.several() and not distribution.auto_shard_dataset:
+        return _place_part(Part(array, rows_of_all(array.shape[0])), distribution)
+    return _place_whole(array, distribution)
+
+
+def _is_global(value: Any, distribution: Any) -> bool:
+    """Whether the user has put the array on the mesh already."""
+    if not isinstance(value, jax.Array):
+        return False
+    devices = value.sharding.device_set
+    return len(devices) > 1 and devices == set(distribution.device_mesh.backend_mesh.devices.flat)
+
+
+def _place_whole(array: Any, distribution: Any) -> Any:
+    rows = array.shape[0]
+    sharding = layouts.of_batch(array.shape, distribution)
+    missing = -rows % layouts.parts_of_dim(sharding, 0)
+    if not missing:
+        return processes.put(array, sharding)
+    return Padded(processes.put(_padded(array, missing), sharding), ((0, rows),))
+
+
+def _padded(array: Any, missing: int) -> Any:
+    concatenate = jnp.concatenate if isinstance(array, jax.Array) else np.concatenate
+    zeros = jnp.zeros if isinstance(array, jax.Array) else np.zeros
+    return concatenate([array, zeros((missing, *array.shape[1:]), array.dtype)])
+
+
+def _place_part(part: Part, distribution: Any) -> Any:
+    """The global array, made of each process's own rows."""
+    array = np.asarray(part.array)
+    sharding = layouts.of_batch(array.shape, distribution)
+    places = rows_by_process(sharding)
+    units = len(places[jax.process_index()])
+    per_unit = -(-max(part.counts) // units)
+    if part.total is not None:
+        per_unit = -(-part.total // layouts.parts_of_dim(sharding, 0))
+    missing = per_unit * units - array.shape[0]
+    held = _padded(array, missing) if missing else array
+    total = layouts.parts_of_dim(sharding, 0) * per_unit
+    shape = (total, *array.shape[1:])
+    placed = jax.make_array_from_process_local_data(sharding, held, shape)
+    segments = _segments(places, part.counts, per_unit)
+    return placed if segments == ((0, total),) else Padded(placed, segments)
+
+
+@lru_cache(maxsize=64)
+def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
+    """Which parts of the first dim each process's devices hold, in order."""
+    parts = layouts.parts_of_dim(sharding, 0)
+    held: list[set[int]] = [set() for _ in range(jax.process_count())]
+    first: Any = layouts.named(sharding.mesh, *sharding.spec[:1])
+    for device, (rows,) in first.devices_indices_map((parts,)).items():
+        held[device.process_index].update(range(*rows.indices(parts)))
+    return tuple(tuple(sorted(places)) for places in held)
+
+
+def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
+    """The true rows of an array where process p filled the first counts[p] rows of its parts, each part once."""
+    filled: dict[int, int] = {}
+    for own, count in zip(places, counts, strict=True):
+        for place, unit in enumerate(own):
+            filled[unit] = min(max(count - place * per_unit, 0), per_unit)
+    segments: list[tuple[int, int]] = []
+    for unit in sorted(filled):
+        start, stop = unit * per_unit, unit * per_unit + filled[unit]
+        if segments and segments[-1][1] == start:
+            segments[-1] = (segments[-1][0], stop)
+        elif stop > start:
+            segments.append((start, stop))
+    return tuple(segments)
+
+
+def replicate(tree: Any, distribution: Any) -> Any:
+    """Every array of the tree whole on every device: inside a compiled step a constraint, outside it a transfer."""
+    return jax.tree.map(partial(_replicate_leaf, layouts.replicated(distribution)), tree)
+
+
+def _replicate_leaf(sharding: NamedSharding, value: Any) -> Any:
+    if isinstance(value, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(value, sharding)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        return jax.jit(_same, out_shardings=sharding)(value)
+    return value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def rows_of_all(rows: int) -> tuple[int, ...]:
+    """Every process's number of rows. A collective."""
+    return processes.of_all(rows, "rows of a batch")

@@ -1,0 +1,121 @@
+"""A variable's way from where it rests to the data shards that use it, and its gradient's way back, by collectives.
+
+On global arrays "fanned out over the data axes" is a stack: one copy for each data shard, each shard holding its own,
+whose gradients are the shards' own sums. Autodiff adds the gradients of several uses there, where adding moves nothing,
+and one reduce_scatter takes them to where the optimizer works. Inside a region (regions.py), where the program is that
+of one data shard, it is an all_gather whose adjoint is that reduce_scatter.
+
+Source: ZeRO (Rajbhandari et al., SC 2020, arXiv:1910.02054). Bytes a rank, of a variable of P bytes over n data shards:
+reduce_scatter (n-1)/n P, all_gather (n-1)/n P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from unidist.algebra import Axes
+from unidist.keras.jax.layouts import Placement, of_native, places
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the data axes cut one variable's gradient and slots.
+
+    Attributes:
+        mesh: JAX's mesh.
+        axes: the data axes that cut it, major to minor.
+        dim: which dim they cut.
+        outer: into how many parts other axes cut that dim before; its parts are then laid side by side, as a dim of
+            their own before it.
+        stored: whether the value rests so too.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    dim: int
+    outer: int
+    stored: bool
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of the value with the parts of `outer` laid side by side."""
+        return PartitionSpec(*[None] * self.side, self.axes)
+
+    @property
+    def side(self) -> int:
+        """The dim that the data axes cut then."""
+        return self.dim + (self.outer > 1)
+
+    def laid(self, value: Any) -> Any:
+        if self.outer == 1:
+            return value
+        shape = value.shape
+        parts = (self.outer, shape[self.dim] // self.outer)
+        return value.reshape(*shape[: self.dim], *parts, *shape[self.dim + 1 :])
+
+    def joined(self, value: Any) -> Any:
+        """What `laid` took apart."""
+        if self.outer == 1:
+            return value
+        shape = value.shape
+        return value.reshape(*shape[: self.dim], shape[self.dim] * shape[self.dim + 1], *shape[self.dim + 2 :])
+
+
+def cut_of(placed: Placement, data_axes: Axes) -> Cut | None:
+    """How the data axes cut a variable's state where its layers need it whole over them; None where they do not."""
+    mesh: Any = placed.state.mesh
+    axes = tuple(axis for axis in data_axes if mesh.shape[axis] > 1)
+    state, compute, storage = (of_native(layout).dims for layout in (placed.state, placed.compute, placed.storage))
+    found = [dim for dim, cut in enumerate(state) if set(cut) & set(axes)]
+    if not axes or len(found) != 1 or any(set(cut) & set(axes) for cut in compute):
+        return None
+    (dim,) = found
+    others = state[dim][: -len(axes)]
+    if state[dim][len(others) :] != axes:
+        return None
+    return Cut(mesh, axes, dim, places(mesh, others), stored=dim < len(storage) and storage[dim] == state[dim])
+
+
+def by_shard(cut: Cut, program: Callable[..., Any], takes: Any, gives: Any) -> Callable[..., Any]:
+    """The program run by each data shard on its part. Other axes than the data's stay the compiler's."""
+    return jax.shard_map(
+        program, mesh=cut.mesh, in_specs=takes, out_specs=gives, axis_names=set(cut.axes), check_vma=False
+    )
+
+
+def gathered(cut: Cut, shard: Any) -> Any:
+    """Inside a region: the whole value of a shard. S -> F; the adjoint is reduce_scatter."""
+    return cut.joined(jax.lax.all_gather(shard, cut.axes, axis=cut.side, tiled=True))
+
+
+def stacked(cut: Cut, value: Any) -> Any:
+    """A whole value fanned out: a stack of it, each data shard holding its own. I -> F; the adjoint is
+    reduce_scatter: P -> S."""
+    return _stacking(cut)(value)
+
+
+@lru_cache(maxsize=1024)
+def _stacking(cut: Cut) -> Any:
+    stack = PartitionSpec(cut.axes)
+
+    @jax.custom_vjp
+    def fan(value: Any) -> Any:
+        return by_shard(cut, lambda whole: whole[None], PartitionSpec(), stack)(value)
+
+    def forward(value: Any) -> tuple[Any, None]:
+        return fan(value), None
+
+    def backward(_: None, gradients: Any) -> tuple[Any]:
+        def reduced(own: Any) -> Any:
+            return jax.lax.psum_scatter(cut.laid(own[0]), cut.axes, scatter_dimension=cut.side, tiled=True)
+
+        return (cut.joined(by_shard(cut, reduced, stack, cut.spec)(gradients)),)
+
+    fan.defvjp(forward, backward)
+    return fan

@@ -1,0 +1,112 @@
+"""The attributes of Keras on JAX that unidist replaces. Made for Keras 3.15 and 3.16; tests/keras/jax checks each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+
+from unidist.backends import registry
+from unidist.backends.jax.virtual import prepare_devices
+from unidist.keras import entrances, making
+from unidist.keras import saving as keras_saving
+from unidist.keras.compat import (
+    BaseOptimizer,
+    JAXTrainer,
+    JaxVariable,
+    Layer,
+    Metric,
+    Operation,
+    conversions,
+    data_adapters,
+)
+from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import jax_trainer as keras_trainer
+from unidist.keras.interception import Hook, Table, by
+from unidist.keras.jax import (
+    layouts,
+    pacing,
+    placing,
+    processes,
+    reading,
+    redistribution,
+    regions,
+    saving,
+    sorting,
+    trainer,
+)
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
+
+
+def prepare() -> None:
+    """With the simulator, JAX's virtual CPU devices are its ranks; they are counted each time it is chosen.
+
+    Raises:
+        BackendMismatchError: JAX runs with fewer devices already.
+    """
+    if registry.in_use().virtual:
+        prepare_devices(len(registry.current().list_devices()))
+
+
+def table() -> Table:
+    """They do nothing where no distribution is active or remembered."""
+    return Table(
+        (
+            *_of_variables(),
+            *_of_trainers(),
+            *keras_saving.hooks_of_saving(lambda model: processes.processes(), saving.gathered),
+            *keras_saving.hooks_of_loading(saving.loading),
+        )
+    )
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """There is no strategy that cannot be trained."""
+
+
+def leave() -> None:
+    """Arrays and their layouts stay JAX's: a model of one process can be trained by Keras alone."""
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    if (several := processes.processes()) is not None:
+        several.align_seeds()
+
+
+def _of_variables() -> Iterator[Hook]:
+    where = "values go to the devices of their layout"
+    yield Hook(JaxVariable, "_initialize_layout", by(placing.initialize_layout), where)
+    yield Hook(JaxVariable, "_direct_assign", placing.assigning, where)
+    yield Hook(JaxVariable, "_initialize_with_initializer", placing.initializing, "one variable's value at a time")
+    yield Hook(JaxVariable, "assign", placing.loading, "a device's shard is read from a file by itself")
+    yield Hook(JaxVariable, "__array__", placing.reading, "shards of other processes are read too")
+    yield Hook(keras_distribution_lib, "distribute_tensor", layouts.constraining, where)
+    yield Hook(keras_distribution_lib, "initialize", processes.joining, "joining is unidist's")
+    averaging = "_overwrite_model_variables_with_average_value"
+    yield Hook(BaseOptimizer, averaging, placing.overwriting, "averages are laid out as their slots")
+    yield Hook(BaseOptimizer, "stateless_apply", redistribution.updating, "gradients and updates by stage of ZeRO")
+    yield Hook(Layer, "stateless_call", redistribution.calling, "values are gathered for the call")
+    yield Hook(Operation, "__call__", regions.calling_layer, "layers under ZeRO: reduce-scatter of their gradients")
+    yield Hook(Metric, "stateless_update_state", trainer.measuring, "metrics are on all devices")
+
+
+def _of_trainers() -> Iterator[Hook]:
+    yield from entrances.hooks(JAXTrainer, placing.distribution_of, trainer.entering)
+    building = "models are built under their distribution"
+    yield Hook(JAXTrainer, "_symbolic_build", trainer.building, building)
+    # Keras 3.16 leaves the other out where all is built.
+    yield Hook(JAXTrainer, "_maybe_symbolic_build", trainer.building, building, versions=("3.16",))
+    yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
+    yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
+    yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")
+    yield Hook(jax.lax.sort_p, "bind", sorting.binding, "rows that do not divide are sorted whole")
+    yield Hook(conversions, "convert_to_numpy", pacing.converting, "waits end when a process is lost")
+    yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
+    yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
+    yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
+    hidden = functools.partial(making.active, None)
+    adapting = functools.partial(reading.one_for_all, current=placing.current, hidden=hidden)
+    yield Hook(data_adapters, "get_data_adapter", adapting, "process 0's data is everybody's")

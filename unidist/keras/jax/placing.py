@@ -1,0 +1,174 @@
+"""Variables: which distribution each was created under, and how a model that exists is placed on another."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from keras import distribution as keras_distribution
+
+from unidist.keras import memory, placed, sessions
+from unidist.keras.compat import in_stateless_scope
+from unidist.keras.jax import layouts, processes
+from unidist.keras.making import active
+from unidist.keras.planning.settling import to_place
+from unidist.keras.ranges import SMALL, Stored
+from unidist.keras.strategy import adopt
+from unidist.keras.telling import applied
+
+
+def current() -> Any:
+    """Keras's distribution of this thread, or None."""
+    return keras_distribution.distribution()
+
+
+def initialize_layout(variable: Any) -> None:
+    """JaxVariable._initialize_layout: finds the layout, and remembers it and the distribution."""
+    record = placed.of_new(variable)
+    # A slot is laid out as its variable, and is placed with it.
+    distribution = current() if record.owner is None else placed.of(record.owner).distribution
+    if distribution is None or record.lies_on(distribution):  # Keras asks twice.
+        return
+    if variable._layout is not None and record.distribution is None:
+        given = layouts.of_native(layouts.native(variable._layout, distribution))
+        placed.note_given(variable, adopt(distribution).mesh, given)
+    _lay(variable, distribution)
+
+
+def reading(original: Any) -> Any:
+    """JaxVariable.__array__: the whole value, also of a variable that spans processes."""
+
+    @functools.wraps(original)
+    def __array__(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: N807 (Keras's name)
+        value = variable.value
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            return np.array(processes.whole(value), dtype, copy=copy)
+        return original(variable, dtype)
+
+    return __array__
+
+
+def assigning(original: Any) -> Any:
+    """JaxVariable._direct_assign: onto a mesh of several processes from the same value on each."""
+
+    @functools.wraps(original)
+    def _direct_assign(variable: Any, value: Any) -> None:
+        distribution = placed.of(variable).distribution
+        if distribution is None or variable._layout is None or isinstance(value, jax.core.Tracer):
+            original(variable, value)
+            return
+        sharding = layouts.native(variable._layout, distribution)
+        if sharding.is_fully_addressable or getattr(value, "sharding", None) == sharding:
+            original(variable, value)
+            return
+        variable._value = processes.put(value, sharding)
+
+    return _direct_assign
+
+
+def loading(original: Any) -> Any:
+    """JaxVariable.assign: each device's shard is read from a file by itself."""
+
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any) -> Any:
+        distribution = placed.of(variable).distribution
+        is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
+        if not is_alike or distribution is None or variable._layout is None or in_stateless_scope():
+            return original(variable, value)
+        dtype = variable._dtype
+
+        def part(index: Any) -> Any:
+            found = value.part(index)
+            return found if str(found.dtype) == dtype else np.asarray(variable._convert_to_tensor(found, dtype=dtype))
+
+        sharding = layouts.native(variable._layout, distribution)
+        variable._value = jax.make_array_from_callback(value.shape, sharding, part).block_until_ready()
+        memory.give_back_after(variable._value.nbytes)
+        return variable._value
+
+    return assign
+
+
+def initializing(original: Any) -> Any:
+    """JaxVariable._initialize_with_initializer: waits for the value. JAX runs ahead, and would hold what many random
+    functions compute with at once."""
+
+    @functools.wraps(original)
+    def _initialize_with_initializer(variable: Any, initializer: Any) -> None:
+        original(variable, initializer)
+        value = variable._value
+        is_value = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        if is_value and value.size >= SMALL and placed.of(variable).distribution is not None:
+            memory.give_back_after(value.block_until_ready().nbytes)
+
+    return _initialize_with_initializer
+
+
+def distribution_of(model: Any) -> Any:
+    """The active distribution, else the model's own."""
+    outer = current()
+    return outer if outer is not None else sessions.distribution_of(model)
+
+
+def place_model(model: Any, distribution: Any) -> None:
+    """Places what is not on the distribution yet: variables, metrics, the optimizer's slots.
+
+    Compiled steps are dropped where anything moved: they were made for the old places.
+
+    Raises:
+        LayoutError: a rule does not fit a variable.
+    """
+    strangers = to_place(model, distribution)
+    if not strangers:
+        applied(model, distribution)
+        return
+    with active(distribution):
+        for variable in strangers:
+            _place_variable(variable, distribution)
+    sessions.of(model).told = distribution
+    model.train_function = model.test_function = model.predict_function = None
+    applied(model, distribution)
+
+
+def overwriting(original: Any) -> Any:
+    """Optimizer._overwrite_model_variables_with_average_value: variables get copies of the averages, where Keras gives
+    them the arrays themselves, which the next step would donate away from under the averages."""
+
+    @functools.wraps(original)
+    def overwrite(self: Any, trainable_variables: Any) -> None:
+        original(self, trainable_variables)
+        for variable in trainable_variables:
+            value = variable._value
+            if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+                variable._value = jax.numpy.copy(value)
+
+    return overwrite
+
+
+def _place_variable(variable: Any, distribution: Any) -> None:
+    value, before = variable._value, placed.of(variable).distribution
+    _lay(variable, distribution)
+    if value is None:
+        return
+    sharding = layouts.native(variable._layout, distribution)
+    if value.sharding == sharding:
+        return
+    if before is None:
+        # Made on its own in each process: the seeds may have differed.
+        value = processes.array_from_first(processes.whole(value), "first values") if processes.several() else value
+    variable._value = processes.put(processes.whole(value) if processes.several() else value, sharding)
+
+
+def _lay(variable: Any, distribution: Any) -> None:
+    record = placed.of(variable)
+    record.layouts = layouts.layouts_of(variable, distribution)
+    record.distribution = distribution
+    variable._layout = layouts.of_keras(record.layouts.storage, tuple(variable.shape), distribution)
+
+
+def waits_for_plan(model: Any, distribution: Any) -> bool:
+    """Whether the layouts of a model are still to be found: it was built after its fit began."""
+    found = getattr(distribution, "found", None)
+    return found is not None and not found.knows((v.path, tuple(v.shape)) for v in model.variables)

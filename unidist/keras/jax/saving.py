@@ -1,0 +1,43 @@
+"""A model's whole values for the process that saves it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from unidist.keras import making
+from unidist.keras.jax import placing, processes
+from unidist.keras.processes import Processes
+from unidist.keras.saving import agree_on_room
+
+
+def loading(model: Any) -> Processes | None:
+    """The processes of the world, if there are several and the model is on them, or would be once it is made."""
+    found = placing.current() if model is None else placing.distribution_of(model)
+    return None if found is None else processes.processes()
+
+
+@contextlib.contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """On process 0 the model's variables are whole values in its memory, which it computes with alone: a layer with
+    low-rank kernels saves what they make together."""
+    processes.meet("saving")
+    agree_on_room(model, processes.processes())
+    held = []
+    for variable in making.all_variables(model):
+        value = variable._value
+        if value is None or value.is_fully_addressable:
+            continue
+        host = processes.whole(value)
+        if processes.is_first():
+            held.append((variable, value, jax.device_put(host, jax.local_devices(backend="cpu")[0])))
+    for variable, _, whole in held:
+        variable._value = whole
+    try:
+        yield
+    finally:
+        for variable, value, _ in held:
+            variable._value = value

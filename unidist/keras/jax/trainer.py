@@ -1,0 +1,199 @@
+"""The compiled steps and the entrances of Keras's JAX trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from unidist import events
+from unidist.keras import making, sessions
+from unidist.keras.compat import jax_trainer
+from unidist.keras.jax import alike, data, ledger, pacing, placing, processes
+from unidist.keras.strategy import adopt
+
+# Keras's steps are recognised by the state they take: fit's has optimizer variables, evaluate's only metrics.
+_STEPS = {4: "train step", 3: "test step", 2: "predict step"}
+
+
+@contextlib.contextmanager
+def entering(distribution: Any, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    """Works under the model's distribution, wherever it is called: in another thread, outside of the scope and after
+    keras.utils.clear_session() too. A model from elsewhere is placed first."""
+    with processes.lost(name), pacing.kept():
+        placing.place_model(given.arguments["self"], distribution)
+        several = processes.processes()
+        if name == "fit" and several is not None:
+            several.align_seeds()
+        with making.active(distribution):
+            yield several, processes.peers
+
+
+def compiling(original: Any) -> Any:
+    """The trainer's `jit`: a step cuts padded rows first, and gives its results to every process."""
+
+    @functools.wraps(original)
+    def jit(function: Any, **options: Any) -> Any:
+        @functools.wraps(function)
+        def step(*arguments: Any) -> Any:
+            distribution = placing.current()
+            result = function(*data.cut(arguments, distribution))
+            if distribution is None or "donate_argnums" not in options:
+                return result
+            if not (processes.several() or data.is_padded(arguments)):
+                return result
+            outputs, state = result
+            outputs = data.replicate(outputs, distribution)
+            return (pacing.unhurried(outputs) if processes.several() else outputs), state
+
+        return original(step, **options)
+
+    return jit
+
+
+def measuring(original: Any) -> Any:
+    """compute_metrics and Metric.stateless_update_state: rows that do not divide are whole on every device.
+
+    XLA's partitioner counts the rows that it pads itself where AUC scatters and sums along them (JAX 0.10).
+    """
+
+    @functools.wraps(original)
+    def measure(self: Any, *args: Any, **kwargs: Any) -> Any:
+        distribution = placing.current()
+        if distribution is None:
+            return original(self, *args, **kwargs)
+        shards = adopt(distribution).strategy.data_shards
+
+        def made_whole(leaf: Any) -> Any:
+            ragged = isinstance(leaf, jax.core.Tracer) and leaf.ndim and leaf.shape[0] % shards
+            return data.replicate(leaf, distribution) if ragged else leaf
+
+        args, kwargs = jax.tree.map(made_whole, (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return measure
+
+
+def building(original: Any) -> Any:
+    """Trainer._symbolic_build: metrics that were made outside of the scope are the model's own from now on."""
+
+    @functools.wraps(original)
+    def _symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        distribution = placing.current()
+        if distribution is not None and not placing.waits_for_plan(self, distribution):
+            placing.place_model(self, distribution)
+
+    return _symbolic_build
+
+
+def making_function(original: Any) -> Any:
+    """JAXTrainer._make_function: every step places its batch, and reports to the ledger what it communicates."""
+    if "out_shardings" in inspect.signature(original).parameters:
+        return _making_and_compiling(original)
+
+    @functools.wraps(original)
+    def _make_function(self: Any, step_function: Any, concatenate_outputs: bool = False) -> Any:
+        _check(self)
+        return original(self, _placed(step_function), concatenate_outputs=concatenate_outputs)
+
+    return _make_function
+
+
+def _making_and_compiling(original: Any) -> Any:
+    """From Keras 3.16 on it compiles the step itself, and several steps on a stack of batches as one program. Under a
+    distribution each step is a program, and places its own batch."""
+
+    @functools.wraps(original)
+    def _make_function(
+        self: Any, step_function: Any, out_shardings: Any = None, concatenate_outputs: bool = False
+    ) -> Any:
+        _check(self)
+        undistributed = original(self, step_function, out_shardings, concatenate_outputs)
+        compiled = step_function
+        if self.jit_compile and not self.run_eagerly:
+            compiled = jax_trainer.jit(step_function, donate_argnums=0, out_shardings=out_shardings)
+        one = _placed(compiled)
+
+        def steps(state: Any, iterator: Any) -> Any:
+            if placing.current() is None:
+                return undistributed(state, iterator)
+            outputs: list[Any] = []
+            for k in range(self.steps_per_execution):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    if not k:
+                        raise
+                    break
+                out, state = one(state, batch)
+                outputs = [*outputs, out] if concatenate_outputs else [out]
+            if len(outputs) == 1:
+                return outputs[0], state
+            return jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *outputs), state
+
+        return steps
+
+    return _make_function
+
+
+def _check(model: Any) -> None:
+    distribution = placing.current()
+    if distribution is not None:
+        sessions.check_rules(model, distribution)
+        if placing.waits_for_plan(model, distribution):
+            placing.place_model(model, distribution)
+
+
+def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = hasattr(step_function, "lower")
+    traffic = ledger.ProgramCollectives(step_function) if compiled else None
+    same = alike.Agreement(step_function)
+
+    @functools.wraps(step_function)
+    def step(state: Any, batch: Any) -> Any:
+        distribution = placing.current()
+        if distribution is None:
+            return step_function(state, batch)
+        placed = data.place(batch, distribution)
+        name = _STEPS[len(state)]
+        pacing.before_step(name)
+        same.check(name, distribution.device_mesh.backend_mesh, state, placed)
+        if traffic is not None and events.listening():
+            traffic.record(distribution, f"{name} (compiled)", state, placed)
+        return pacing.dispatched(name, lambda: run(state, placed, distribution))
+
+    def run(state: Any, placed: Any, distribution: Any) -> tuple[Any, Any]:
+        if traffic is not None:
+            outputs, state = step_function(state, placed)
+            return outputs, state
+        outputs, state = step_function(state, data.cut(placed, distribution))
+        return data.replicate(outputs, distribution), state
+
+    return step
+
+
+def distributing_data(original: Any) -> Any:
+    """The trainer's _distribute_data: leaves the batch to the step, which places it."""
+
+    @functools.wraps(original)
+    def _distribute_data(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(batch, *args, **kwargs) if placing.current() is None else batch
+
+    return _distribute_data
+
+
+def iterating(original: Any) -> Any:
+    """JAXEpochIterator._get_iterator: the batches as they are read; the step places them."""
+
+    @functools.wraps(original)
+    def _get_iterator(self: Any) -> Any:
+        if placing.current() is None:
+            return original(self)
+        return self.data_adapter.get_jax_iterator()
+
+    return _get_iterator

@@ -1,0 +1,115 @@
+"""What a compiled step communicates, read from the program that DTensor made for one device of this process.
+
+DTensor keeps its programs to itself. But TensorFlow collects the graphs that it hands to each device, where somebody
+asks before a function runs for the first time; in them DTensor's collectives stand as they are executed. On CPU, for
+one, an all-gather is an all-reduce of parts with zeros around them, and is reported as that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import tree
+from tensorflow.experimental import dtensor
+from tensorflow.python.eager import context
+from tensorflow.python.ops import summary_ops_v2
+
+from unidist.algebra import Axes, Mesh, ring_bytes
+from unidist.events import Event
+from unidist.keras.tensorflow import values, worlds
+
+_OPS = {
+    "CollectiveReduceV2": "all_reduce",
+    "CollectiveGatherV2": "all_gather",
+    "CollectiveReduceScatterV2": "reduce_scatter",
+    "CollectiveAllToAllV2": "all_to_all",
+}
+
+
+class GraphCollectives:
+    """The collectives of one program.
+
+    Attributes:
+        events: one for each, as the first rank of this process on the mesh takes part in it; None until the program
+            has run while this watched, and where it could not be read: somebody else collects TensorFlow's graphs (as
+            tf.summary.trace_on does), or the collectives are not of the kinds that DTensor makes on CPU and GPU.
+    """
+
+    def __init__(self, mesh: Mesh, purpose: str) -> None:
+        self._mesh = worlds.in_order(mesh)
+        self._purpose = purpose
+        self.events: tuple[Event, ...] | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[Any]]:
+        """Around the program's first run, whose results are put into the list."""
+        results: list[Any] = []
+        ranks = [rank for rank in worlds.backend().local_ranks() if rank in self._mesh.devices]
+        if summary_ops_v2._current_trace_context is not None or not ranks:
+            yield results
+            return
+        here = context.context()
+        here.enable_graph_collection()
+        try:
+            here.export_run_metadata()  # what is left of a run that failed
+            yield results
+            _wait_for(results)
+            graphs = here.export_run_metadata().partition_graphs
+        finally:
+            here.disable_graph_collection()
+        found = list(self._read(graphs, min(ranks)))
+        self.events = None if None in found else tuple(event for event in found if event is not None)
+
+    def _read(self, graphs: Any, rank: int) -> Iterator[Event | None]:
+        """The events; None for a collective that cannot be read."""
+        device = worlds.backend().devices[rank]
+        for graph in graphs:
+            nodes = {node.name: node for node in graph.node}
+            for node in graph.node:
+                if node.op.startswith("Collective") and node.device == device:
+                    yield self._event(node, nodes, rank)
+
+    def _event(self, node: Any, nodes: Mapping[str, Any], rank: int) -> Event | None:
+        op, keys = _OPS.get(node.op), _group_keys(node, nodes)
+        if op is None or len(keys) != self._mesh.size or not node.attr["_output_shapes"].list.shape:
+            return None
+        own = keys[self._mesh.devices.index(rank)]
+        members = tuple(other for other, key in zip(self._mesh.devices, keys, strict=True) if key == own)
+        shape = [dim.size for dim in node.attr["_output_shapes"].list.shape[0].dim]
+        size = prod(shape) * tf.dtypes.as_dtype(node.attr["T"].type).size
+        full = size * len(members) if op == "reduce_scatter" else size
+        sent = ring_bytes(op, len(members), full)
+        return Event(op, _axes(members, self._mesh, rank), members, sent, self._purpose)
+
+
+def _wait_for(results: Any) -> None:
+    """A program has been handed to the devices once something of it has arrived."""
+    for leaf in tree.flatten(results):
+        if values.is_spread(leaf):
+            dtensor.unpack(leaf)[0].numpy()
+
+
+def _group_keys(node: Any, nodes: Mapping[str, Any]) -> list[int]:
+    """The keys of the groups by the mesh's places: a constant; each device takes its own of it. [] if not found."""
+    source: Any = node
+    given = node.input[2] if len(node.input) > 2 else ""
+    while given and (source := nodes.get(given.partition(":")[0])) is not None and source.op != "Const":
+        given = source.input[0] if source.input else ""
+    if not given or source is None:
+        return []
+    return [int(key) for key in np.ravel(tf.make_ndarray(source.attr["value"].tensor))]
+
+
+def _axes(members: tuple[int, ...], mesh: Mesh, rank: int) -> Axes:
+    """The fewest axes along which they stand; () where none make the group."""
+    for count in range(1, len(mesh.axes) + 1):
+        for axes in combinations(mesh.axis_names, count):
+            if set(mesh.group(axes, rank).ranks) == set(members):
+                return axes
+    return ()

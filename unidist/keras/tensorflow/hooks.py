@@ -1,0 +1,98 @@
+"""The attributes of Keras on TensorFlow, and of TensorFlow, that unidist replaces where DTensor serves it.
+
+Made for Keras 3.15 and 3.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import keras
+from tensorflow.python.ops import array_ops, gen_math_ops
+
+from unidist.backends import registry
+from unidist.errors import MeshError
+from unidist.keras import distribution_lib, entrances
+from unidist.keras import saving as keras_saving
+from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
+from unidist.keras.compat import tensorflow_core as keras_core
+from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
+from unidist.keras.compat import tensorflow_numpy as keras_numpy
+from unidist.keras.interception import Hook, Table, by
+from unidist.keras.tensorflow import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
+
+
+def prepare() -> None:
+    """With the simulator, TensorFlow's virtual CPU devices are its ranks; they are counted each time it is chosen.
+
+    Raises:
+        BackendMismatchError: TensorFlow runs with other devices already.
+    """
+    if registry.in_use().virtual:
+        worlds.backend()
+
+
+def table() -> Table:
+    """They do nothing where no distribution is active or remembered."""
+    return Table(
+        (
+            *_of_distribution(),
+            *_of_trainers(),
+            *pinning.hooks(),
+            *recurrent.hooks(),
+            Hook(array_ops, "strided_slice", slicing.slicing, "slices of what is cut are gathered"),
+            Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
+            Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
+            *keras_saving.hooks_of_saving(saving.holding, saving.gathered),
+            *keras_saving.hooks_of_loading(saving.loading),
+        )
+    )
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises MeshError for a mesh that leaves processes out, which all of them see alike."""
+    if worlds.several() and (outside := worlds.backend().without_rank(strategy.mesh)):
+        raise MeshError(
+            f"{strategy.mesh} has no rank of process {outside[0]}: with Keras on TensorFlow every process of the world "
+            "takes part in training; name devices of each, or start fewer processes"
+        )
+
+
+def leave() -> None:
+    """Variables stay DTensor's, which TensorFlow refuses to read outside of a mesh."""
+
+
+def align_seeds() -> None:
+    """All processes go on with process 0's random state. A collective of the world."""
+    worlds.align_seeds()
+
+
+def _of_distribution() -> Iterator[Hook]:
+    """What keras.distribution asks of a Keras backend, answered by the backend in use."""
+    why = "keras.distribution's answers are the backend's in use"
+    for name in ("list_devices", "get_device_count", "initialize", "num_processes", "process_id"):
+        yield Hook(keras_distribution_lib, name, by(getattr(distribution_lib, name)), why, adds=True)
+    layout = "DTensor lays out results of layers: their values do not depend on it"
+    yield Hook(keras_distribution_lib, "distribute_tensor", by(lambda tensor, layout: tensor), layout, adds=True)
+
+
+def _of_trainers() -> Iterator[Hook]:
+    yield from entrances.hooks(TensorFlowTrainer, placing.distribution_of, trainer.entering)
+    building = "models are built under their distribution"
+    yield Hook(TensorFlowTrainer, "_maybe_symbolic_build", trainer.building, building)
+    for kind in ("train", "test", "predict"):
+        making_step = trainer.making_step(f"{kind}_function", f"{kind}_step")
+        yield Hook(TensorFlowTrainer, f"make_{kind}_function", making_step, "steps run on the mesh")
+    yield Hook(TensorFlowTrainer, "get_metrics_result", trainer.telling_metrics, "metrics are read whole")
+    yield Hook(keras.Model, "__call__", trainer.calling, "models are called on the mesh")
+    yield Hook(keras_core.Variable, "_initialize", placing.initializing, "large variables rest in parts")
+    yield Hook(keras_core.Variable, "assign", placing.loading, "a device's part is read from a file by itself")
+    for operator in values.OPERATORS:
+        yield Hook(keras_core.Variable, operator, values.operating, "outside of steps variables are read on the host")
+    yield Hook(keras_core, "scatter", values.scattering, "DTensor has no scatter of its own")
+    for name in ("multiply", "divide"):
+        yield Hook(keras_numpy, name, values.beside_rows, "what meets rows by their ids is gathered")
+    yield Hook(BaseOptimizer, "apply", trainer.applying, "gradients by stage of ZeRO")
+    yield Hook(data_adapters, "get_data_adapter", parts.adapting, "a process may have its own rows")

@@ -1,0 +1,85 @@
+"""What models.py asks of the DTensor engine: rows, gather_weights, parallelize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tensorflow.experimental import dtensor
+
+from unidist.algebra import Layout
+from unidist.backends.protocol import Array, itemsize
+from unidist.keras import placed, sessions
+from unidist.keras.rows import Row, rows_of
+from unidist.keras.telling import of_partitioned
+from unidist.keras.tensorflow import placing, values, worlds
+
+
+def parallelize(model: Any, distribution: Any) -> None:
+    """Places a built model, its metrics and its optimizer's slots in place.
+
+    Raises:
+        LayoutError: a rule does not fit a variable, or a strict one matches none.
+        CapabilityError: a layout that DTensor has not.
+    """
+    sessions.check_rules(model, distribution)
+    placing.place_model(model, distribution)
+
+
+def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
+    """(path, full value) of every weight in the model's order, on every process. A collective of the world."""
+    _place(model)
+    for variable in model.weights:
+        with worlds.telling("gather_weights"):
+            found = values.whole(variable._value)
+        yield variable.path, found
+
+
+def rows(model: Any) -> Iterator[Row]:
+    """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold."""
+    _place(model)
+    yield from rows_of(model, _row)
+
+
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(path, what is known of it) of each layer with cut weights: how it computes with shards is DTensor's choice."""
+    distribution = placing.placed_under(model)
+    if distribution is None:
+        return
+
+    def layouts(variable: Any) -> tuple[Layout, Layout]:
+        found = placed.of(variable).layouts
+        return (found.storage, found.compute) if found is not None else (Layout(), Layout())
+
+    refused = "DTensor is given shards of the weights of products and look-ups alone"
+    yield from of_partitioned(model, layouts, distribution.strategy.data_axes, "DTensor", refused)
+
+
+def _place(model: Any) -> None:
+    """What was made under a scope is on its mesh from its first use; this is one."""
+    distribution = placing.distribution_of(model)
+    if distribution is not None and model.built:
+        sessions.check_rules(model, distribution)
+        placing.place_model(model, distribution)
+
+
+def _row(variable: Any, kind: str) -> Row:
+    shape, dtype = tuple(variable.shape), str(variable.dtype)
+    layouts = placed.of(variable).layouts
+    spread = isinstance(variable._value, values.SpreadVariable)
+    held = [tuple(part.shape) for part in dtensor.unpack(variable._value.read_value())] if spread else [shape]
+    sizes = []
+    for local in held:
+        size = itemsize(dtype) if dtype != "string" else 0
+        for n in local:
+            size *= n
+        sizes.append(size)
+    return Row(
+        path=variable.path,
+        shape=shape,
+        dtype=dtype,
+        layout=None if layouts is None else layouts.storage,
+        local_shape=held[0],
+        bytes_per_device=max(sizes),
+        kind=kind,
+    )

@@ -1,0 +1,182 @@
+"""Results that DTensor must not lay as it likes: what is joined of parts or padded is whole along that dim.
+
+DTensor (TensorFlow 2.21) lets the layout that a consumer wants of such a result spread to it. Where that cuts the dim
+of the parts, each device joins its own pieces, which is another order: wrong numbers, without an error. So it is with
+the zeros that the gradient of a slice is padded with.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.dtensor.python.layout import MATCH
+from tensorflow.experimental import dtensor
+from tensorflow.python.ops import gen_array_ops, gen_nn_ops
+
+from unidist.keras.compat import tensorflow_math, tensorflow_numpy
+from unidist.keras.interception import Hook
+from unidist.keras.tensorflow import slicing, values
+from unidist.keras.tensorflow.values import U
+
+# Keras's functions of segments, whose gradients are look-ups.
+_OF_SEGMENTS = ("segment_sum", "segment_max", "segment_min", "segment_prod")
+
+
+def hooks() -> tuple[Hook, ...]:
+    """The ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices, and that
+    behind tf.unstack, by which recurrent layers take their steps: of shards DTensor refuses it."""
+    whole = "what is joined or padded is whole along that dim"
+    return (
+        Hook(gen_array_ops, "concat_v2", _concatenating, whole),
+        Hook(gen_array_ops, "pad", _padding, whole),
+        Hook(gen_array_ops, "pad_v2", _padding, whole),
+        Hook(tensorflow_numpy, "take", _looking_up, "rows of a table that is cut by its ids are whole"),
+        *(Hook(tensorflow_math, name, _of_segments, "gradients of segments are whole") for name in _OF_SEGMENTS),
+        Hook(tf.linalg, "cholesky", _of_matrices, "matrices are whole"),
+        Hook(tf, "tile", _tiling, "what is repeated is whole along these dims"),
+        Hook(gen_nn_ops, "top_kv2", _sorting, "what is sorted is whole along that dim"),
+        Hook(tensorflow_numpy, "take_along_axis", _taking_along, "what is taken along an axis is whole"),
+        Hook(gen_array_ops, "unpack", _unpacking, "steps of a sequence are whole"),
+    )
+
+
+def _concatenating(original: Any) -> Any:
+    @functools.wraps(original)
+    def concat_v2(values: Any, axis: Any, name: Any = None) -> Any:
+        found = original(values, axis, name)
+        return _pinned(found, tf.get_static_value(axis) not in (None, 0, -(found.shape.rank or 0)))
+
+    return concat_v2
+
+
+def _padding(original: Any) -> Any:
+    @functools.wraps(original)
+    def pad(input: Any, paddings: Any, *args: Any, **kwargs: Any) -> Any:
+        if slicing.mesh_here() is None:
+            return original(input, paddings, *args, **kwargs)
+        # In a list that Keras gives one number may be a tensor.
+        known = tf.get_static_value(tf.convert_to_tensor(paddings))
+        keeps_rows = known is not None and len(known) > 0 and not any(known[0])
+        found = original(_pinned(tf.convert_to_tensor(input), keeps_rows), paddings, *args, **kwargs)
+        return _pinned(found, keeps_rows)
+
+    return pad
+
+
+def _looking_up(original: Any) -> Any:
+    """Keras's take. Of a table that is cut by its ids, and of what is computed, each device has whole rows: DTensor
+    fails where the layer behind it wants them cut."""
+
+    @functools.wraps(original)
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        found = original(x, indices, axis=axis)
+        table = getattr(x, "_value", None)
+        if axis != 0 or not isinstance(found, tf.Tensor):
+            return found
+        cuts = (table.compute or table.layout).sharding_specs if isinstance(table, values.SpreadVariable) else None
+        return found if cuts is not None and cuts[:1] in ([], [U]) else _pinned(found, True)
+
+    return take
+
+
+def _tiling(original: Any) -> Any:
+    @functools.wraps(original)
+    def tile(input: Any, multiples: Any, name: Any = None) -> Any:
+        if slicing.mesh_here() is None:
+            return original(input, multiples, name)
+        times = tf.get_static_value(tf.convert_to_tensor(multiples))
+        keeps_rows = times is not None and len(times) > 0 and times[0] == 1
+        return _pinned(original(_pinned(tf.convert_to_tensor(input), keeps_rows), multiples, name), keeps_rows)
+
+    return tile
+
+
+def _of_matrices(original: Any) -> Any:
+    @functools.wraps(original)
+    def of_matrices(input: Any, *args: Any, **kwargs: Any) -> Any:
+        matrices = tf.convert_to_tensor(input)
+        are_rows = matrices.shape.rank is not None and matrices.shape.rank > 2
+        return _pinned(original(_pinned(matrices, are_rows), *args, **kwargs), are_rows)
+
+    return of_matrices
+
+
+def _of_segments(original: Any) -> Any:
+    """A row's gradient is looked up in that of its segment, and the layer before may want it cut by its features."""
+
+    @functools.wraps(original)
+    def of_segments(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(_pinned(tf.convert_to_tensor(data), False), *args, **kwargs)
+
+    return of_segments
+
+
+def _sorting(original: Any) -> Any:
+    """Of a vector, which has no rows but its entries, all are gathered."""
+
+    @functools.wraps(original)
+    def top_kv2(input: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(_pinned(tf.convert_to_tensor(input), input.shape.rank != 1), k, *args, **kwargs)
+        largest, places = (_pinned(x, x.shape.rank != 1, of_any_kind=True) for x in found)
+        return type(found)(largest, places)
+
+    return top_kv2
+
+
+def _taking_along(original: Any) -> Any:
+    """Keras's take_along_axis, by places in the flat whole value: shapes that Keras computes in a step DTensor does not
+    know."""
+
+    @functools.wraps(original)
+    def take_along_axis(x: Any, indices: Any, axis: int | None = None) -> Any:
+        mesh = slicing.mesh_here()
+        x, indices = tf.convert_to_tensor(x), tf.convert_to_tensor(indices)
+        is_static = x.shape.is_fully_defined() and indices.shape.is_fully_defined()
+        if mesh is None or not is_static or x.shape.rank != indices.shape.rank or axis is None:
+            return original(x, indices, axis=axis)
+        x, indices = slicing.whole(x, mesh), slicing.whole(indices, mesh)
+        rank = x.shape.rank
+        order = [dim for dim in range(rank) if dim != axis % rank] + [axis % rank]
+        x, indices = tf.transpose(x, order), tf.transpose(indices, order)
+        before = tf.broadcast_static_shape(x.shape[:-1], indices.shape[:-1]).as_list()
+        size, count = x.shape[-1], indices.shape[-1]
+        flat = tf.reshape(tf.broadcast_to(x, [*before, size]), [-1])
+        places = tf.reshape(tf.broadcast_to(indices, [*before, count]), [-1, count])
+        places = tf.where(places < 0, places + size, places)
+        places += tf.constant(np.arange(places.shape[0])[:, None] * size, places.dtype)
+        found = tf.reshape(tf.gather(flat, tf.reshape(places, [-1])), [*before, count])
+        return slicing.whole(tf.transpose(found, list(np.argsort(order))), mesh)
+
+    return take_along_axis
+
+
+def _unpacking(original: Any) -> Any:
+    @functools.wraps(original)
+    def unpack(value: Any, num: int, axis: int = 0, name: Any = None) -> Any:
+        # Rows stand first, and second behind the steps of a sequence.
+        found = original(_pinned(tf.convert_to_tensor(value), True, rows=int(axis == 0)), num, axis, name)
+        return [_pinned(part, True) for part in found]
+
+    return unpack
+
+
+def _pinned(x: Any, keeps_rows: bool, rows: int = 0, of_any_kind: bool = False) -> Any:
+    """A tensor of a program, and its gradient, whole along all dims, but for that of its rows where these stay as they
+    are."""
+    mesh = slicing.mesh_here()
+    # Shapes and paddings are joined too: DTensor must go on seeing constants in them.
+    if mesh is None or tf.executing_eagerly() or not x.shape.rank or (x.dtype.is_integer and not of_any_kind):
+        return x
+    dims = [dtensor.UNSHARDED] * x.shape.rank
+    if keeps_rows and rows < len(dims):
+        dims[rows] = MATCH
+    layout = dtensor.Layout(dims, mesh)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def pin(value: Any) -> tuple[Any, Any]:
+        return dtensor.relayout(value, layout), lambda gradient: dtensor.relayout(gradient, layout)
+
+    return pin(x)

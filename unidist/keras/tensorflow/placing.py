@@ -1,0 +1,242 @@
+"""Which strategy a model trains under, and how its variables become DTensors.
+
+A model's variables are placed when it is first used, as how they are read depends on its layers. Large ones that are
+cut rest in parts from the start, and are read whole until then.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from unidist.algebra import Layout
+from unidist.array import as_layout
+from unidist.errors import CapabilityError, LayoutError
+from unidist.keras import memory, placed, sessions
+from unidist.keras.compat import RNN, in_stateless_scope, random_seed_dtype, tree
+from unidist.keras.known import is_of_keras
+from unidist.keras.planning.candidates import candidate
+from unidist.keras.planning.settling import to_place
+from unidist.keras.ranges import Stored
+from unidist.keras.strategy import UnidistDistribution, adopt, current
+from unidist.keras.telling import applied
+from unidist.keras.tensorflow import values, worlds
+from unidist.strategies import VariableLayouts
+
+# Items of a variable that is in parts before its model is used.
+LARGE = 1 << 16
+
+
+def distribution_of(model: Any) -> UnidistDistribution | None:
+    """The active distribution, else the one that the model was given: in an entrance it is where it will be."""
+    found = current()
+    if found is not None:
+        return found
+    before = sessions.of(model).told
+    return None if before is None else adopt(before)
+
+
+def is_placed(model: Any) -> bool:
+    return any(_is_spread(variable) for variable in model.variables)
+
+
+def _is_spread(variable: Any) -> bool:
+    return placed.of(variable).distribution is not None
+
+
+def place_model(model: Any, distribution: UnidistDistribution) -> None:
+    """Makes DTensors of what is not yet one under the distribution: variables, metrics, the optimizer's slots.
+
+    Compiled steps are dropped where anything moved.
+
+    Raises:
+        LayoutError: a rule does not fit a variable, or a strict one matches none.
+        CapabilityError: a layout that DTensor has not.
+    """
+    _as_constants(model)
+    strangers = [*to_place(model, distribution), *_states(model)]
+    sessions.of(model).told = distribution
+    if not strangers:
+        return
+    ruled = {id(variable) for variable in model.weights}
+    gathered = _read_whole(model)
+    for variable in strangers:
+        found = _layouts_of(variable, distribution, id(variable) in ruled)
+        if id(variable) in gathered:
+            found = replace(found, compute=Layout())
+        _place_variable(variable, found, distribution)
+    _key_anew(getattr(model, "optimizer", None))
+    model.train_function = model.test_function = model.predict_function = None
+    applied(model, distribution)
+
+
+def _as_constants(model: Any) -> None:
+    """What a layer of Keras's keeps as a tensor, as Normalization its means, is a constant of programs on any mesh:
+    DTensor takes no tensor that is on none."""
+    for layer in model._flatten_layers():
+        held = vars(layer).items() if is_of_keras(type(layer)) else ()
+        eager = {name: x for name, x in held if isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x)}
+        for name, x in eager.items():
+            if not values.is_spread(x):
+                object.__setattr__(layer, name, x.numpy())
+
+
+def _states(model: Any) -> list[Any]:
+    """States of recurrent layers that are not placed yet: Keras does not count them as variables of the model. A plain
+    tf.Variable would be read and written by each device at its own time."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and layer.states is not None]
+    return [state for layer in layers for state in tree.flatten(layer.states) if not _is_spread(state)]
+
+
+def _read_whole(model: Any) -> set[int]:
+    """Variables that are gathered when they are read: all but the kernels, tables and biases of products and lookups,
+    whose ops DTensor runs on shards. (Others it refuses, as a slice of a table of positions that cuts it anew.)"""
+    on_shards = {id(variable) for layer in model._flatten_layers() for variable in _used_as_shards(layer)}
+    return {id(variable) for variable in model.variables} - on_shards
+
+
+def _used_as_shards(layer: Any) -> list[Any]:
+    found = candidate(layer)
+    return found.variables if found is not None and found.kind in ("product", "table") else []
+
+
+def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:
+    if variable._layout is not None and placed.of(variable).given is None:
+        placed.note_given(variable, distribution.mesh, as_layout(variable._layout))
+    is_weight = ruled and str(variable.dtype) != random_seed_dtype()
+    return placed.layouts_of(variable, distribution, is_weight=is_weight, otherwise=Layout())
+
+
+def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution) -> None:
+    record = placed.of(variable)
+    record.distribution, record.layouts = distribution, found
+    value = variable._value
+    if value is None:
+        return
+    storage, compute, state = (
+        worlds.native_layout(layout, tuple(variable.shape), distribution.mesh)
+        for layout in (found.storage, Layout(*found.compute.dims), found.state)
+    )
+    if not isinstance(value, values.SpreadVariable):
+        value = _spread(variable, values.whole(value), storage)
+    elif value.layout != storage:
+        value = _in_parts(variable, values.whole(value), storage)
+    value.compute, value.state, value.waits_on = compute, state, None
+    variable._value = value
+
+
+def _spread(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadVariable:
+    """A variable's parts of a value that each process has made on its own: the seeds may have differed."""
+    return _in_parts(variable, worlds.from_first(host) if worlds.several() else host, storage)
+
+
+def _in_parts(variable: Any, host: Any, storage: dtensor.Layout) -> values.SpreadVariable:
+    before = getattr(variable, "_value", None)
+    # TensorFlow's tapes watch what was made trainable. A layer that is frozen for now may be trained later.
+    watched = variable.trainable if before is None else before.trainable
+    with dtensor.default_mesh(storage.mesh):
+        return values.SpreadVariable(values.put(host, storage), trainable=watched, name=variable.name)
+
+
+def initializing(original: Any) -> Any:
+    """Variable._initialize: what is large and to be cut is in parts as soon as it has a value."""
+
+    @functools.wraps(original)
+    def _initialize(variable: Any, value: Any) -> None:
+        storage = distribution = None
+        if callable(value) and not in_stateless_scope() and tf.executing_eagerly() and prod(variable._shape) >= LARGE:
+            distribution = _to_lie_on(variable)
+            storage = None if distribution is None else _cut(variable, distribution)
+        if storage is None:
+            original(variable, value)
+            return
+        host = np.asarray(value())
+        variable._value = _spread(variable, host, storage)
+        variable._value.waits_on = distribution
+        size = host.nbytes
+        del host
+        memory.give_back_after(size)
+
+    return _initialize
+
+
+def _to_lie_on(variable: Any) -> UnidistDistribution | None:
+    """The distribution in force; a slot's is its variable's."""
+    owner = placed.of_new(variable).owner
+    if owner is None:
+        return current()
+    resting = getattr(owner, "_value", None)
+    waits_on = resting.waits_on if isinstance(resting, values.SpreadVariable) else None
+    found: UnidistDistribution | None = waits_on or placed.of(owner).distribution
+    return found
+
+
+def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | None:
+    """The layout in which a variable rests; None: it is whole, or a mistake is reported when its model is placed."""
+    try:
+        found = _layouts_of(variable, distribution, True)
+        storage = worlds.native_layout(found.storage, tuple(variable.shape), distribution.mesh)
+    except (LayoutError, CapabilityError):
+        return None
+    placed.of(variable).layouts = found
+    return storage if found.storage.dims else None
+
+
+def loading(original: Any) -> Any:
+    """Variable.assign: each device's part is read from a file by itself."""
+
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any) -> Any:
+        is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
+        if not is_alike or not isinstance(variable._value, values.SpreadVariable) or in_stateless_scope():
+            return original(variable, value)
+        variable._value.assign_stored(value, variable._convert_to_tensor)
+        memory.give_back_after(value.size * value.dtype.itemsize)
+        return value
+
+    return assign
+
+
+def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
+    """Builds and places an optimizer that is none of the model's own: a train_step may have several; Keras
+    knows one. While a step is traced, outside of its program."""
+    distribution = next((found for v in variables if (found := placed.of(v).distribution) is not None), None)
+    if distribution is None or (optimizer.built and all(map(_is_spread, optimizer.variables))):
+        return
+    # Not on DTensor's device, where a step is traced.
+    with tf.init_scope(), tf.device("CPU:0"):
+        if not optimizer.built:
+            optimizer.build(variables)
+        placed.note_slots(optimizer)
+        for variable in optimizer.variables:
+            if not _is_spread(variable):
+                _place_variable(variable, _layouts_of(variable, distribution, False), distribution)
+        _key_anew(optimizer)
+
+
+def _key_anew(optimizer: Any) -> None:
+    """Keras finds a variable's slots by the identity of its tf.Variable, which is another now."""
+    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if one is not None and hasattr(one, "_trainable_variables_indices") and one.built:
+            one._trainable_variables_indices = {one._var_key(v): i for i, v in enumerate(one._trainable_variables)}
+
+
+def placed_under(model: Any) -> UnidistDistribution | None:
+    """The distribution on which the model is, or None where it is on one device."""
+    found: UnidistDistribution | None = sessions.of(model).told
+    return found if found is not None and is_placed(model) else None
+
+
+def prepare(model: Any, distribution: UnidistDistribution) -> None:
+    """Checks the rules of a built model, builds its optimizer and places all."""
+    sessions.check_rules(model, distribution)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built and hasattr(optimizer, "build"):
+        optimizer.build(model.trainable_variables)
+    place_model(model, distribution)

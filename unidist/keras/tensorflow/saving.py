@@ -1,0 +1,39 @@
+"""The processes that hold a model together, and their values for the one that saves it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from unidist.keras import making
+from unidist.keras import strategy as strategies
+from unidist.keras.processes import Processes
+from unidist.keras.saving import agree_on_room
+from unidist.keras.tensorflow import placing, values, worlds
+
+
+def holding(model: Any) -> Processes | None:
+    """The processes of the world, if there are several and the model is on them."""
+    resting = any(isinstance(variable._value, values.SpreadVariable) for variable in model.variables)
+    return worlds.processes() if resting or placing.is_placed(model) else None
+
+
+def loading(model: Any) -> Processes | None:
+    """The processes of the world, if there are several and the model is on them, or would be once it is made."""
+    found = strategies.current() if model is None else placing.distribution_of(model)
+    return None if found is None else worlds.processes()
+
+
+@contextlib.contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """The model's variables read as whole values, without asking the other processes again."""
+    agree_on_room(model, worlds.processes())
+    spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+    for value in spread:
+        value.held = values.whole(value)
+    try:
+        yield
+    finally:
+        for value in spread:
+            value.held = None

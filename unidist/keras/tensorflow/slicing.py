@@ -1,0 +1,226 @@
+"""Slices and losses that mix rows, made ready for DTensor: what it cannot do on shards is done on whole values.
+
+TensorFlow 2.21 reads beyond an array, and mostly crashes, where DTensor partitions a slice with new axes
+(`x[:, None]`); it reverses the shards of `x[::-1]` each for itself; and it cannot take one of the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import tree
+from tensorflow.experimental import dtensor
+
+from unidist.keras.compat import Trainer, get_keras_mask, set_keras_mask
+from unidist.keras.tensorflow import values
+
+_mesh = values.computing
+
+
+@contextlib.contextmanager
+def on(mesh: dtensor.Mesh) -> Iterator[None]:
+    """Computes on a mesh: DTensor's own default, and where slices and losses are made ready for it."""
+    token = _mesh.set(mesh)
+    try:
+        with dtensor.default_mesh(mesh):
+            yield
+    finally:
+        _mesh.reset(token)
+
+
+def mesh_here() -> dtensor.Mesh | None:
+    """The mesh on which this thread computes."""
+    return _mesh.get()
+
+
+def whole(x: Any, mesh: dtensor.Mesh) -> Any:
+    """A tensor of the computation, with its mask, gathered onto every device; its gradient is cut again."""
+    if not isinstance(x, tf.Tensor) or x.shape.rank in (None, 0):
+        return x
+    gathered = dtensor.relayout(x, values.replicated(mesh, x.shape.rank))
+    mask = get_keras_mask(x)
+    if mask is not None:
+        set_keras_mask(gathered, whole(mask, mesh))
+    return gathered
+
+
+def adopt_loss(model: Any) -> None:
+    """A loss that the model computes itself may mix rows: it is given whole batches."""
+    if type(model).compute_loss is Trainer.compute_loss or "compute_loss" in vars(model):
+        return
+    original = model.compute_loss
+
+    @functools.wraps(original)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        mesh = _mesh.get()
+        if mesh is not None:
+            args, kwargs = tree.map_structure(lambda x: whole(x, mesh), (args, kwargs))
+        return original(*args, **kwargs)
+
+    object.__setattr__(model, "compute_loss", compute_loss)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What tf.strided_slice is asked for; bit k of a mask is about entry k.
+
+    Attributes:
+        begin, end, strides: sequences of one length, of numbers or scalar tensors.
+    """
+
+    begin: list[Any]
+    end: list[Any]
+    strides: list[Any]
+    begin_mask: int
+    end_mask: int
+    ellipsis_mask: int
+    new_axis_mask: int
+    shrink_axis_mask: int
+
+    def has(self, mask: str, entry: int) -> bool:
+        found: int = getattr(self, mask)
+        return bool(found >> entry & 1)
+
+    @property
+    def entries(self) -> range:
+        return range(len(self.begin))
+
+    def is_new(self, entry: int) -> bool:
+        """An entry cannot be both: the ellipsis, then the new axis, comes before what else its bits say."""
+        return self.has("new_axis_mask", entry) and not self.has("ellipsis_mask", entry)
+
+    def new_axes(self, ndim: int) -> list[int]:
+        """The places of the new dims in the result, ascending, of a slice of a tensor of `ndim` dims."""
+        used = sum(not self.is_new(k) and not self.has("ellipsis_mask", k) for k in self.entries)
+        places, place = [], 0
+        for k in self.entries:
+            if self.has("ellipsis_mask", k):
+                place += ndim - used
+            elif self.is_new(k):
+                places.append(place)
+                place += 1
+            else:
+                place += not self.has("shrink_axis_mask", k)
+        return places
+
+    def without_new_axes(self) -> _Spec:
+        kept = [k for k in self.entries if not self.is_new(k)]
+
+        def mask(name: str) -> int:
+            return sum(1 << place for place, k in enumerate(kept) if self.has(name, k))
+
+        return _Spec(
+            [self.begin[k] for k in kept],
+            [self.end[k] for k in kept],
+            [self.strides[k] for k in kept],
+            mask("begin_mask"),
+            mask("end_mask"),
+            mask("ellipsis_mask"),
+            0,
+            mask("shrink_axis_mask"),
+        )
+
+    def needs_whole(self) -> bool:
+        """Whether it takes one row, or steps over elements: DTensor would do that in each shard by itself."""
+        steps = [_number(stride) for k, stride in enumerate(self.strides) if not self.has("ellipsis_mask", k)]
+        takes_a_row = self.has("shrink_axis_mask", 0) and not self.has("ellipsis_mask", 0)
+        return takes_a_row or any(step != 1 for step in steps)
+
+
+def slicing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """tf.strided_slice, by which a tensor is indexed. On a mesh: of whole values where shards will not do,
+    with new axes added afterwards."""
+
+    @functools.wraps(original)
+    def strided_slice(input_: Any, begin: Any, end: Any, strides: Any = None, *args: Any, **options: Any) -> Any:
+        mesh = _mesh.get()
+        if mesh is None or args or not isinstance(input_, tf.Tensor) or input_.shape.rank is None:
+            return original(input_, begin, end, strides, *args, **options)
+        asked = _spec(begin, end, strides, options)
+        core = asked.without_new_axes()
+        x = whole(input_, mesh) if core.needs_whole() and not _is_known(input_) else input_
+        if core.begin:
+            x = original(
+                x,
+                tf.stack(core.begin),
+                tf.stack(core.end),
+                tf.stack(core.strides),
+                begin_mask=core.begin_mask,
+                end_mask=core.end_mask,
+                ellipsis_mask=core.ellipsis_mask,
+                shrink_axis_mask=core.shrink_axis_mask,
+                name=options.get("name"),
+            )
+        for place in asked.new_axes(input_.shape.rank):
+            x = tf.expand_dims(x, place)
+        return x
+
+    return strided_slice
+
+
+def selecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation of tf.where with two values. On a mesh a single condition is spread over what it chooses from:
+    DTensor crashes the process where it has no dims and they have some."""
+
+    @functools.wraps(original)
+    def select_v2(condition: Any, t: Any, e: Any, name: Any = None) -> Any:
+        if _mesh.get() is None:
+            return original(condition, t, e, name=name)
+        chosen = [x.shape if isinstance(x, tf.Tensor) else tf.TensorShape(np.shape(x)) for x in (t, e)]
+        shape = tf.broadcast_static_shape(*chosen) if all(one.rank is not None for one in chosen) else None
+        condition = tf.convert_to_tensor(condition)
+        if condition.shape.rank == 0 and shape is not None and shape.rank and shape.is_fully_defined():
+            condition = tf.broadcast_to(condition, shape)
+        return original(condition, t, e, name=name)
+
+    return select_v2
+
+
+def scattering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """tf.scatter_nd, which gradients of top_k and of sorting call. On a mesh: of whole values, since DTensor lets each
+    device place the rows of all into its own part."""
+
+    @functools.wraps(original)
+    def scatter_nd(indices: Any, updates: Any, shape: Any, *args: Any, **options: Any) -> Any:
+        mesh = _mesh.get()
+        if mesh is None:
+            return original(indices, updates, shape, *args, **options)
+        return whole(original(whole(indices, mesh), whole(updates, mesh), shape, *args, **options), mesh)
+
+    return scatter_nd
+
+
+def _spec(begin: Any, end: Any, strides: Any, options: dict[str, Any]) -> _Spec:
+    first = _scalars(begin)
+    masks = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    return _Spec(
+        first,
+        _scalars(end),
+        [1] * len(first) if strides is None else _scalars(strides),
+        *(options.get(name, 0) for name in masks),
+    )
+
+
+def _scalars(packed: Any) -> list[Any]:
+    """The numbers of a vector, where they are known; else scalar tensors."""
+    known = tf.get_static_value(packed) if isinstance(packed, tf.Tensor) else packed
+    if known is None:
+        return list(tf.unstack(packed))
+    kind = packed.dtype.as_numpy_dtype if isinstance(packed, tf.Tensor) else None
+    return list(np.asarray(known, kind))
+
+
+def _is_known(x: Any) -> bool:
+    """Whether a tensor is the same on all devices without being gathered, as shapes are."""
+    return tf.get_static_value(x) is not None if tf.is_symbolic_tensor(x) else not values.is_spread(x)
+
+
+def _number(x: Any) -> int | None:
+    """None where it is not known before the step runs."""
+    return None if isinstance(x, tf.Tensor) else int(x)

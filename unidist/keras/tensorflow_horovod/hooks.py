@@ -1,0 +1,210 @@
+"""The attributes of Keras on TensorFlow that unidist replaces where Horovod serves it.
+
+Made for Keras 3.15 and 3.16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from unidist.errors import CapabilityError
+from unidist.keras import entrances, files, numbers, overridden, sessions
+from unidist.keras import saving as keras_saving
+from unidist.keras import strategy as strategies
+from unidist.keras.compat import (
+    BaseOptimizer,
+    BatchNormalization,
+    Layer,
+    LossScaleOptimizer,
+    SeedGenerator,
+    TensorFlowTrainer,
+    data_adapters,
+)
+from unidist.keras.interception import Hook, Table, kept
+from unidist.keras.known import overrides
+from unidist.keras.processes import Processes
+from unidist.keras.tensorflow_horovod import engine
+from unidist.keras.tensorflow_horovod.engine import align_seeds as align_seeds
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
+from unidist.strategies.zero import STAGES
+
+_originals: dict[str, Any] = {}
+# On a gradient: it is the mean over the ranks.
+_REDUCED = "_unidist_reduced"
+
+
+def prepare() -> None:
+    """There is nothing to do before the hooks."""
+
+
+def table() -> Table:
+    """Outside of a session of a distributed model all is as before."""
+    return Table((*_of_training(), *_of_files()))
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises CapabilityError where it cuts variables, or their state: every process holds all."""
+    if layout_map is not None or strategy.data_shards != strategy.mesh.size:
+        raise CapabilityError(
+            "use('horovod') with Keras on TensorFlow is data parallel only, over all axes of the mesh: for "
+            "ModelParallel set KERAS_BACKEND=torch before Keras is imported, or use DataParallel"
+        )
+    if strategy.zero in STAGES[1:]:
+        raise CapabilityError(
+            f"zero={strategy.zero}: use('horovod') with Keras on TensorFlow keeps everything on every process; use "
+            "zero=0, or set KERAS_BACKEND=torch before Keras is imported"
+        )
+
+
+def leave() -> None:
+    """Each process holds whole models, which are its own from here on."""
+
+
+def _of_training() -> Iterator[Hook]:
+    yield from entrances.hooks(TensorFlowTrainer, _engine_outside_of_sessions, _entering)
+    # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
+    for optimizer in (BaseOptimizer, LossScaleOptimizer):
+        yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
+    why = "a step of the user's own sees the gradients of all ranks"
+    yield Hook(tf.GradientTape, "gradient", kept(_originals, "gradient", _gradient), why)
+    moments = kept(_originals, "_moments", _moments)
+    yield Hook(BatchNormalization, "_moments", moments, "batch statistics of all rows")
+    yield Hook(SeedGenerator, "next", kept(_originals, "next", _next), "random numbers differ where rows do")
+    yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
+    yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")
+
+
+def _of_files() -> Iterator[Hook]:
+    for owner, name in files.WRITERS:
+        yield Hook(owner, name, _by_one_process, "process 0 writes what all hold")
+    yield from keras_saving.hooks_of_loading(_processes)
+
+
+def _processes(model: Any) -> Processes | None:
+    held = model is not None and sessions.of(model).engine is not None
+    return engine.processes() if held or strategies.current() is not None else None
+
+
+def _engine_outside_of_sessions(model: Any) -> engine.Engine | None:
+    return None if engine.current() is not None else engine.engine_of(model)
+
+
+@contextlib.contextmanager
+def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    # An `apply` of the user's own is given what Keras's is.
+    overridden.install(found.model, _with_reduced)
+    with found.session():
+        yield engine.processes(), engine.peers
+
+
+def _of_all_ranks(original: Any) -> Any:
+    """An optimizer's apply that is given the gradients of the whole batch."""
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        return _with_reduced(self, functools.partial(original, self), grads, trainable_variables)
+
+    return apply
+
+
+def _with_reduced(optimizer: Any, call: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    here = engine.current()
+    if here is None or here.is_reducing:
+        return call(grads, trainable_variables)
+    here.is_reducing = True
+    try:
+        given = trainable_variables if trainable_variables is not None else optimizer._trainable_variables
+        reduced = _reduced(here, list(grads), list(given))
+        return call(reduced, trainable_variables)
+    finally:
+        here.is_reducing = False
+
+
+def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> list[Any]:
+    """Means over the ranks. Those that a step of the user's own has from its tape are means: a dense one stays what it
+    is by another mean, a sparse one would not."""
+    left = [
+        k
+        for k, grad in enumerate(grads)
+        if not hasattr(grad, _REDUCED) and not (here.has_reduced and isinstance(grad, tf.IndexedSlices))
+    ]
+    found = here.traced.mean_gradients([grads[k] for k in left], [tuple(variables[k].shape) for k in left])
+    for k, grad in zip(left, found, strict=True):
+        grads[k] = grad
+    return grads
+
+
+def _gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    """A tape's gradients of a model's weights, in a step of the user's own: it may look at them."""
+    found = _originals["gradient"](self, target, sources, *args, **kwargs)
+    here = engine.current()
+    if here is None or here.in_call or not overrides(here.model, "train_step"):
+        return found
+    weights = {id(x): v for v in here.model.trainable_variables for x in (v, v.value)}
+    flat, grads = tf.nest.flatten(sources), tf.nest.flatten(found, expand_composites=False)
+    of = [k for k, (x, grad) in enumerate(zip(flat, grads, strict=True)) if id(x) in weights and grad is not None]
+    reduced = here.traced.mean_gradients([grads[k] for k in of], [tuple(weights[id(flat[k])].shape) for k in of])
+    here.has_reduced = here.has_reduced or bool(of)
+    for k, grad in zip(of, reduced, strict=True):
+        setattr(grad, _REDUCED, True)
+        grads[k] = grad
+    return tf.nest.pack_sequence_as(sources, grads)
+
+
+def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+    here = engine.current()
+    if here is None or not here.in_call or here.sees_all:
+        return _originals["_moments"](self, inputs, mask)
+    if here.is_trying:
+        # Of all rows, and the same whichever row is changed.
+        return tf.zeros_like(self.moving_mean), tf.ones_like(self.moving_variance)
+    own, mask = here.counted(inputs), None if mask is None else here.counted(mask)
+    return numbers.moments(own, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
+
+
+def _next(self: Any, ordered: bool = True) -> Any:
+    """Random numbers differ between ranks where rows do."""
+    seed = _originals["next"](self, ordered)
+    here = engine.current()
+    if here is None or not here.in_call or here.sees_all or not here.traced.place:
+        return seed
+    return seed + tf.cast([numbers.seed_offset(here.traced.place), 0], seed.dtype)
+
+
+def _adding_losses(original: property) -> property:
+    """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each rank counts by
+    its share of the rows. Whoever reads them outside of the call, a loss of the model's own too, reads the sums."""
+
+    def losses(self: Any) -> list[Any]:
+        found: list[Any] = original.__get__(self)
+        here = engine.current()
+        if here is None or here.in_call or here.share is None:
+            return found
+        return [here.traced.mean_of_shares(value, here.share) for value in found]
+
+    return property(losses, doc=original.__doc__)
+
+
+def _by_one_process(original: Any) -> Any:
+    """Every process holds the whole model: one writes, and all go on when the file is there.
+
+    Raises:
+        SavingFailedError: on the other processes, where process 0 could not write.
+    """
+
+    @functools.wraps(original)
+    def save(model: Any, *args: Any, **kwargs: Any) -> Any:
+        several = engine.processes() if sessions.of(model).engine is not None else None
+        if several is None:
+            return original(model, *args, **kwargs)
+        with several.saving():
+            return original(model, *args, **kwargs) if several.is_first else None
+
+    return save

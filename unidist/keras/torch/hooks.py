@@ -1,0 +1,248 @@
+"""The attributes of Keras on torch, and of torch, that unidist replaces. Made for Keras 3.15 and 3.16."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import torch
+
+from unidist import session
+from unidist.errors import CapabilityError
+from unidist.keras import entrances
+from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
+from unidist.keras.compat import backend as keras_backend
+from unidist.keras.compat import distribution_lib as keras_distribution_lib
+from unidist.keras.interception import Hook, Table, by
+from unidist.keras.known import overrides
+from unidist.keras.torch import context, data, devices, distribution_lib, engine, generation, natively, saving
+from unidist.keras.torch.rows import counts
+from unidist.keras.torch.steps import (
+    clipping,
+    derivatives,
+    functions,
+    losses,
+    metrics,
+    optimizers,
+    programs,
+    remat,
+    rowless,
+    statistics,
+)
+from unidist.keras.torch.values import initializing, placing, state_dicts, torch_optimizers
+from unidist.keras.torch.world import leave_worlds, rank_world
+from unidist.keras.writing import silence
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
+
+_LOW_PRECISION = ("bfloat16", "float16")
+_MAKERS = (
+    ("make_train_function", "train_function", "train"),
+    ("make_test_function", "test_function", "test"),
+    ("make_predict_function", "predict_function", "predict"),
+)
+
+
+def prepare() -> None:
+    """Keras computes on the device of the adapter in use. (Asked again when a world is joined.)"""
+    devices.settle()
+    torch_optimizers.watch()
+
+
+def table() -> Table:
+    """Outside of a frame and of a session of a distributed model all is as before; tests/keras checks every place."""
+    return Table(
+        (
+            *_of_distribution(),
+            # First: others build on what it leaves.
+            *natively.hooks(),
+            *placing.hooks(),
+            *initializing.hooks(),
+            *losses.hooks(),
+            *metrics.hooks(),
+            *statistics.hooks(),
+            *remat.hooks(),
+            *data.hooks(),
+            *saving.hooks(),
+            *optimizers.hooks(),
+            *functions.hooks(),
+            *counts.hooks(),
+            *rowless.hooks(),
+            *clipping.hooks(),
+            *derivatives.hooks(),
+            *generation.hooks(),
+            *_of_trainers(),
+            *_of_layers(),
+            Hook(keras.Model, "__call__", _watching, "gradients of loops of one's own are averaged"),
+            Hook(DTypePolicy, "compute_dtype", _widening, "pairs are proven in float32"),
+        )
+    )
+
+
+def _widening(original: property) -> property:
+    """Where a frame says so, layers of low precision compute in float32."""
+
+    def compute_dtype(self: Any) -> Any:
+        found, frame = original.__get__(self), context.frame()
+        return "float32" if frame is not None and frame.wide and found in _LOW_PRECISION else found
+
+    return property(compute_dtype, doc=original.__doc__)
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """There is no strategy that cannot be trained. Keras computes where the adapter does: its world may be one that the
+    program made after `use`."""
+    devices.settle()
+
+
+def leave() -> None:
+    """Models that are distributed raise from here on, where they would train alone."""
+    leave_worlds()
+    devices.put_back()
+    torch_optimizers.leave()
+
+
+def align_seeds() -> None:
+    """All processes go on with rank 0's random state, so that implicit seeds agree."""
+    from unidist.algebra import Mesh
+
+    adapter = session.backend()
+    if adapter.process_count() > 1:
+        data.share_random_state(rank_world(Mesh({"world": adapter.process_count()}), ()))
+
+
+def _of_distribution() -> Iterator[Hook]:
+    why = "keras.distribution has no torch part: this is it"
+    yield Hook(keras_distribution_lib, "distribution_lib", by(distribution_lib), why)
+    yield Hook(keras_backend, "distribution_lib", by(distribution_lib), why)
+
+
+def _of_trainers() -> Iterator[Hook]:
+    yield from entrances.hooks(TorchTrainer, _engine_outside_of_frames, _entering)
+    for maker, attribute, kind in _MAKERS:
+        making = functools.partial(_making_steps, attribute=attribute, kind=kind)
+        yield Hook(TorchTrainer, maker, making, "steps run on every rank")
+
+
+def _engine_outside_of_frames(model: Any) -> engine.Engine | None:
+    return None if context.frame() is not None else engine.engine_of(model)
+
+
+@contextlib.contextmanager
+def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
+    model, world = found.model, found.world
+    with found.session(_logs_are_read(model, name, given.arguments, found)):
+        # Keras builds what is missing from the first batch: until then the optimizer would know some variables only.
+        if placing.is_built(model):
+            found.prepare()
+        if not world.writes:
+            # Also where a mesh of one rank makes it its own writer (data.processes): there is one terminal.
+            silence(given)
+        yield data.processes(world), functools.partial(data.peers, world)
+
+
+def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:
+    """Whether somebody takes the logs of each step: a progress bar, a callback, or a method of the model's own, whose
+    numbers may be no metrics. Every process decides alike: by what all were given."""
+    if entrance not in ("fit", "evaluate"):
+        return True
+    callbacks = given.get("callbacks")
+    if isinstance(callbacks, CallbackList):
+        return found.logs_are_read
+    hooks = ("on_train_batch_end", "on_test_batch_end", "on_batch_end")
+    own = [c for c in tree.flatten(callbacks) if c is not None]
+    # Some callbacks are given their hooks as attributes.
+    heard = any(h in vars(c) or getattr(type(c), h) is not getattr(Callback, h) for c in own for h in hooks)
+    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    custom = any(overrides(model, name) for name in methods)
+    return given.get("verbose", "auto") in ("auto", 1, True) or heard or custom
+
+
+def _making_steps(original: Any, attribute: str, kind: str) -> Any:
+    @functools.wraps(original)
+    def make(self: Any, force: bool = False) -> Any:
+        found = context.engine_at_work.get()
+        if found is not None and self.steps_per_execution > 1:
+            raise CapabilityError(
+                f"steps_per_execution={self.steps_per_execution}: under a strategy with Keras on torch each step is an "
+                "execution of its own; leave it out of compile"
+            )
+        if found is not None and programs.is_compiled(self):
+            # The model's call is the program: the step around it is run as it is.
+            self.jit_compile = False
+            try:
+                original(self, force=force)
+            finally:
+                self.jit_compile = True
+        else:
+            original(self, force=force)
+        function = getattr(self, attribute)
+        if found is not None and not isinstance(function, engine.StepFunction):
+            setattr(self, attribute, engine.StepFunction(found, function, kind))
+
+    return make
+
+
+def _watching(original: Any) -> Any:
+    """A placed model that is called with gradients, outside of Keras's trainer, is prepared: its gradients are averaged
+    from the first backward on."""
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if context.frame() is None and torch.is_grad_enabled():
+            engine.prepare_for_loop(self, (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
+def _of_layers() -> Iterator[Hook]:
+    why = "torch's parameters are a rank's own"
+    yield Hook(TorchLayer, "_track_variables", by(_track_variables), why)
+    yield Hook(TorchLayer, "_post_track_variable", by(_post_track_variable), why)
+    yield Hook(TorchLayer, "zero_grad", _zeroing, why)
+    yield Hook(TorchLayer, "named_parameters", _naming, why)
+
+
+def _track_variables(self: Any) -> None:
+    self._torch_params = state_dicts.PlacedParameters(self.variables)
+
+
+def _post_track_variable(self: Any, variable: Any) -> None:
+    if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
+        self.torch_params.add(variable)
+
+
+def _naming(original: Any) -> Any:
+    """In a step of the user's own they have the values and gradients of the rank at work, whole where these are cut."""
+
+    @functools.wraps(original)
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        found, frame = original(self, *args, **kwargs), context.frame()
+        if frame is None or not frame.own_step:
+            return found  # type: ignore[no-any-return]
+        placed = {id(v._storage.parameter()): v for v in self.variables if placing.is_placed(v)}
+        return ((name, placed[id(one)].value if id(one) in placed else one) for name, one in found)
+
+    return named_parameters
+
+
+def _zeroing(original: Any) -> Any:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        frame = context.frame()
+        if frame is None:
+            original(self, set_to_none)
+            return
+        for variable in self.trainable_variables:
+            if placing.is_placed(variable):
+                if not frame.keeps_gradients:
+                    variable._storage.forget_gradients(frame.rank)
+            elif variable.value.grad is not None:
+                variable.value.grad = None
+
+    return zero_grad

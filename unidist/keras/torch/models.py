@@ -1,0 +1,104 @@
+"""What can be asked of a model on torch: place it, describe it, gather it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from unidist.backends.protocol import Array
+from unidist.keras import sessions
+from unidist.keras.planning.settling import waits
+from unidist.keras.rows import Row
+from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.telling import in_parts, own_variables
+from unidist.keras.torch import engine
+from unidist.keras.torch.cached import CachedCalls
+from unidist.keras.torch.rows import mixing
+from unidist.keras.torch.tensor_parallel import rules, verdicts
+from unidist.keras.torch.values import placing
+from unidist.keras.torch.values.placing import is_placed
+
+
+def parallelize(model: Any, distribution: UnidistDistribution) -> None:
+    """Places a built model, its optimizer and its metrics, in place. Keras calls a model built whose layers it builds
+    from the first batch: without variables, or where layouts are found from all of them, it is placed then."""
+    found = engine.engine_for(model, distribution)
+    if model.variables and (placing.is_built(model) or not waits(model, distribution)):
+        with found.session():
+            found.prepare()
+
+
+def rows(model: Any) -> list[Row]:
+    """One row for each variable of the model and of its built optimizer, measured from the tensors held.
+
+    No collective: one process may ask alone.
+
+    Raises:
+        LayoutError: a strict rule of the model's distribution matches none of its variables.
+    """
+    found = engine.engine_of(model)
+    if found is not None and model.built:
+        sessions.check_rules(model, found.distribution)
+    optimizer = getattr(model, "optimizer", None)
+    slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
+    return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]
+
+
+def reasons(model: Any) -> Iterator[tuple[str, str]]:
+    """(name, why it is given the rows of all shards or not) of what may look at several rows, and (path, what it does)
+    of each layer with cut weights and of the calls with a cache."""
+    found = engine.engine_of(model)
+    for mixer in [*(found.mixers if found is not None else ()), *mixing.of_losses(model)]:
+        yield mixer.name, mixer.why
+    yield from found.own_steps.why if found is not None else ()
+    if found is None or not model.built:
+        return
+    is_waiting = found.traffic is None and waits(model, found.distribution)
+    ruled = {id(rule.layer): rule for rule in found.rules}
+    for layer in model._flatten_layers():
+        resting = [v for v in own_variables(layer) if is_placed(v) and v._storage.shardings.stored.layout.dims]
+        if not resting:
+            continue
+        rule = ruled.get(id(layer)) or rules.make_rule(layer)
+        if is_waiting:
+            text = "its layouts are found in the first step"
+        elif rule is not None:
+            text = verdicts.told(rule, found.verdicts.get(id(rule)))
+        else:
+            text = in_parts(resting)
+        yield layer.path or layer.name, text
+    calls = getattr(model, "call_with_cache", None)
+    if ruled and isinstance(calls, CachedCalls):
+        yield f"{model.name}/call_with_cache", calls.why(found.world.ranks[0])
+
+
+def _row(variable: Any, kind: str) -> Row:
+    held = getattr(variable, "_storage", None)
+    if held is None:
+        value = variable.value
+        shape = tuple(value.shape)
+        return Row(variable.path, shape, str(variable.dtype), None, shape, value.nbytes, kind, _gradient_bytes([value]))
+    shards = list(held.shards.values())
+    first = shards[0]
+    return Row(
+        path=variable.path,
+        shape=held.shardings.stored.shape,
+        dtype=str(variable.dtype),
+        layout=held.shardings.stored.layout,
+        local_shape=tuple(first.shape),
+        bytes_per_device=max(shard.numel() * shard.element_size() for shard in shards),
+        kind=kind,
+        gradient_bytes=_gradient_bytes(held.states.values()),
+    )
+
+
+def _gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return max(p.grad.nbytes if p.is_leaf and p.grad is not None else 0 for p in parameters)
+
+
+def gather_weights(model: Any) -> list[tuple[str, Array]]:
+    """(path, full value) of every weight, on every process."""
+    return [(v.path, np.asarray(v)) for v in model.weights]

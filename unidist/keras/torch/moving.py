@@ -1,0 +1,44 @@
+"""Moving activations between layouts, on the rank at work."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.keras.torch.context import Frame
+
+WHOLE = Layout()
+
+
+def move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
+    """A tensor of the global `shape` from one layout to another; its gradient goes the other way."""
+    # A size that a tracer holds open is fixed here: a move is made for one shape.
+    ends = _ends(frame.world.mesh, tuple(map(int, shape)), src, dst)
+    return frame.world.backend.redistribute(x, *ends)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends(mesh: Mesh, shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Sharding, Sharding]:
+    sharding = Sharding(mesh, src, shape)
+    return sharding, sharding.with_layout(dst)
+
+
+@functools.cache
+def fanned(axes: Axes) -> Layout:
+    """The layout that is fanned out over `axes`."""
+    return Layout(fanout=axes)
+
+
+@functools.cache
+def partial(axes: Axes) -> Layout:
+    """The layout that is to be summed over `axes`."""
+    return Layout(partial=axes)
+
+
+@functools.cache
+def cut_dim(ndim: int, dim: int, axes: Axes) -> Layout:
+    """The layout with `axes` on one dim."""
+    dim %= ndim
+    return Layout(*[None] * dim, axes)

@@ -1,0 +1,131 @@
+"""Saving under any strategy: the full values once, written by one process; every process helps to gather them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from unidist.keras import saving as keras_saving
+from unidist.keras import sessions
+from unidist.keras import strategy as strategies
+from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
+from unidist.keras.interception import Hook, kept
+from unidist.keras.processes import Processes
+from unidist.keras.torch import data
+from unidist.keras.torch.values import placing, walks
+
+_originals: dict[str, Any] = {}
+
+
+class _Discard(saving_lib.H5IOStore):  # type: ignore[misc]
+    """A weights store that reads every value, as the writer's does, and keeps none."""
+
+    def __init__(self) -> None:
+        self.path_or_io, self.mode, self.archive = None, "w", None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> _Discard:
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # As the writer's does: a value may be computed, with a gradient, or of a dtype that NumPy has not.
+        torch_convert_to_numpy(value)
+
+    def __len__(self) -> int:
+        return 0
+
+    def keys(self) -> Any:
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def hooks() -> Iterator[Hook]:
+    """saving_lib and the legacy HDF5 format: models that are not placed are saved as before."""
+    why = "process 0 writes what all hold"
+    yield Hook(saving_lib, "save_model", kept(_originals, "model", _save_model), why)
+    yield Hook(saving_lib, "save_weights_only", kept(_originals, "weights", _save_weights_only), why)
+    yield Hook(legacy_h5_format, "save_model_to_hdf5", kept(_originals, "hdf5", _save_model_to_hdf5), why)
+    yield from keras_saving.hooks_of_loading(_processes)
+
+
+def _processes(model: Any) -> Processes | None:
+    from unidist.keras.torch.engine import world_of_model
+
+    world = None if model is None else world_of_model(model)
+    if world is None:
+        distribution = strategies.current()
+        world = None if distribution is None else placing.world_of(distribution)
+    return None if world is None else data.processes(world)
+
+
+def _settle(model: Any) -> None:
+    found = sessions.of(model).engine
+    if found is not None:
+        found.settle()
+
+
+def _save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    _save(
+        model,
+        lambda: _originals["model"](model, filepath, *args, **kwargs),
+        lambda: saving_lib._save_state(model, _Discard(), None, "", set()),
+    )
+
+
+def _save_weights_only(model: Any, filepath: Any, max_shard_size: Any = None, objects_to_skip: Any = None) -> Any:
+    _save(
+        model,
+        lambda: _originals["weights"](model, filepath, max_shard_size, objects_to_skip),
+        lambda: saving_lib._save_state(model, _Discard(), None, "", {id(o) for o in objects_to_skip or ()}),
+    )
+
+
+def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def read_along() -> None:
+        # The legacy format has no store to replace: the others write into a file that is thrown away.
+        with tempfile.TemporaryDirectory() as folder:
+            _originals["hdf5"](model, os.fspath(Path(folder) / "discarded.h5"), *args, **kwargs)
+
+    _save(model, lambda: _originals["hdf5"](model, filepath, *args, **kwargs), read_along)
+
+
+def _save(model: Any, write: Callable[[], None], read_along: Callable[[], None]) -> None:
+    """Process 0 writes, the others read along: each whole value is a collective. Returns when the file is there.
+
+    Args:
+        write: saves the model.
+        read_along: reads what `write` does, in the same order, and keeps nothing.
+
+    Raises:
+        SavingFailedError: on the other processes, where process 0 could not write.
+    """
+    from unidist.keras.torch.engine import world_of_model
+
+    _settle(model)
+    world = world_of_model(model)
+    several = None if world is None else data.processes(world)
+    if world is not None and world.is_virtual:
+        # What ranks that do not write would fail at in real processes fails here too.
+        read_along()
+    if several is None:
+        write()
+        return
+    with several.saving():
+        if not several.is_first:
+            read_along()
+            return
+        with walks.walking():
+            try:
+                write()
+            except BaseException:
+                # The others are in the middle of their reading: it goes on to its end.
+                with walks.going_on():
+                    read_along()
+                raise

@@ -1,0 +1,51 @@
+"""Activity regularizers that look at several rows are given those of all shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unidist.keras import activity
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Rows
+from unidist.keras.torch.rows import mixing, regions
+
+
+def install_regions(model: Any) -> list[mixing.Mixer]:
+    """Lets the activity regularizers of a model's layers see the rows of all shards, where that may change them."""
+    return [look.mixer for look in activity.given(model, _Look)]
+
+
+class _Look:
+    """Shows one regularizer the rows of all shards, in a step of several ranks."""
+
+    def __init__(self, layer: Any, name: str) -> None:
+        self.mixer = mixing.Mixer(layer, name)
+
+    def __call__(self, own: Any, output: Any) -> Any:
+        frame = context.frame()
+        if frame is None or frame.rows is None or not regions.can_begin(frame) or frame.region is not None:
+            return own(output)
+        return _own_share(frame.rows, self.mixer.look(frame, frame.rows, own, output))
+
+
+def _own_share(rows: Rows, loss: Any) -> Any:
+    """Of a loss of all rows what Keras makes it again: it divides by this shard's rows, and the losses of the shards
+    count by their rows."""
+    if not isinstance(loss, torch.Tensor) or rows.local:
+        return loss * rows.share
+    # Keras divides by no rows: not a number in backward, which has to come to the collectives all the same.
+    return _Nothing.apply(loss)  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    """Zero, and zero gradients whatever comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient)

@@ -1,0 +1,82 @@
+"""torch's own clipping of gradients, in a step of the user's own: its norms are those of whole variables.
+
+It is given the parameters that a process holds. Where these are cut, it would see a part of the gradients, or none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from unidist.keras.interception import Hook
+from unidist.keras.torch import context
+from unidist.keras.torch.values import norms, seen
+
+if TYPE_CHECKING:
+    from unidist.keras.torch.values.storage import Storage
+
+
+def hooks() -> Iterator[Hook]:
+    why = "torch clips by the norms of whole variables"
+    yield Hook(clip_grad, "_get_total_norm", _of_wholes, why, imported=True)
+    yield Hook(torch.nn.utils, "get_total_norm", _of_wholes, why, imported=True)
+    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
+        yield Hook(clip_grad, name, _of_parts, why, imported=True)
+    yield Hook(torch.nn.utils, "clip_grads_with_norm_", _of_parts, why, imported=True)
+
+
+def _held(tensors: Any) -> list[torch.Tensor]:
+    """What this rank has of them."""
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [one.held() if isinstance(one, seen.Seen) else one for one in given]
+
+
+def _of_parts(original: Any) -> Callable[..., Any]:
+    """torch sees the parts that have the gradients; in the simulator those of the rank at work."""
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _held(parameters)
+        own: dict[int, torch.Tensor] = {}
+        frame = context.frame()
+        for storage in list(norms.placed):
+            if (part := storage.states.get(storage.rank_at_work(frame))) is not None:
+                held = (*storage.shards.values(), *storage.leaves.values())
+                own |= dict.fromkeys(map(id, held), part)
+        return original([own.get(id(one), one) for one in given], *args, **kwargs)
+
+    return clip
+
+
+def _of_wholes(original: Any) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        given = _held(tensors)
+        owners = _owners()
+        cut = [(one, owners[id(one)]) for one in given if id(one) in owners]
+        if not cut:
+            found: torch.Tensor = original(given, norm_type, error_if_nonfinite, foreach)
+            return found
+        with torch.no_grad():
+            rest = [torch.linalg.vector_norm(one, norm_type) for one in given if id(one) not in owners]
+            # Their norm is that of all: as if they were one vector.
+            whole = [*rest, *norms.of_parts(cut, float(norm_type))]
+        found = original([torch.stack([norm.to(given[0].device) for norm in whole])], norm_type, error_if_nonfinite)
+        return found
+
+    return total_norm
+
+
+def _owners() -> dict[int, Storage]:
+    """id of a part's gradient -> whose it is."""
+    frame = context.frame()
+    parts = (
+        (one, one.states.get(one.rank_at_work(frame))) for one in list(norms.placed) if one.shardings.state.layout.dims
+    )
+    return {id(part.grad): storage for storage, part in parts if part is not None and part.grad is not None}

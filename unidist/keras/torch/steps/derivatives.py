@@ -1,0 +1,92 @@
+"""torch.autograd.grad of variables, in a step of the user's own: gradients are summed over the data shards, as those of
+loss.backward() are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Sharding
+from unidist.errors import CapabilityError
+from unidist.keras.interception import Hook
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.rows import own_rows
+from unidist.keras.torch.rows.rowparts import RowPart
+from unidist.keras.torch.steps import losses
+from unidist.keras.torch.values import norms, seen
+from unidist.keras.torch.values.storage import Storage
+
+
+def hooks() -> Iterator[Hook]:
+    yield Hook(torch.autograd, "grad", _summed, "gradients of all data shards' rows", imported=True)
+
+
+def _summed(original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        # torch's own transforms have whole tensors (parts.py), and differentiate them by this function.
+        is_within = torch._C._are_functorch_transforms_active()
+        if frame is None or frame.trial is not None or frame.is_making_gradients or is_within:
+            return original(outputs, inputs, *args, **kwargs)
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        of = _storages(frame, given)
+        sees_rows = frame.sees_rows or frame.region is not None
+        if not any(of) and not sees_rows:
+            return original(outputs, inputs, *args, **kwargs)
+        names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if any(of):
+            _check(frame, roots, options)
+        leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
+        if not sees_rows:
+            with frame.making_gradients():
+                found = original(roots, leaves, **options)
+            return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
+        found = own_rows.derived(frame, original, roots, leaves, options)
+        return tuple(_joined(frame, g, s) for g, s in zip(found, of, strict=True))
+
+    return grad
+
+
+def _storages(frame: Frame, tensors: list[Any]) -> list[Storage | None]:
+    """Of what tensors are the values, in a step of the user's own."""
+    if not frame.own_step:
+        return [None] * len(tensors)
+    leaves_of = {id(one.leaves[frame.rank]): one for one in norms.placed if frame.rank in one.leaves}
+    return [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in tensors]
+
+
+def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
+    """Where the rows of all shards are in view."""
+    if storage is not None:
+        return _reduced(frame, grad, storage)
+    return grad if isinstance(grad, RowPart) else own_rows.joined(frame, grad)
+
+
+def _check(frame: Frame, roots: list[Any], options: dict[str, Any]) -> None:
+    """Raises CapabilityError where the gradients of the ranks' rows do not add up to that of all rows."""
+    if frame.world.data_axes and options.get("create_graph"):
+        raise CapabilityError(
+            "torch.autograd.grad(..., create_graph=True) of a variable was called in train_step: the gradient is that "
+            "of this rank's rows until the ranks sum it, and torch cannot differentiate what it becomes. Compute the "
+            "penalty in a layer, or of the inputs' gradient"
+        )
+    losses.check_roots(frame, roots)
+
+
+def _reduced(frame: Frame, grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
+    if grad is None:
+        return None
+    held, state = storage.sharding, storage.shardings.state
+    axes = tuple(a for a in frame.world.data_axes if held.layout.state(a) == "I")
+    partial = Sharding(held.mesh, held.layout.with_axis(axes, "P"), held.shape)
+    with events.for_purpose("gradient"), torch.no_grad():
+        part = frame.world.backend.redistribute(grad, partial, state) if axes else grad
+    return seen.Gradient.of(storage, part) if state.layout.dims else part

@@ -1,0 +1,51 @@
+"""Optimizers whose `apply` is the user's own: it may look at all gradients, or at whole ones, and is given whole ones.
+
+What Keras does behind it is done with parts again (optimizers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from unidist import events
+from unidist.errors import CapabilityError
+from unidist.keras import overridden
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.values import placing, seen
+
+
+def install(model: Any) -> None:
+    """Gives whole gradients to what the optimizers of a model override."""
+    overridden.install(model, _with_wholes)
+
+
+def _with_wholes(optimizer: Any, call: Callable[..., Any], grads: Any, trainable_variables: Any = None) -> Any:
+    given = trainable_variables if trainable_variables is not None else getattr(optimizer, "_trainable_variables", [])
+    targets = list(given)
+    cut = [v for v in targets if placing.is_placed(v) and v._storage.shardings.state.layout.dims]
+    frame = context.frame()
+    if frame is None and not cut:
+        return call(grads, trainable_variables)
+    if frame is None or frame.accumulating:
+        methods = " and ".join(overridden.overridden(optimizer))
+        where = "outside of fit" if frame is None else "with gradient_accumulation_steps"
+        remedy = "train by fit" if frame is None else "compile without accumulation"
+        raise CapabilityError(
+            f"{type(optimizer).__name__} overrides {methods}, which is not given whole gradients {where}: override "
+            f"update_step, which is asked for each variable, or {remedy}"
+        )
+    with events.for_purpose("whole variable"):
+        wholes = [_whole(frame, g, v) for g, v in zip(grads, targets, strict=True)] if targets else grads
+        with frame.updating_wholes():
+            return call(wholes, trainable_variables)
+
+
+def _whole(frame: Frame, grad: Any, variable: Any) -> Any:
+    if grad is None or not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
+        return grad
+    if isinstance(grad, seen.Seen):
+        return grad.whole()
+    # A part may have the shape of the whole on one rank, where the others have none: all must gather it.
+    return variable._storage.joined(grad) if grad.shape == variable._storage.own(frame).shape else grad

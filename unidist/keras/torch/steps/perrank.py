@@ -1,0 +1,66 @@
+"""Containers that hold something else for each rank at work: for what Keras keeps on the layer object itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from unidist.keras.torch.context import frame
+
+
+def _rank() -> int:
+    here = frame()
+    return -1 if here is None else here.rank
+
+
+class PerRankList:
+    """A list for each rank (and one for no rank)."""
+
+    def __init__(self) -> None:
+        self._lists: dict[int, list[Any]] = {}
+
+    def _own(self) -> list[Any]:
+        return self._lists.setdefault(_rank(), [])
+
+    def append(self, item: Any) -> None:
+        self._own().append(item)
+
+    def extend(self, items: Any) -> None:
+        self._own().extend(items)
+
+    def clear(self) -> None:
+        self._own().clear()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+
+class PerRankSet:
+    """A set for each rank (and one for no rank)."""
+
+    def __init__(self) -> None:
+        self._sets: dict[int, set[Any]] = {}
+
+    def _own(self) -> set[Any]:
+        return self._sets.setdefault(_rank(), set())
+
+    def add(self, item: Any) -> None:
+        self._own().add(item)
+
+    def clear(self) -> None:
+        self._own().clear()
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._own()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())

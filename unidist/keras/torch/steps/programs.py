@@ -1,0 +1,194 @@
+"""Programs: a model's call as torch.compile's program, one graph forward and one backward (`jit_compile=True`).
+
+torch.compile would look into Keras's and unidist's Python, which holds much that it cannot take, and break the step
+into many programs. Here the whole call is entered into its graph as one function of the batch and the variables that
+the rank holds; the call then runs once on stand-ins of them, and what it does to tensors is the program: collectives
+included. Losses, metrics and the optimizer stay outside.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.errors import CapabilityError
+from unidist.keras.calls import Call, Stage
+from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, set_keras_mask, tree
+from unidist.keras.torch import context
+from unidist.keras.torch.calls import around_call
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.rows import mixing
+from unidist.keras.torch.values.variables import DistributedVariable
+
+_programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_ATTRIBUTE = "_unidist_programs"
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether the model's call runs as a program of its own. A step or a module that is the user's is left to Keras,
+    which gives the whole step to torch.compile."""
+    return (
+        bool(getattr(model, "jit_compile", False))
+        and type(model).train_step is TorchTrainer.train_step
+        and not any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
+    )
+
+
+def install_programs(model: Any, backend: Any) -> None:
+    """Lets the model be called by programs in the steps of a trainer, while it is compiled with jit_compile=True.
+
+    Raises:
+        CapabilityError: the backend's collectives cannot be part of a program.
+    """
+    if not backend.compiles:
+        raise CapabilityError(
+            f"jit_compile=True: the collectives of {backend.name!r} cannot be part of torch.compile's programs. "
+            "Compile the model with jit_compile=False, or use('torch')"
+        )
+    if _ATTRIBUTE in vars(model):
+        return
+    programs: dict[Any, Program] = {}
+
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        if not _is_in_a_step(frame) or str(get_device()) == "meta" or not model.jit_compile:
+            return rest(*args, **kwargs)
+        shape, tensors = Shape((args, kwargs)), _with_masks((args, kwargs))
+        seen = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
+        trained = tuple(v.trainable for v in model.variables)
+        key = (frame.rank, torch.is_grad_enabled(), shape.key, seen, trained)
+        if key not in programs:
+            mixing.check_program(model, rest, args, kwargs)
+            programs[key] = Program(model, rest, shape)
+        return programs[key](frame, tensors)
+
+    object.__setattr__(model, _ATTRIBUTE, programs)
+    around_call(model, Stage.PROGRAM, inside)
+
+
+def forget(model: Any) -> None:
+    """The model has changed: its programs are made anew."""
+    vars(model).get(_ATTRIBUTE, {}).clear()
+
+
+def _is_in_a_step(frame: Frame) -> bool:
+    """In a trainer's step, not proving pairs and not in a program already."""
+    return frame.rows is not None and frame.trial is None and frame.inputs is None
+
+
+class _Tensor:
+    """Stands for a tensor in a structure that outlives it."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_A_TENSOR = _Tensor()
+
+
+class Shape:
+    """A structure of tensors and constants without the tensors: what they are put back into."""
+
+    def __init__(self, structure: Any) -> None:
+        self.leaves = [_A_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.flatten(structure)]
+        self.structure = tree.pack_sequence_as(structure, self.leaves)
+        tensors = _tensors(structure)
+        self.count = len(tensors)
+        self.masked = tuple(k for k, t in enumerate(tensors) if getattr(t, "_keras_mask", None) is not None)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What another program is needed for. Keys of dicts and classes of containers are in the text alone."""
+        return (repr(self.structure), *((type(leaf), leaf) for leaf in self.leaves), self.masked)
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The structure with tensors, and behind them the masks of some."""
+        others = list(tensors[: self.count])
+        for k, mask in zip(self.masked, tensors[self.count :], strict=True):
+            set_keras_mask(others[k], mask)
+        waiting = iter(others)
+        leaves = [next(waiting) if leaf is _A_TENSOR else leaf for leaf in self.leaves]
+        return tree.pack_sequence_as(self.structure, leaves)
+
+
+def _tensors(structure: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def _with_masks(structure: Any) -> list[torch.Tensor]:
+    """The tensors of a structure, and behind them the masks of some."""
+    tensors = _tensors(structure)
+    masks = [getattr(t, "_keras_mask", None) for t in tensors]
+    return [*tensors, *(mask for mask in masks if mask is not None)]
+
+
+class Program:
+    """A model's call for one structure and shape of its arguments. One for each rank."""
+
+    def __init__(self, model: Any, function: Callable[..., Any], given: Shape) -> None:
+        self.function = function
+        self.name = model.name
+        self.layers = model._flatten_layers()
+        self.given = given
+        self.storages = [v._storage for v in model.variables if isinstance(v, DistributedVariable)]
+        self.out: Shape | None = None
+        self.losers: list[Any] = []  # the layers that added losses, once for each
+        self.sent: list[events.Event] = []
+        _programs[id(self)] = self
+        self.compiled = torch.compile(_entry(id(self)), fullgraph=True, dynamic=False)
+
+    def __call__(self, frame: Frame, tensors: list[torch.Tensor]) -> Any:
+        held = [storage.local(frame) for storage in self.storages]
+        try:
+            found = self.compiled(*held, *tensors)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise CapabilityError(
+                f"jit_compile=True: torch.compile cannot make one program of the call of model {self.name!r}. "
+                f"Compile the model with jit_compile=False. It said: {error}"
+            ) from error
+        if self.out is None:
+            raise RuntimeError("a compiled program that was never traced")
+        for event in self.sent if events.listening() else ():
+            events.emit(event)
+        count = len(found) - len(self.losers)
+        for layer, loss in zip(self.losers, found[count:], strict=True):
+            layer._losses.append(loss)
+        return self.out.filled(found[:count])
+
+    def trace(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The call on stand-ins of the variables and the arguments; its outputs, their masks and added losses."""
+        frame = context.frame()
+        if frame is None:
+            raise RuntimeError("a program is traced outside of a step")
+        count = len(self.storages)
+        frame.inputs = {id(storage): t for storage, t in zip(self.storages, tensors[:count], strict=True)}
+        added = [len(layer._losses) for layer in self.layers]
+        args, kwargs = self.given.filled(tensors[count:])
+        try:
+            with frame.world.backend.into_program() as sent:
+                out = self.function(*args, **kwargs)
+            losses = [(layer, loss) for layer, n in zip(self.layers, added, strict=True) for loss in layer._losses[n:]]
+        finally:
+            frame.inputs = None
+            for layer, n in zip(self.layers, added, strict=True):
+                del layer._losses[n:]
+        self.out, self.sent = Shape(out), sent
+        self.losers = [layer for layer, _ in losses]
+        return (*_with_masks(out), *(loss for _, loss in losses))
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _run(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _programs[number].trace(tensors)
+
+
+def _entry(number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def entry(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _run(number, *tensors)  # type: ignore[no-any-return]
+
+    # torch.compile keeps its programs by the code object, a few for each: every one here has its own.
+    return types.FunctionType(entry.__code__.replace(), entry.__globals__, closure=entry.__closure__)

@@ -1,0 +1,99 @@
+"""Rematerialization: what a layer computes again in backward is what it computed, and it writes nothing a second time.
+
+Backward may run in another thread (autograd has one for each accelerator), outside of any layer, and after other calls
+have drawn random numbers. So the recomputation gets the frame and Keras's thread-local state of its call, and reads
+each variable that the call wrote as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from unidist.keras.compat import StatelessScope, get_stateless_scope, global_state, torch_core
+from unidist.keras.interception import Hook, kept
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Before, Frame
+from unidist.keras.torch.rows import mixing, regions
+from unidist.keras.torch.world import keras_state, restore_keras_state
+
+_originals: dict[str, Any] = {}
+
+
+def hooks() -> tuple[Hook, ...]:
+    """The torch backend's remat; without a frame it is as before."""
+    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), "recomputation is the call over again"),)
+
+
+def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras's remat, whose recomputation is the call over again."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if frame is None or str(torch_core.get_device()) == "meta":
+            return _originals["remat"](f)(*args, **kwargs)
+        if frame.region is not None and regions.are_row_parts(args, kwargs):
+            # torch saves what it is given, and knows nothing of parts: what knows them is computed once.
+            inner = mixing.without_region(f)
+            return f(*args, **kwargs) if inner is None else regions.on_locals(frame, remat(inner), args, kwargs)
+        return _originals["remat"](_Call(f, frame))(*args, **kwargs)
+
+    return wrapped
+
+
+class _Call:
+    """One call: computed first, and then again as often as backward asks for it."""
+
+    def __init__(self, f: Callable[..., Any], frame: Frame) -> None:
+        self._f = f
+        self._here = frame
+        self._frame = copy.copy(frame)
+        self._frame.written = ()
+        self._keras = keras_state()
+        self._context = contextvars.copy_context()
+        self._before: Before | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fetcher = self._frame.fetcher
+        with fetcher.besides() if fetcher is not None else contextlib.nullcontext():
+            if self._before is None:
+                return self._first(args, kwargs)
+            # A context that is entered cannot be entered again, as by a backward within the recomputation.
+            return self._context.copy().run(self._again, self._before, args, kwargs)
+
+    def _first(self, args: Any, kwargs: Any) -> Any:
+        self._before = Before()
+        with self._here.noting(self._before):
+            return self._f(*args, **kwargs)
+
+    def _again(self, before: Before, args: Any, kwargs: Any) -> Any:
+        with _in_keras_state(self._keras), context.entered(copy.copy(self._frame)), _Past(before.values):
+            return self._f(*args, **kwargs)
+
+
+class _Past(StatelessScope):  # type: ignore[misc]
+    """Variables read as they were before a call, all others as they are around; what is written goes nowhere."""
+
+    def __init__(self, before: dict[int, Any]) -> None:
+        super().__init__(initialize_variables=False)
+        self.state_mapping = dict(before)
+        self._around = get_stateless_scope()
+
+    def get_current_value(self, variable: Any) -> Any:
+        found = super().get_current_value(variable)
+        return self._around.get_current_value(variable) if found is None and self._around is not None else found
+
+
+@contextlib.contextmanager
+def _in_keras_state(state: dict[str, Any]) -> Iterator[None]:
+    own = global_state.GLOBAL_STATE_TRACKER.__dict__
+    before = dict(own)
+    restore_keras_state(state)
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(before)

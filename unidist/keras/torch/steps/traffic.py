@@ -1,0 +1,162 @@
+"""Traffic: what one rank moves for a model's variables in a step: gradients to where they are kept, values to where
+layers need them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unidist.errors import CapabilityError
+from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.steps.reducer import Reducer
+from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
+from unidist.keras.torch.values.buckets import Watched
+from unidist.keras.torch.values.storage import Storage
+from unidist.keras.torch.values.units import Fetcher, use_in_calls
+from unidist.keras.torch.values.variables import DistributedVariable
+from unidist.keras.torch.world import RankWorld
+
+
+class Traffic:
+    """The reducers and fetchers of this process's ranks for one model; `in_parts`: under sequence parallelism.
+
+    Raises:
+        CapabilityError: the model computes in a way that stored shards do not go with.
+    """
+
+    def __init__(self, model: Any, world: RankWorld, *, in_parts: bool = False) -> None:
+        self.model = model
+        self.world = world
+        self._in_parts = in_parts
+        self._undo: list[Callable[[], None]] = []
+        by_layer = _storages_by_layer(model)
+        fetched = [(layer, storages) for layer, storages in by_layer if any(not p.is_kept for p in storages)]
+        _check_fetched(model, [layer for layer, _ in fetched])
+        trainable = [v._storage for v in model.trainable_variables]
+        self._reducers = {
+            rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
+            for rank in world.ranks
+        }
+        self._fetchers = {rank: Fetcher(world, rank, [storages for _, storages in by_layer]) for rank in world.ranks}
+        self._make_ready()
+        for layer, storages in fetched:
+            self._undo.append(use_in_calls(layer, storages))
+        self.fetches = bool(fetched)
+        self._has_modules = any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
+
+    def close(self) -> None:
+        """Stops watching and fetching."""
+        for undo in self._undo:
+            undo()
+        for reducer in self._reducers.values():
+            reducer.close()
+        for fetcher in self._fetchers.values():
+            fetcher.close()
+
+    def _make_ready(self) -> None:
+        """What carries the groups' tensors is made now: amid a backward it would hold up the gradients' thread."""
+        for rank in self.world.ranks:
+            buckets, units = self._reducers[rank].buckets, self._fetchers[rank].units
+            groups = [b.group for b in buckets] + [u.buffer.group for u in units]
+            for group in {group.ranks: group for group in groups}.values():
+                self.world.backend.ready(group)
+
+    def reducer(self, rank: int) -> Reducer:
+        return self._reducers[rank]
+
+    @contextlib.contextmanager
+    def step(self, frame: Frame, kind: str) -> Iterator[None]:
+        """A step of Keras's trainer ("train", "test" or "predict") on a rank."""
+        reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
+        if self.model.jit_compile or self._has_modules:
+            fetcher.settle()  # compiled programs and torch modules do not wait for what they read
+        frame.fetcher = fetcher if fetcher.fetched else None
+        frame.keeps_gradients = reducer.is_holding
+        frame.accumulating = reducer.is_paused = kind == "train" and self._accumulates()
+        try:
+            with reducer.working(frame), fetcher.step(kind):
+                yield
+        finally:
+            frame.fetcher = None
+            if reducer.is_paused:
+                reducer.is_paused, reducer.is_holding = False, True
+
+    def shared(self, frame: Frame) -> SharedWeights | None:
+        """What sums the gradients of weights that are used on parts of sequences, for one step."""
+        if not self._in_parts:
+            return None
+        storages = [v._storage for v in self.model.trainable_variables if isinstance(v, DistributedVariable)]
+        return SharedWeights(frame, [p.leaf(frame.rank) for p in storages if self._is_late(p)])
+
+    def _is_late(self, storage: Storage) -> bool:
+        return self._in_parts and storage.is_whole and storage.is_kept
+
+    def join(self, frame: Frame, variables: list[Any]) -> None:
+        """Behind an optimizer: the parts that ranks have updated become whole values again."""
+        self._fetchers[frame.rank].join([v._storage for v in variables if isinstance(v, DistributedVariable)])
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        for fetcher in self._fetchers.values():
+            fetcher.settle()
+
+    def release(self, frame: Frame) -> None:
+        self._fetchers[frame.rank].release()
+
+    # accumulation -------------------------------------------------------------------------------------------------
+
+    def _accumulates(self) -> bool:
+        """Whether this step's gradients may wait on their ranks for those of later steps: nothing is sent. Not where
+        somebody looks at them in between, nor where values are stored as shards: whole gradients would be kept there.
+        """
+        optimizer = getattr(self.model, "optimizer", None)
+        steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        own_step = type(self.model).train_step is not TorchTrainer.train_step
+        if not steps or own_step or self.fetches or isinstance(optimizer, LossScaleOptimizer):
+            return False
+        return bool((int(self.model.optimizer._iterations.value) + 1) % steps)
+
+    def flush(self, frame: Frame) -> None:
+        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it. It waits no
+        more, so the next step's zero_grad forgets it."""
+        reducer = self._reducers[frame.rank]
+        if not reducer.is_holding:
+            return
+        reducer.reduce()
+        optimizer = self.model.optimizer
+        with frame.reading_shards(), torch.no_grad():
+            for variable in self.model.trainable_variables:
+                grad = variable._storage.own(frame).grad
+                if grad is not None:
+                    optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].assign_add(grad)
+
+
+def _check_fetched(model: Any, layers: list[Any]) -> None:
+    if layers and getattr(model, "jit_compile", False):
+        raise CapabilityError(
+            "jit_compile=True: programs compiled by torch keep whole parameters, so values stored as shards over the "
+            "data axis cannot be let go behind a layer. Use zero=2 or less, or jit_compile=False"
+        )
+    for layer in layers:
+        if isinstance(layer, TorchModuleWrapper):
+            raise CapabilityError(
+                f"layer {layer.name!r} wraps a torch module, which reads its own parameters: they cannot be stored as "
+                "shards over the data axis. Use zero=2 or less"
+            )
+
+
+def _storages_by_layer(model: Any) -> list[tuple[Any, list[Storage]]]:
+    """Each layer with the storages of its own variables, in the order of the model; a shared one counts once."""
+    seen: set[int] = set()
+    found = []
+    for layer in model._flatten_layers():
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        fresh = [v for v in own if isinstance(v, DistributedVariable) and id(v) not in seen]
+        seen.update(id(v) for v in fresh)
+        if fresh:
+            found.append((layer, [v._storage for v in fresh]))
+    return found

@@ -1,0 +1,276 @@
+"""Storage: where a variable's value, its gradient and its slots are, on each rank of this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from unidist import events
+from unidist.algebra import Layout, Mesh, Sharding
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.values import norms, walks
+from unidist.keras.torch.values.flat import is_nested
+from unidist.keras.torch.world import RankWorld
+from unidist.strategies import VariableLayouts
+
+if TYPE_CHECKING:
+    from unidist.keras.torch.values.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Shardings:
+    """The shardings of one variable: the strategy's three layouts.
+
+    Attributes:
+        stored: where the value rests.
+        held: what a layer needs of it: as ruled, and whole over the data axes.
+        state: where its gradient is reduced to and its slots live.
+    """
+
+    stored: Sharding
+    held: Sharding
+    state: Sharding
+
+    @property
+    def layouts(self) -> VariableLayouts:
+        return VariableLayouts(self.stored.layout, self.held.layout, self.state.layout)
+
+    @staticmethod
+    def alike(sharding: Sharding) -> Shardings:
+        """One layout for everything."""
+        return Shardings(sharding, sharding, sharding)
+
+    @staticmethod
+    def by(layouts: VariableLayouts, mesh: Mesh, shape: tuple[int, ...]) -> Shardings:
+        stored = Sharding(mesh, layouts.storage, shape)
+        held = stored.with_layout(layouts.compute.with_axis(layouts.compute.fanout, "I"))
+        state = stored.with_layout(layouts.state)
+        # A rule may cut a dim by a data axis before a model axis, or two dims by data axes: layers see such a shard as
+        # it is, and gather it whole.
+        return Shardings(stored, held if is_nested(held, stored) and is_nested(held, state) else stored, state)
+
+
+class Storage:
+    """Where a variable is. Three parameters for each rank; some or all may be one:
+
+    - shards: the stored value,
+    - leaves: what layers compute with, whole over the data axes, where gradients arrive,
+    - states: what optimizers see: a part of the stored value (of the same memory), with the reduced gradient.
+
+    Attributes:
+        is_sharded: whether layers see a shard.
+        is_whole: whether layers see the whole value on every rank.
+        is_kept: whether what layers compute with is what is stored.
+    """
+
+    def __init__(self, world: RankWorld, shardings: Shardings, path: str) -> None:
+        self.world = world
+        self.shardings = shardings
+        self.path = path
+        self.shards: dict[int, torch.nn.Parameter] = {}
+        self.leaves: dict[int, torch.nn.Parameter] = {}
+        self.states: dict[int, torch.nn.Parameter] = {}
+        self.units: dict[int, Unit] = {}
+        self._trainable = False
+        norms.watch(self)
+        held = shardings.held.layout
+        self.is_sharded = bool(held.dims)
+        self.is_whole = not held.dims and not held.partial
+        self.is_kept = shardings.stored == shardings.held
+
+    @property
+    def sharding(self) -> Sharding:
+        """How layers see it."""
+        return self.shardings.held
+
+    @property
+    def layout(self) -> Layout:
+        return self.shardings.held.layout
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether each rank stores something of the whole shape: the value, or its part of a sum."""
+        return not self.shardings.stored.layout.dims
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank stores a part of the value."""
+        return bool(self.shardings.stored.layout.dims) and not self.shardings.stored.layout.partial
+
+    # values -------------------------------------------------------------------------------------------------------
+
+    def fill(self, value: torch.Tensor, *, trainable: bool) -> None:
+        """Makes each rank's shard of a whole value; no shard shares memory with it."""
+        for rank in self.world.ranks:
+            shard = self._shard_of(value, rank).clone(memory_format=torch.contiguous_format)
+            self._take(rank, torch.nn.Parameter(shard, requires_grad=trainable and shard.is_floating_point()))
+
+    def keep(self, parameter: torch.nn.Parameter) -> None:
+        """Takes a parameter as it is: torch modules that share it keep it."""
+        self._take(self.world.ranks[0], parameter)
+
+    def _take(self, rank: int, shard: torch.nn.Parameter) -> None:
+        stored, held, state = self.shardings.stored, self.shardings.held, self.shardings.state
+        self.shards[rank] = self.leaves[rank] = self.states[rank] = shard
+        if state != stored:
+            pairs = zip(state.region(rank), stored.region(rank), strict=True)
+            own = tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)
+            self.states[rank] = torch.nn.Parameter(shard.detach()[own], requires_grad=shard.requires_grad)
+        if held != stored:
+            leaf = shard.new_empty(held.local_shape(rank))
+            leaf.untyped_storage().resize_(0)
+            self.leaves[rank] = torch.nn.Parameter(leaf, requires_grad=shard.requires_grad)
+
+    def set_trainable(self, trainable: bool) -> None:
+        for parameters in (self.shards, self.leaves, self.states):
+            for parameter in parameters.values():
+                parameter.requires_grad = trainable and parameter.is_floating_point()
+
+    def forget_gradients(self, rank: int) -> None:
+        self.shards[rank].grad = self.leaves[rank].grad = self.states[rank].grad = None
+
+    def assign(self, value: torch.Tensor) -> None:
+        """Writes a whole value into each rank's shard (of the rank at work alone, in a frame)."""
+        frame = context.frame()
+        with torch.no_grad():
+            for rank in self.world.ranks if frame is None else (frame.rank,):
+                self.settled(rank).copy_(self._shard_of(value, rank))
+                if not self.is_kept and self.leaves[rank].untyped_storage().size():
+                    self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
+
+    def assign_parts(self, part: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
+        """Writes each rank's shard of a value that is cut; `part` gives the slices."""
+        with torch.no_grad():
+            for rank in self.world.ranks:
+                self.settled(rank).copy_(part(self.shardings.stored.slices(rank)))
+        self.forget_gathered()
+
+    def _shard_of(self, value: torch.Tensor, rank: int) -> torch.Tensor:
+        stored = self.shardings.stored
+        if stored.layout.partial:
+            here = self.world.mesh.coordinate(rank)
+            if any(here[axis] for axis, op in stored.layout.partial if op == "sum"):
+                return torch.zeros_like(value)
+            return value
+        return value[stored.slices(rank)] if stored.layout.dims else value
+
+    def settled(self, rank: int) -> torch.nn.Parameter:
+        """The stored value, when what the last update sent has come."""
+        if self.is_kept and rank in self.units:
+            self.units[rank].finish()
+        return self.shards[rank]
+
+    def forget_gathered(self) -> None:
+        """What layers compute with is gathered anew from the stored shards when it is next needed."""
+        for unit in self.units.values():
+            unit.free()
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def local(self, frame: Frame | None) -> torch.Tensor:
+        """What a layer computes with on the rank at work; fetched from the other data ranks if need be."""
+        if frame is not None and frame.inputs is not None:
+            return frame.inputs[id(self)]
+        rank = self.rank_at_work(frame)
+        unit = self.units.get(rank)
+        if unit is not None:
+            unit.need()
+        elif not self.is_kept:
+            if frame is not None:
+                raise RuntimeError(f"{self.path!r} is read by a layer before its model was prepared for training")
+            return self.shards[rank]
+        return self.leaves[rank]
+
+    def rank_at_work(self, frame: Frame | None) -> int:
+        """That of a frame; outside of frames this process's (first) one."""
+        return self.world.ranks[0] if frame is None else frame.rank
+
+    def own(self, frame: Frame | None) -> torch.nn.Parameter:
+        """What an optimizer sees on the rank at work: the part that has the gradient."""
+        return self.states[self.rank_at_work(frame)]
+
+    def parameter(self) -> torch.nn.Parameter:
+        """What torch sees of the variable: this process's (first) stored shard."""
+        return self.settled(self.world.ranks[0])
+
+    def leaf(self, rank: int) -> torch.nn.Parameter:
+        """Where a rank's gradient arrives; its value need not be there."""
+        return self.leaves[rank]
+
+    def note_cast(self, frame: Frame, value: torch.Tensor, cast: torch.Tensor) -> None:
+        """`cast` is `value` in the dtype of computation: it goes where the value goes."""
+        unit = self.units.get(frame.rank)
+        leaf = self.leaves[frame.rank]
+        if unit is not None and not unit.is_kept and value is leaf:
+            unit.note_cast(leaf, cast)
+
+    @contextlib.contextmanager
+    def in_use(self, frame: Frame) -> Iterator[None]:
+        """What a layer computes with stays where it is inside."""
+        unit = self.units.get(frame.rank)
+        if unit is None:
+            yield
+            return
+        with unit.in_use():
+            yield
+
+    def whole(self, frame: Frame | None, *, differentiable: bool = False) -> torch.Tensor:
+        """The whole value: a collective of the mesh, except where it is whole on every rank.
+
+        In a frame it is differentiable on demand: model axes give each rank the same gradient (I), data axes
+        gradients of their own rows (F).
+        """
+        if frame is not None and (self.is_kept or frame.rank in self.units):
+            return self.local(frame) if self.is_whole else self._moved(self.local(frame), self.sharding, differentiable)
+        stored = self.shardings.stored
+        if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
+            return torch.as_tensor(self._assembled())
+        shard = self.settled(self.rank_at_work(frame))
+        if not stored.layout.dims and not stored.layout.partial:
+            return shard
+        if frame is None and walks.was_read():
+            return torch.empty(stored.shape, dtype=shard.dtype, device=shard.device)
+        return self._moved(shard, stored, differentiable)
+
+    def updated(self, frame: Frame) -> torch.Tensor:
+        """The whole value between an optimizer's steps, from the parts that optimizers have written to."""
+        return self.joined(self.own(frame)) if self.shardings.state.layout.dims else self.own(frame)
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor; each rank has the part that it updates: of the variable, or its gradient."""
+        return self._moved(part, self.shardings.state, False)
+
+    def _moved(self, shard: torch.Tensor, sharding: Sharding, differentiable: bool) -> torch.Tensor:
+        fanned = tuple(a for a in sharding.layout.sharded_axes if a in self.world.data_axes)
+        target = sharding.with_layout(Layout(fanout=fanned) if differentiable else Layout())
+        frame = context.frame()
+        proving = frame is not None and frame.trial is not None
+        with events.for_purpose(events.purpose() if proving else self.path):
+            if differentiable:
+                whole = self.world.backend.redistribute(shard, sharding, target)
+                if frame is None and fanned and whole.requires_grad:
+                    # A loop of the user's own: gradients are averaged, as those that the reducer sums are.
+                    shards = self.world.mesh.axis_size(fanned)
+                    whole.register_hook(lambda grad: grad / shards)
+                return whole
+            with torch.no_grad():
+                return self.world.backend.redistribute(shard.detach(), sharding, target)
+
+    def _assembled(self) -> torch.Tensor:
+        """The whole value from all virtual ranks' shards, without a step of theirs."""
+        first = next(iter(self.shards.values())).detach()
+        sharding, layout = self.shardings.stored, self.shardings.stored.layout
+        out = torch.zeros(sharding.shape, dtype=first.dtype, device=first.device)
+        for rank, shard in self.shards.items():
+            here = self.world.mesh.coordinate(rank)
+            counted = [axis for axis, op in layout.partial if op == "sum"]
+            if any(here[a] for a in self.world.mesh.axis_names if layout.state(a) != "S" and a not in counted):
+                continue
+            part = out[sharding.slices(rank)]
+            part.copy_(part + shard.detach() if counted else shard.detach())
+        return out

@@ -1,0 +1,317 @@
+"""Units: variables of neighbouring layers that are gathered over the data axes together, as one flat buffer.
+
+Variables that are stored as shards (ZeRO-3, FSDP) are fetched when a layer reads them, let go behind it, and fetched
+again when backward opens what it saved of them. Variables that are stored whole but updated in parts (ZeRO-1, 2) are
+joined again behind the optimizer, while the next step begins.
+
+Source of the method: ZeRO (Rajbhandari et al., arXiv:1910.02054) and PyTorch FSDP (Zhao et al., arXiv:2304.11277);
+that a tensor's memory is taken from under it and given back is FSDP's trick too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Axes
+from unidist.keras.calls import Call, Stage
+from unidist.keras.torch.calls import around_call
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.values.flat import Cut, FlatBuffer, Moving, cut_between
+from unidist.keras.torch.values.storage import Storage
+from unidist.keras.torch.world import RankWorld
+
+UNIT_BYTES = 8 << 20
+# Of those that are joined behind the optimizer: the next step's first layer waits for its own unit alone.
+KEPT_UNIT_BYTES = 1 << 20
+# What the joining of updated variables may have under way at once.
+IN_FLIGHT_BYTES = 100 << 20
+
+
+class Unit:
+    """Variables that are gathered together, on one rank.
+
+    Attributes:
+        is_kept: its leaves are the stored values and are never freed.
+    """
+
+    def __init__(self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], storages: list[Storage]) -> None:
+        rank = fetcher.rank
+        self.fetcher = fetcher
+        self.storages = storages
+        self.is_kept = storages[0].is_kept
+        self.leaves = [p.leaves[rank] for p in storages]
+        self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in storages]
+        self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.leaves)
+        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
+        self.is_here = self.is_kept
+        self.users = 0
+        self.is_pinned = False
+        self._coming: Moving | None = None
+        self._casts: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    # moving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_coming(self) -> bool:
+        return self._coming is not None
+
+    def start(self) -> None:
+        """Starts to gather. S -> I over the axes; sends (n-1)/n of the unit's bytes."""
+        with torch.no_grad(), events.for_purpose("parameters"):
+            self._give_memory(self.buffer.loose)
+            # `.data`: what backward saved of them must not look as if it had been changed.
+            self._coming = self.buffer.gather(self.parts, [leaf.data for leaf in self.leaves])
+        self.is_here = False
+
+    def finish(self) -> None:
+        """Waits for what is under way and puts it where layers read it."""
+        if self._coming is None:
+            return
+        coming, self._coming = self._coming, None
+        coming.wait()
+        if coming.buffer is not None:
+            with torch.no_grad():
+                self._give_memory(self.buffer.packed)
+                for k in self.buffer.packed:
+                    self.buffer.take(coming.buffer, k, self.leaves[k].data)
+        self.is_here = True
+
+    def _give_memory(self, numbers: Iterable[int]) -> None:
+        for leaf in [] if self.is_kept else [self.leaves[k] for k in numbers]:
+            leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
+
+    def free(self) -> None:
+        """Lets the gathered values go. What was saved of them for backward keeps its shape, without memory."""
+        self.finish()
+        if not self.is_kept and self.is_here:
+            for tensor in (*self.leaves, *(cast for _, cast in self._casts)):
+                tensor.untyped_storage().resize_(0)
+            self.is_here = False
+
+    def note_cast(self, leaf: torch.nn.Parameter, cast: torch.Tensor) -> None:
+        """A leaf's value in the dtype of computation, which backward may save instead: it is freed and made anew with
+        the leaf."""
+        if torch.is_grad_enabled():
+            self._casts.append((leaf, cast.data))
+            self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
+
+    def open_cast(self, memory: int) -> None:
+        """Makes a cast's value anew. The leaf is there."""
+        for leaf, cast in self._casts:
+            storage = cast.untyped_storage()
+            if storage._cdata == memory and not storage.size():
+                storage.resize_(cast.numel() * cast.element_size())
+                cast.copy_(leaf.data)
+
+    def forget_casts(self) -> None:
+        for _, cast in self._casts:
+            self.fetcher.by_memory.pop(cast.untyped_storage()._cdata, None)
+        self._casts.clear()
+
+    # reading ------------------------------------------------------------------------------------------------------
+
+    def need(self) -> None:
+        """The values are to be read now. Read outside of their layer's call, they stay to the end of the step."""
+        if self.is_kept:
+            self.finish()
+            return
+        if not self.users:
+            self.is_pinned = True
+        if not self.is_here or self.fetcher.last is not self:
+            self.fetcher.fetch(self)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
+
+class Fetcher:
+    """One rank's units, in the order of the model's layers; fetches the next one before it is needed."""
+
+    def __init__(self, world: RankWorld, rank: int, layers: Iterable[list[Storage]]) -> None:
+        self.world = world
+        self.rank = rank
+        self.last: Unit | None = None
+        self.units: list[Unit] = []
+        self._order: dict[str, list[Unit]] = {}
+        self._before: list[Unit] = []
+        self._seen: list[Unit] = []
+        for axes, cuts, storages in _merged(layers, rank):
+            unit = Unit(self, axes, cuts, storages)
+            self.units.append(unit)
+            for storage in storages:
+                storage.units[rank] = unit
+        self.fetched = [unit for unit in self.units if not unit.is_kept]
+        self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.leaves}
+        self._node: Any = None
+        self._opened_for_node: list[Unit] = []
+
+    def close(self) -> None:
+        """Lets go of the variables."""
+        self.release()
+        for unit in self.units:
+            unit.finish()
+            for storage in unit.storages:
+                storage.units.pop(self.rank, None)
+
+    # stored shards ------------------------------------------------------------------------------------------------
+
+    def fetch(self, unit: Unit) -> None:
+        """Makes a unit's values be there, frees those that are not in use, and starts the next."""
+        self._seen.append(unit)
+        self.last = unit
+        following = self._next()
+        staying = (unit, following, *self._opened_for_node)
+        for other in self.fetched:
+            if not other.users and not other.is_pinned and other not in staying:
+                other.free()
+        if not unit.is_here:
+            if not unit.is_coming:
+                unit.start()
+            unit.finish()
+        if following is not None and not following.is_here and not following.is_coming:
+            following.start()
+
+    def _next(self) -> Unit | None:
+        """What was needed after this in the last step of the same kind; all ranks know it alike."""
+        done = len(self._seen)
+        if done < len(self._before) and self._before[done - 1] is self._seen[-1]:
+            return self._before[done]
+        return None
+
+    @contextlib.contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """A step of Keras's trainer. What backward opens is fetched, and nothing is left at the end."""
+        if not self.fetched:
+            yield
+            return
+        self._before, self._seen, self.last = self._order.get(kind, []), [], None
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_alias, self._opened):
+                yield
+            self._order[kind] = self._seen
+        finally:
+            self.release()
+
+    @contextlib.contextmanager
+    def besides(self) -> Iterator[None]:
+        """Inside of hooks that keep what backward needs in a way of their own, fetched values are still kept here:
+        another way would open them without fetching them."""
+        other: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if other is None:
+            yield
+            return
+        keep, give = other
+
+        def pack(saved: torch.Tensor) -> tuple[bool, Any]:
+            ours = saved.untyped_storage()._cdata in self.by_memory
+            return ours, _alias(saved) if ours else keep(saved)
+
+        def unpack(packed: tuple[bool, Any]) -> torch.Tensor:
+            ours, kept = packed
+            return self._opened(kept) if ours else give(kept)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _opened(self, saved: torch.Tensor) -> torch.Tensor:
+        memory = saved.untyped_storage()._cdata
+        unit = self.by_memory.get(memory)
+        if unit is None:
+            return saved
+        node = torch._C._current_autograd_node()
+        if node is None or node is not self._node:
+            self._node, self._opened_for_node = node, []
+        # What one node of the graph opens, it computes with together.
+        self._opened_for_node.append(unit)
+        if not unit.is_here or self.last is not unit:
+            self.fetch(unit)
+        unit.open_cast(memory)
+        return saved
+
+    def release(self) -> None:
+        """Frees everything that was fetched."""
+        for unit in self.fetched:
+            unit.users, unit.is_pinned = 0, False
+            unit.free()
+            unit.forget_casts()
+        self.last = self._node = None
+        self._opened_for_node = []
+
+    # values updated in parts --------------------------------------------------------------------------------------
+
+    def join(self, storages: Iterable[Storage]) -> None:
+        """Starts to join the updated parts of these variables, in the order of the layers."""
+        touched = {id(storage) for storage in storages}
+        under_way: list[Unit] = []
+        for unit in self.units:
+            if unit.is_kept and any(id(storage) in touched for storage in unit.storages):
+                unit.finish()
+                unit.start()
+                under_way.append(unit)
+                while sum(u.nbytes for u in under_way) > IN_FLIGHT_BYTES:
+                    under_way.pop(0).finish()
+        if self.world.is_virtual:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for all that is under way."""
+        for unit in self.units:
+            if unit.is_kept:
+                unit.finish()
+
+
+def _alias(saved: torch.Tensor) -> torch.Tensor:
+    # The tensor itself would hold the graph that holds it.
+    return saved.detach()
+
+
+def _merged(layers: Iterable[list[Storage]], rank: int) -> list[tuple[Axes, list[Cut], list[Storage]]]:
+    """Units of whole layers; small neighbours share one. Each is of one dtype, one group and one kind."""
+    units: list[tuple[Axes, list[Cut], list[Storage]]] = []
+    open_units: dict[Any, tuple[Axes, list[Cut], list[Storage]]] = {}
+    sizes: dict[Any, int] = {}
+    for storages in layers:
+        touched = set()
+        for storage in storages:
+            found = cut_between(
+                storage.sharding, storage.shardings.state if storage.is_kept else storage.shardings.stored, rank
+            )
+            if found is None:
+                continue
+            axes, cut = found
+            key = (axes, storage.shards[rank].dtype, storage.is_kept)
+            if key not in open_units:
+                open_units[key] = (axes, [], [])
+                units.append(open_units[key])
+                sizes[key] = 0
+            open_units[key][1].append(cut)
+            open_units[key][2].append(storage)
+            leaf = storage.leaves[rank]
+            sizes[key] += leaf.numel() * leaf.element_size()
+            touched.add(key)
+        for key in touched:
+            if sizes[key] >= (KEPT_UNIT_BYTES if key[2] else UNIT_BYTES):
+                del open_units[key]
+    return units
+
+
+def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:
+    """Keeps the layer's fetched variables in place while it is called. Returns what undoes it."""
+
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for unit in {id(u): u for p in storages if (u := p.units.get(frame.rank)) is not None}.values():
+                stack.enter_context(unit.in_use())
+            return rest(*args, **kwargs)
+
+    return around_call(layer, Stage.FETCHED, inside)

@@ -1,0 +1,256 @@
+"""DistributedVariable: a Keras variable. Each rank holds a shard of it (or a replica, or a partial sum)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from keras.distribution import TensorLayout
+
+from unidist.algebra import Sharding
+from unidist.keras import memory, placed
+from unidist.keras.compat import (
+    backend,
+    get_device,
+    get_stateless_scope,
+    global_state,
+    in_stateless_scope,
+    to_torch_dtype,
+)
+from unidist.keras.compat import torch_convert_to_numpy as convert_to_numpy
+from unidist.keras.ranges import Stored
+from unidist.keras.strategy import keras_mesh
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.values import seen, torch_optimizers
+from unidist.keras.torch.values.storage import Shardings, Storage
+from unidist.keras.torch.world import RankWorld
+
+
+class PlacedLayout(TensorLayout):  # type: ignore[misc]
+    """A placed variable's layout as Keras writes it."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        axes = [sharding.layout.dim_axes(dim) for dim in range(len(sharding.shape))]
+        super().__init__([(a[0] if len(a) == 1 else a) or None for a in axes])
+        self.sharding = sharding
+
+    @property
+    def device_mesh(self) -> Any:
+        return keras_mesh(self.sharding.mesh)
+
+
+class DistributedVariable(backend.Variable):  # type: ignore[misc]
+    """A placed Keras variable. It looks whole: `shape`, `value`, `numpy()` and `assign` are those of the full value.
+
+    Inside a rank's frame, layers that have a rule and the optimizer see the rank's shard; everybody else sees the
+    gathered value, through which gradients flow back to the shards. Variables become this class in place: layers,
+    optimizers and users keep their references.
+    """
+
+    _storage: Storage
+
+    @property
+    def _value(self) -> torch.Tensor:
+        return self._storage.local(context.frame())
+
+    @_value.setter
+    def _value(self, value: torch.Tensor) -> None:
+        self._storage.assign(value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        frame = context.frame()
+        if frame is not None and frame.local:
+            return tuple(self._storage.own(frame).shape)
+        return self._shape  # type: ignore[no-any-return]
+
+    @property
+    def value(self) -> torch.Tensor:
+        if in_stateless_scope():
+            scoped = get_stateless_scope().get_current_value(self)
+            if scoped is not None:
+                return self._symbolic(self._maybe_autocast(scoped))
+        if str(get_device()) == "meta":
+            return self._symbolic(None)
+        frame = context.frame()
+        value = self._read(frame)
+        cast = self._maybe_autocast(value)
+        if cast is not value and frame is not None:
+            self._storage.note_cast(frame, value, cast)
+        return cast  # type: ignore[no-any-return]
+
+    def _read(self, frame: Frame | None) -> torch.Tensor:
+        storage = self._storage
+        if frame is None:
+            storage.world.check()
+            return storage.whole(None, differentiable=torch.is_grad_enabled() and not storage.world.is_virtual)
+        override = frame.overrides.get(id(self))
+        if override is not None:
+            return override
+        if frame.updating_whole:
+            if frame.wholes is None or not storage.shardings.state.layout.dims:
+                return storage.updated(frame)
+            if id(storage) not in frame.wholes:
+                frame.wholes[id(storage)] = storage.updated(frame)
+            return frame.wholes[id(storage)]
+        if frame.local:
+            return storage.own(frame)
+        if (frame.own_step or frame.backward_done) and not _in_layer():
+            if frame.own_step and storage.shardings.state.layout.dims:
+                return seen.Value.of(storage)
+            if frame.backward_done:
+                return storage.own(frame)
+        return storage.whole(frame, differentiable=True) if storage.is_sharded else storage.local(frame)
+
+    def _symbolic(self, value: torch.Tensor | None) -> torch.Tensor:
+        """A stand-in of the whole shape for shape inference, which knows nothing of distribution."""
+        if value is not None and (str(get_device()) != "meta" or value.is_meta):
+            return value
+        empty = torch.empty(self._shape, dtype=to_torch_dtype(self._dtype), device="meta")
+        return torch.nn.Parameter(empty, requires_grad=self._trainable and empty.is_floating_point())
+
+    def assign(self, value: Any) -> Any:
+        if isinstance(value, Stored) and self._storage.is_cut and context.frame() is None and not in_stateless_scope():
+            self._storage.world.check()
+            self._check_shape(value.shape, self._shape)
+            self._storage.assign_parts(lambda index: self._convert_to_tensor(value.part(index), dtype=self._dtype))
+            return value
+        value = seen.whole(self._convert_to_tensor(value, dtype=self._dtype))
+        frame = context.frame()
+        if frame is not None and frame.written:
+            frame.note_write(self)
+        if in_stateless_scope():
+            get_stateless_scope().add_update((self, value))
+            return value
+        shape = tuple(value.shape)
+        if frame is not None and (frame.local or self._storage.is_replica):
+            shard = self._storage.own(frame) if frame.local else self._storage.local(frame)
+            self._check_shape(shape, tuple(shard.shape))
+            with torch.no_grad():
+                shard.copy_(value)
+        else:
+            self._storage.world.check()
+            self._check_shape(shape, self._shape)
+            self._storage.assign(value)
+        if frame is not None and frame.wholes and (read := frame.wholes.get(id(self._storage))) is not None:
+            with torch.no_grad():
+                read.copy_(value)
+        return value
+
+    def _check_shape(self, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != tuple(wanted):
+            raise ValueError(
+                "The shape of the target variable and the shape of the target value in `variable.assign(value)` "
+                f"must match. variable.shape={wanted}, Received: value.shape={found}. Target variable: {self}"
+            )
+
+    def _direct_assign(self, value: torch.Tensor) -> None:
+        self._storage.assign(value)
+
+    @property
+    def trainable(self) -> bool:
+        return self._trainable
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        self._trainable = bool(value)
+        self._storage.set_trainable(self._trainable)
+
+    @property
+    def constraint(self) -> Any:
+        """In an optimizer a constraint gets the whole value and gives this rank's part back."""
+        frame, found = context.frame(), self._constraint
+        if frame is None or not frame.local or found is None or not self._storage.shardings.state.layout.dims:
+            return found
+        return lambda variable: self._constrained(frame, found)
+
+    @constraint.setter
+    def constraint(self, value: Any) -> None:
+        backend.Variable.constraint.fset(self, value)
+
+    def _constrained(self, frame: Frame, constraint: Any) -> torch.Tensor:
+        with frame.updating_wholes():
+            whole = constraint(self._storage.updated(frame))
+        return whole[self._storage.shardings.state.slices(frame.rank)]  # type: ignore[no-any-return]
+
+    @property
+    def regularizer(self) -> Any:
+        """Behind the layers a regularizer fetches what it reads and lets it go again."""
+        frame, found = context.frame(), self._regularizer
+        if frame is None or found is None or frame.rank not in self._storage.units:
+            return found
+
+        def regularized(value: Any) -> Any:
+            with self._storage.in_use(frame):
+                return found(value)
+
+        return regularized
+
+    @regularizer.setter
+    def regularizer(self, value: Any) -> None:
+        backend.Variable.regularizer.fset(self, value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = convert_to_numpy(self.value)
+        return value.astype(dtype) if dtype else value
+
+    def __repr__(self) -> str:
+        return (
+            f"<DistributedVariable path={self.path}, shape={self._shape}, dtype={self._dtype}, "
+            f"layout={self._storage.shardings.stored.layout}>"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = backend.Variable(
+            convert_to_numpy(self.value), dtype=self._dtype, trainable=self._trainable, name=self.name
+        )
+        memo[id(self)] = copied
+        return copied
+
+
+def _in_layer() -> bool:
+    return global_state.get_global_attribute("current_call_ctx") is not None
+
+
+def place(
+    variable: Any,
+    world: RankWorld,
+    shardings: Shardings,
+    *,
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Turns a Keras variable into a DistributedVariable, in place. Its whole value is let go.
+
+    Args:
+        variable: a torch-backend Keras variable that has its value.
+        world: the ranks.
+        shardings: how it is laid out; of the variable's shape.
+        prepare: makes the value equal on all processes before it is cut.
+    """
+    parameter = variable._value
+    value = parameter.detach()
+    if prepare is not None:
+        value = prepare(value)
+    held = Storage(world, shardings, variable.path)
+    if not held.is_kept and value.device.type == "cpu":
+        memory.give_back_large_blocks()
+    stored = shardings.stored.layout
+    if not stored.dims and not stored.partial and not world.is_virtual:
+        with torch.no_grad():
+            parameter.copy_(value)
+        held.keep(parameter)
+    else:
+        held.fill(value, trainable=variable._trainable)
+        torch_optimizers.note_replaced(parameter, variable.path)
+    del variable.__dict__["_value"]
+    variable.__class__ = DistributedVariable
+    lay(variable, held)
+
+
+def lay(variable: Any, held: Storage) -> None:
+    """Gives a variable its place."""
+    variable._storage = held
+    variable._layout = PlacedLayout(held.shardings.stored)
+    placed.of(variable).layouts = held.shardings.layouts

@@ -1,0 +1,172 @@
+"""RankWorld: the ranks of this process, how to run something on each, and their local-view backend."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from unidist import session
+from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.backends import registry
+from unidist.backends.local import LocalViewBackend
+from unidist.errors import BackendMismatchError, CapabilityError
+from unidist.keras.compat import global_state
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Frame
+
+T = TypeVar("T")
+
+# Another object each time that the worlds of before are left.
+_left = object()
+
+
+class RankWorld:
+    """The ranks of one mesh that live in this process.
+
+    A process of torch.distributed holds one rank and runs it where it is called. The simulator holds all ranks and
+    runs each in its own thread; outside of `run` its main thread sees whole values.
+    """
+
+    def __init__(self, mesh: Mesh, backend: LocalViewBackend[torch.Tensor], data_axes: Axes) -> None:
+        self.mesh = mesh
+        self.backend = backend
+        self.data_axes = data_axes
+        self._until = _left
+        self.is_virtual = backend.is_virtual
+        self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes files and talks to the terminal."""
+        return self.is_virtual or self.backend.process_index() == 0
+
+    def data_place(self, rank: int) -> int:
+        """The place of a rank among the data shards."""
+        return self.mesh.group(self.data_axes, rank).index if self.data_axes else 0
+
+    def seed_place(self, rank: int, axes: Axes) -> int:
+        """A rank's place for random numbers on activations that `axes` cut as well: none of a data shard's own."""
+        shards = self.mesh.axis_size(self.data_axes) if self.data_axes else 1
+        return shards + self.mesh.group((*self.data_axes, *axes), rank).index
+
+    def frame_for(self, rank: int) -> Frame:
+        return Frame(rank, self, seed_place=self.data_place(rank))
+
+    def run(self, work: Callable[[Frame], T]) -> T:
+        """work(frame) on every rank of this process; the first rank's result.
+
+        Inside a frame (a step that calls a step) it runs for that rank alone.
+        """
+        inside = context.frame()
+        if inside is not None:
+            return work(inside)
+        self.check()
+        if not self.is_virtual:
+            with context.entered(self.frame_for(self.ranks[0])) as frame:
+                return work(frame)
+        state = keras_state()
+
+        def on_rank(rank: int) -> T | None:
+            if rank not in self.ranks:
+                return None
+            restore_keras_state(state)
+            with context.entered(self.frame_for(rank)) as frame:
+                return work(frame)
+
+        results = self.backend.run(on_rank)
+        return results[self.ranks[0]]  # type: ignore[return-value]
+
+    def check(self) -> None:
+        """
+        Raises:
+            BackendMismatchError: `unidist.shutdown` has left this world.
+        """
+        if self._until is not _left:
+            raise BackendMismatchError(
+                "this model is distributed over a world that unidist.shutdown() has left. Before it, save the model or "
+                "take unidist.gather_weights(model); after it, load them into a model made under a new strategy"
+            )
+
+    # what a rank asks of its data group ---------------------------------------------------------------------------
+
+    def sum_over(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """The sum over axes of a tensor that needs no gradient."""
+        partial = Sharding(self.mesh, Layout(partial=axes), tuple(x.shape))
+        with torch.no_grad():
+            return self.backend.redistribute(x.detach(), partial, partial.with_layout(Layout()))
+
+    def summed(self, tensors: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
+        """The sums over axes of tensors that need no gradient, by one all_reduce for each dtype."""
+        out = [x.detach() for x in tensors]
+        for dtype in dict.fromkeys(x.dtype for x in out):
+            alike = [k for k, x in enumerate(out) if x.dtype == dtype]
+            total = self.sum_over(torch.cat([out[k].reshape(-1) for k in alike]), axes)
+            for k, part in zip(alike, total.split([out[k].numel() for k in alike]), strict=True):
+                out[k] = part.view(out[k].shape)
+        return out
+
+    def batch_sharding(self, shape: tuple[int, ...]) -> Sharding:
+        return Sharding(self.mesh, Layout(self.data_axes), shape)
+
+    def gather_rows(self, x: torch.Tensor, total: int, layout: Layout | None = None) -> torch.Tensor:
+        """The rows of all data shards, in order; differentiable. `layout`: I (default) or F over the data axes."""
+        cut = self.batch_sharding((total, *x.shape[1:]))
+        return self.backend.redistribute(x, cut, cut.with_layout(layout or Layout()))
+
+    def of_shards(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Of each tensor those of all data shards, stacked and fanned out: gradients come back summed. All have one
+        shape: one all_gather."""
+        shards = self.mesh.axis_size(self.data_axes)
+        return self.gather_rows(torch.stack(tuple(tensors))[None], shards, Layout(fanout=self.data_axes)).unbind(1)
+
+
+def keras_state() -> dict[str, Any]:
+    """Keras's thread-local state (distribution, dtype policy, device...), to be copied into rank threads."""
+    return dict(global_state.GLOBAL_STATE_TRACKER.__dict__)
+
+
+def restore_keras_state(state: dict[str, Any]) -> None:
+    own = global_state.GLOBAL_STATE_TRACKER.__dict__
+    own.clear()
+    # Containers are copied: ranks that take turns must not push and pop on one stack.
+    own.update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in state.items()})
+
+
+def leave_worlds() -> None:
+    """Models that are distributed over those of before raise where they would send or compute."""
+    global _left
+    _left = object()
+    _world_of.cache_clear()
+
+
+def rank_world(mesh: Mesh, data_axes: Axes) -> RankWorld:
+    """The RankWorld of a mesh on the backend in use. Cached by the whole mesh.
+
+    Raises:
+        CapabilityError: the backend in use cannot run Keras on torch.
+    """
+    backend: Any = session.backend()
+    return _world_of(backend, mesh, data_axes)
+
+
+@lru_cache(maxsize=64)
+def _world_of(backend: Any, mesh: Mesh, data_axes: Axes) -> RankWorld:
+    backend.mesh(mesh)
+    if registry.in_use().virtual:
+        return RankWorld(mesh, virtual_ranks(len(backend.list_devices())), data_axes)
+    if not isinstance(backend, LocalViewBackend):
+        raise CapabilityError(f"backend {backend.name!r} cannot train Keras models on torch: use 'torch' or 'sim'")
+    return RankWorld(mesh, backend, data_axes)
+
+
+@lru_cache(maxsize=8)
+def virtual_ranks(count: int) -> LocalViewBackend[torch.Tensor]:
+    """The simulator's ranks for torch tensors, one set for each number of devices."""
+    from unidist.backends.sim.ranks import VirtualRanks
+    from unidist.backends.sim.world import VirtualWorld
+
+    return VirtualRanks(VirtualWorld(count))
