@@ -59,6 +59,17 @@ class LayoutError(UnidistError, ValueError):
     """
 
 
+class ArgumentError(UnidistError, ValueError):
+    """An argument has a value that means nothing there.
+
+    Example:
+        >>> import unidist
+        >>> unidist.Telemetry("logs", every=0)
+        Traceback (most recent call last):
+        unidist.errors.ArgumentError: every=0: give a number of steps, 1 or more
+    """
+
+
 class CapabilityError(UnidistError, NotImplementedError):
     """The backend declares that it cannot do what was asked.
 

@@ -25,7 +25,7 @@ _HOME = {
     "unidist.drawing": "draw Picture",
     "unidist.notebook": "notebook_run",
     "unidist.errors": "UnidistError BackendNotAvailableError BackendMismatchError MeshError LayoutError "
-    "CapabilityError DesyncError ProcessLostError CheckpointError "
+    "ArgumentError CapabilityError DesyncError ProcessLostError CheckpointError "
     "DrawingError RankFailedError",
 }
 WHERE = {name: module for module, names in _HOME.items() for name in names.split()}

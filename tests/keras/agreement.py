@@ -45,6 +45,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": lambda: keras.optimizers.Adam(0.01)},
     "loss": {"loss": lambda: _loss},
     "weights": {"before": _with_weights},
+    "bins": {"bins": (0.0, 0.2)},
     "a callback": {"callbacks": lambda: [_Raises()]},
     "epochs": {"epochs": 3},
     "nothing": {},
@@ -58,7 +59,8 @@ def fitted(how: str) -> tuple[str, float]:
     rows = np.random.default_rng(0).normal(size=(32, 12)).astype("float32")
     classes = (np.arange(32) % 4).astype("int32")
     with unidist.DataParallel().scope():
-        model = plain()
+        bins = keras.layers.Discretization(given.get("bins", (0.0, 0.1)), name="bins")
+        model = keras.Sequential([keras.Input((12,)), bins, *plain().layers]) if how == "bins" else plain()
         loss: Callable[[], Any] = given.get("loss", lambda: keras.losses.SparseCategoricalCrossentropy(True))
         model.compile(given.get("optimizer", lambda: keras.optimizers.SGD(0.01))(), loss())
     if "before" in OTHERWISE[how]:

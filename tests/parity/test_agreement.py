@@ -18,6 +18,7 @@ TOLD = {
     "optimizer": "the optimizer is ",
     "loss": "the loss is ",
     "weights": "has other values on ranks [",
+    "bins": "the bins of layer 'bins' is ",
     "a callback": "epoch 1: optimizer.learning_rate is 0.0",
     "epochs": "the argument epochs is ",
     "nothing": "",

@@ -13,15 +13,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "unidist"
 LONGEST = 350
-# Longer for now, each by its lines: none may grow, and one that has become short leaves the table.
-LONGER = {
-    "keras/torch/engine.py": 381,
-    "keras/torch/rows/rowparts.py": 411,
-    "keras/torch/tensor_parallel/rules.py": 386,
-    "keras/checkpoint/resuming.py": 371,
-    "keras/checkpoint/api.py": 351,
-    "keras/strategy.py": 357,
-}
 # What is loaded by its name because an import would close a circle: where Keras's arrival brings the hooks, where a
 # picture is drawn of a model, where a notebook shows an object.
 BY_NAME = {
@@ -32,11 +23,10 @@ BY_NAME = {
 Graph = Mapping[str, frozenset[str]]
 
 
-def too_long(package: Path, longer: Mapping[str, int]) -> list[str]:
-    """What is to be said of the files that are longer than they may be, and of exceptions that are none any more."""
+def too_long(package: Path) -> list[str]:
+    """What is to be said of the files that are longer than they may be."""
     lines = {path.relative_to(package).as_posix(): len(path.read_text().splitlines()) for path in package.rglob("*.py")}
-    grown = [f"{name}: {n} lines" for name, n in lines.items() if n > longer.get(name, LONGEST)]
-    return sorted(grown + [f"{name}: no exception" for name in longer if lines.get(name, 0) <= LONGEST])
+    return sorted(f"{name}: {n} lines" for name, n in lines.items() if n > LONGEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +119,7 @@ def closing(package: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_files_are_short() -> None:
-    assert too_long(PACKAGE, LONGER) == []
+    assert too_long(PACKAGE) == []
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["when imported", "inside functions too"])
@@ -157,10 +147,8 @@ def planted(folder: Path, **files: str) -> Path:
 
 
 def test_a_planted_long_file_is_found(tmp_path: Path) -> None:
-    package = planted(tmp_path, short="x = 1\n" * 350, long="x = 1\n" * 351, known="x = 1\n" * 360)
-    assert too_long(package, {"known.py": 360}) == ["long.py: 351 lines"]
-    assert too_long(package, {"known.py": 359, "long.py": 351}) == ["known.py: 360 lines"]
-    assert too_long(package, {"known.py": 360, "long.py": 360, "short.py": 360}) == ["short.py: no exception"]
+    package = planted(tmp_path, short="x = 1\n" * 350, long="x = 1\n" * 351)
+    assert too_long(package) == ["long.py: 351 lines"]
 
 
 @pytest.mark.parametrize(

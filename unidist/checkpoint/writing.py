@@ -19,6 +19,7 @@ import numpy as np
 
 from unidist.checkpoint import disk, folders
 from unidist.checkpoint.checksums import Bytes, Running, crc
+from unidist.checkpoint.early import Early
 from unidist.checkpoint.joining import Part, joined
 from unidist.checkpoint.manifest import CHECKSUMS, INDEX, MANIFEST, Manifest, Told, index_of, text_of
 from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, parse_json, stamped
@@ -110,6 +111,7 @@ class PartWriter:
         _, self._writing = _prepared(self.folder, files)
         self._files = {name: file for file in files for name in file.tensors}
         self._opened: dict[str, int] = {}
+        self._early: dict[str, Early] = {}
         self._ranges: dict[str, list[Running]] = {}
 
     def write(self, name: str, begin: int, data: Any) -> None:
@@ -134,14 +136,15 @@ class PartWriter:
         if not len(content):
             return
         running = self._running(name, begin)
-        opened = self._open(file)
+        opened, early = self._open(file), self._early[file.name]
         for first in range(0, len(content), _PIECE):
-            piece = content[first : first + _PIECE]
+            piece, at = content[first : first + _PIECE], file.begins[name] + begin + first
             running.add(piece)
             try:
-                write_all(opened, piece, file.begins[name] + begin + first)
+                write_all(opened, piece, at)
             except OSError as error:
                 raise disk.error_of(self.folder / file.name, error, name) from error
+            early.wrote(at, at + len(piece))
 
     def _running(self, name: str, begin: int) -> Running:
         ranges = self._ranges.setdefault(name, [])
@@ -155,6 +158,7 @@ class PartWriter:
             folder = disk.open_folder(self.folder)
             try:
                 opened = self._opened[file.name] = disk.open_regular(file.name, folder, os.O_WRONLY)
+                self._early[file.name] = Early(opened)
             finally:
                 os.close(folder)
         return opened

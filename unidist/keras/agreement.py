@@ -69,7 +69,7 @@ def begin(given: inspect.BoundArguments, name: str, find_peers: Callable[[], Pee
         return
     peers = find_peers()
     if peers is not None:
-        check(model, name, peers, () if is_batch else arguments_of(given))
+        check(model, name, peers, () if is_batch else [*arguments_of(given), *learned_by(model)])
         if name == "fit":
             _listen(given, _Epochs(peers))
 
@@ -161,6 +161,22 @@ def arguments_of(given: inspect.BoundArguments) -> list[tuple[str, str]]:
         for name, value in given.arguments.items()
         if name != "verbose" and isinstance(value, int | float | None)
     ]
+
+
+def learned_by(model: Any) -> Iterator[tuple[str, str]]:
+    """(name, text) of what layers have learned by `adapt`, or were given, and no variable holds: vocabularies, bins."""
+    for layer in model._flatten_layers():
+        words = getattr(layer, "get_vocabulary", None)
+        if words is not None:
+            yield f"the vocabulary of layer {layer.name!r}", _listed(words())
+        bins = getattr(layer, "bin_boundaries", None)
+        if bins is not None:
+            yield f"the bins of layer {layer.name!r}", _listed(np.asarray(bins).tolist())
+
+
+def _listed(values: Iterable[Any]) -> str:
+    texts = [str(value) for value in values]
+    return f"of {len(texts)} ({_digest(*(text.encode() + bytes(1) for text in texts))})"
 
 
 def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 
+from unidist.errors import ArgumentError
 from unidist.keras import compat
 from unidist.keras.compat import Callback, CallbackList, EpochIterator, tree
 from unidist.keras.interception import Hook
@@ -91,7 +92,7 @@ def _followers_in(callbacks: Any) -> tuple[Follower, ...]:
     found = [one for one in given if isinstance(one, Follower)]
     for kind, count in Counter(type(one) for one in found).items():
         if count > 1:
-            raise ValueError(f"fit was given {count} callbacks of {kind.__name__}: one can follow it")
+            raise ArgumentError(f"fit was given {count} callbacks of {kind.__name__}: one can follow it")
     return tuple(sorted(found, key=lambda one: one.place))
 
 

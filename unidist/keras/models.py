@@ -43,7 +43,9 @@ def parallelize(model: Any, strategy: Any) -> Any:
         The model.
 
     Raises:
-        LayoutError: the model is not built, or a rule of the strategy does not fit it.
+        LayoutError: the model is not built, or a rule of the strategy does not fit it; or it is distributed already, in
+            another way.
+        CapabilityError: the backend in use cannot do it.
 
     Example:
         >>> import keras, unidist
@@ -62,6 +64,15 @@ def gather_weights(model: Any) -> dict[str, Array]:
     """The full value of every weight as NumPy, by path, on every process. A collective.
 
     Weights whose paths repeat get "#2", "#3"... behind theirs.
+
+    Args:
+        model: a Keras model, distributed or not.
+
+    Returns:
+        Path -> an array of the weight's global shape.
+
+    Raises:
+        ProcessLostError: a process that holds a part of it has ended.
 
     Example:
         >>> import keras, unidist
@@ -162,6 +173,12 @@ def describe(model: Any) -> Description:
 
     Args:
         model: a built model. Its optimizer's slots are listed once they exist.
+
+    Returns:
+        A Description: a row for each variable, and a reason for each layer with cut weights.
+
+    Raises:
+        CapabilityError: Keras runs on a backend that unidist does not train on.
 
     Example:
         With Keras on torch:

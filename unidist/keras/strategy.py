@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import drivers
 from unidist.keras.compat import Distribution
+from unidist.keras.maps import KerasRules, as_layout_map, mesh_of_map
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
@@ -87,7 +87,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
         """Raises LayoutError where a strict rule matches none of the model's variables. Keras's maps also hold the
         layouts of the outputs of layers."""
         if self.layout_map is not None:
-            self.layout_map.check_used([*paths, *outputs] if isinstance(self.layout_map, _KerasRules) else paths)
+            self.layout_map.check_used([*paths, *outputs] if isinstance(self.layout_map, KerasRules) else paths)
 
 
 class DataParallel(UnidistDistribution):
@@ -103,6 +103,7 @@ class DataParallel(UnidistDistribution):
 
     Raises:
         MeshError: the mesh does not fit the devices.
+        ArgumentError: `zero` is no stage.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -152,6 +153,7 @@ class ModelParallel(UnidistDistribution):
     Raises:
         MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
         CapabilityError: the backend in use cannot do it.
+        ArgumentError: `zero` is no stage.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -198,39 +200,6 @@ class ModelParallel(UnidistDistribution):
         self.found = FoundLayouts(mesh, self.model_axes)
         strategy = Strategy(mesh, data, self.found.layout_for, *more)
         super().__init__(strategy, self.found.layout_map)
-
-
-def mesh_of_map(layout_map: Any) -> Mesh:
-    """The mesh of a LayoutMap of unidist or of Keras."""
-    mesh = layout_map.mesh if isinstance(layout_map, LayoutMap) else layout_map.device_mesh
-    if mesh is None:
-        raise LayoutError("the layout map has no mesh: give ModelParallel a mesh, or LayoutMap(device_mesh)")
-    return as_mesh(mesh)
-
-
-def as_layout_map(layout_map: Any, mesh: Mesh) -> LayoutMap:
-    """A LayoutMap from one of unidist, of Keras, or a plain mapping of rules."""
-    if isinstance(layout_map, LayoutMap):
-        return layout_map
-    if isinstance(layout_map, keras.distribution.LayoutMap):
-        return _KerasRules(mesh, {key: as_layout(layout_map[key]) for key in layout_map})
-    return LayoutMap(mesh, layout_map)
-
-
-class _KerasRules(LayoutMap):
-    """A Keras LayoutMap's rules. Keras lets rules match nothing: here all of them idle is an error, some a warning,
-    so that a script that runs on Keras runs unchanged and yet nothing is silently replicated."""
-
-    def __init__(self, mesh: Mesh, rules: dict[str, Layout]) -> None:
-        super().__init__(mesh, rules, strict=False)
-
-    def check_used(self, paths: Any) -> None:
-        # Keras keeps the layouts of layers' outputs in the same map.
-        idle = [pattern for pattern in self.unmatched(paths) if not pattern.endswith("output")]
-        self.strict = bool(idle) and len(idle) == len(self)
-        super().check_used(paths)
-        if idle:
-            warnings.warn(f"layout rules that match no variable of the model: {idle}", UserWarning, stacklevel=4)
 
 
 def adopt(distribution: Any) -> UnidistDistribution:

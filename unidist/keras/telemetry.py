@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from unidist.errors import CapabilityError
+from unidist.errors import ArgumentError, CapabilityError
 from unidist.keras import hooks, sessions
 from unidist.keras.figures import Rows, Sent, Waits, memory
 from unidist.keras.following import Follower
@@ -49,7 +49,7 @@ class Telemetry(Follower):
         every: how many steps a line sums up.
 
     Raises:
-        ValueError: `every` is no positive whole number.
+        ArgumentError: `every` is no positive whole number.
 
     Example:
         >>> import json, keras, numpy as np, pathlib, tempfile, unidist
@@ -65,7 +65,7 @@ class Telemetry(Follower):
     def __init__(self, directory: str | os.PathLike[str], every: int = 1) -> None:
         super().__init__()
         if type(every) is not int or every < 1:
-            raise ValueError(f"every={every!r}: give a number of steps, 1 or more")
+            raise ArgumentError(f"every={every!r}: give a number of steps, 1 or more")
         self.directory = os.fspath(directory)
         self.every = every
         self._fit: _Fit | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.errors import MeshError
+from unidist.errors import ArgumentError, MeshError
 from unidist.strategies.zero import STAGES, spread
 
 Rule = Callable[[str, tuple[int, ...]], Layout]
@@ -60,7 +60,7 @@ class Strategy:
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)
         if self.zero not in STAGES:
-            raise ValueError(f"zero={self.zero!r}: a stage of ZeRO is one of {STAGES}")
+            raise ArgumentError(f"zero={self.zero!r}: a stage of ZeRO is one of {STAGES}")
 
     @property
     def model_axes(self) -> Axes:

@@ -45,8 +45,7 @@ class Restored:
     Attributes:
         step: of the checkpoint.
         facts: what was given to `save` with it.
-        skipped: without `strict`, the variables that only one of model and checkpoint has, or of another shape, each
-            with the reason.
+        skipped: without `strict`: what only one of the two has, or in another shape, each with the reason.
         converted: the variables that were read as another dtype than they were written in, with both.
 
     Example:

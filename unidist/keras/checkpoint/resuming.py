@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
-from unidist.checkpoint.reading import Reader
-from unidist.errors import CapabilityError, CheckpointError
+from unidist.errors import ArgumentError, CapabilityError
 from unidist.flight.recorder import recorder
 from unidist.keras import hooks
 from unidist.keras.checkpoint import api as checkpoints
-from unidist.keras.checkpoint import position, walking
+from unidist.keras.checkpoint import latest, position, walking
 from unidist.keras.checkpoint.copies import Copies
 from unidist.keras.checkpoint.fetching import Source
 from unidist.keras.checkpoint.leaving import Leaving
@@ -56,7 +55,7 @@ class Checkpoint(Follower):
             what it saves comes after what is there.
 
     Raises:
-        ValueError: `every` or `memory_every` is none of these.
+        ArgumentError: `every` or `memory_every` is none of these.
 
     Example:
         >>> import keras, numpy as np, tempfile, unidist
@@ -89,7 +88,7 @@ class Checkpoint(Follower):
         self.memory_every = memory_every
         self._turn = turn(every)
         if memory_every == "epoch":
-            raise ValueError('memory_every="epoch": give a number of batches (100), or seconds (30.0 or "30s")')
+            raise ArgumentError('memory_every="epoch": give a number of batches (100), or seconds (30.0 or "30s")')
         self._turn_of_memory = None if memory_every is None else turn(memory_every)
         self._fit: _Fit | None = None
         hooks.table().turn_on()
@@ -152,13 +151,13 @@ class _Fit:
         self._turn_of_memory = turn("epoch")()
         self._copy_is_due = False
         self._in_memory: Source | None = None
-        number, facts = _found(checkpoint.directory, checkpoint.resume)
+        number, facts = latest.found(checkpoint.directory, checkpoint.resume)
         if checkpoint._turn_of_memory is not None:
             self.copies, self._turn_of_memory = Copies(checkpoint.directory), checkpoint._turn_of_memory()
             if checkpoint.resume:
                 self._in_memory = self.copies.find(Holders(taking_part.get()), number)
             if self._in_memory is not None:
-                number, facts = self._in_memory.step, _position_in(self._in_memory.facts)
+                number, facts = self._in_memory.step, latest.position_in(self._in_memory.facts)
         self._resumed = None if facts is None else Position.of_json(facts, checkpoint.directory)
         if self._resumed is None:
             # Numbers of checkpoints grow, so that the latest is the one that was written last.
@@ -306,41 +305,6 @@ class _Fit:
             name: {key: value for key, value in now[name].items() if key in own or key in before.get(name, {})}
             for name, own in found.items()
         }
-
-
-def _found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
-    """(the latest checkpoint's number or 0, the position in it if one is looked for), as process 0 finds them.
-
-    Raises:
-        CheckpointError: it holds no position, or cannot be read; on all processes.
-    """
-    # What an earlier fit of this program began to write.
-    checkpoints.wait()
-    found = Holders(taking_part.get()).by_first(lambda: _look(directory, resume))
-    return found["number"], found["position"]
-
-
-def _look(directory: str, resume: bool) -> dict[str, Any]:
-    number = checkpoints.latest(directory)
-    if number is None or not resume:
-        return {"number": number or 0, "position": None}
-    with Reader(directory, number, "off") as reader:
-        found = _position_in(reader.facts)
-    if found is None:
-        raise CheckpointError(
-            f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a "
-            "training to go on from. Take its values with unidist.restore, and give this training another directory"
-        )
-    return {"number": number, "position": found}
-
-
-def _position_in(facts: Mapping[str, Any]) -> Any:
-    """What stands in a checkpoint's facts; None where it is no training's."""
-    found = facts.get("facts")
-    return found.get("position") if isinstance(found, dict) else None
-
-
-# the model, and other callbacks ---------------------------------------------------------------------------------------
 
 
 def _build(model: Any, iterator: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from unidist.errors import ArgumentError
 from unidist.keras.processes import taking_part
 
 Every = str | int | float
@@ -73,7 +74,7 @@ def turn(every: Every) -> Callable[[], _AtEpochs]:
         return lambda: _BySteps(every)
     seconds = _seconds(every)
     if not 0 < seconds < math.inf:
-        raise ValueError(f'every={every!r}: give "epoch", a number of batches (100), or seconds (30.0 or "30s")')
+        raise ArgumentError(f'every={every!r}: give "epoch", a number of batches (100), or seconds (30.0 or "30s")')
     return lambda: _ByTime(seconds)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from unidist.algebra import Axes, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
+from unidist.keras.maps import as_layout_map
 from unidist.keras.planning.reading import ended, read
 from unidist.keras.planning.waiting import let_go
-from unidist.keras.strategy import as_layout_map, takes_uneven
+from unidist.keras.strategy import takes_uneven
 from unidist.planner.plan import Plan, make_plan, to_follow
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes

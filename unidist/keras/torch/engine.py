@@ -10,15 +10,12 @@ from typing import Any
 import keras
 import torch
 
-from unidist.algebra import Layout
 from unidist.backends import ending
 from unidist.errors import CapabilityError
 from unidist.keras import sessions, stateful, telling
 from unidist.keras.compat import (
     TorchModuleWrapper,
     TorchTrainer,
-    Trainer,
-    set_keras_mask,
     tree,
     unpack_x_y_sample_weight,
 )
@@ -26,12 +23,13 @@ from unidist.keras.known import is_of_keras
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.torch import changes, context, data
-from unidist.keras.torch.context import Frame, Rows
+from unidist.keras.torch.context import Frame
 from unidist.keras.torch.rows import mixing, own_rows
-from unidist.keras.torch.steps import activity, attributes, losses, metrics, overridden, programs, statistics
+from unidist.keras.torch.steps import activity, attributes, metrics, overridden, own_losses, programs, statistics
 from unidist.keras.torch.steps.perrank import PerRankList, PerRankSet
 from unidist.keras.torch.steps.traffic import Traffic
 from unidist.keras.torch.tensor_parallel import heads, pairs, rules, sequence
+from unidist.keras.torch.tensor_parallel.applying import given_rule
 from unidist.keras.torch.tensor_parallel.pairing import Pairing
 from unidist.keras.torch.tensor_parallel.verdicts import Verdict
 from unidist.keras.torch.values import placing, seen
@@ -106,7 +104,7 @@ class Engine:
         self._follow_what_was_compiled()
         self.pairing.part_changed()
         metrics.adopt(model.metrics, self._loss_trackers())
-        self._adopt_loss()
+        own_losses.adopt(model, self.world)
         self._watch_gradients()
         if programs.is_compiled(model):
             programs.install_programs(model, self.world.backend)
@@ -162,7 +160,7 @@ class Engine:
                 )
             object.__setattr__(layer, "_losses", PerRankList())
             object.__setattr__(layer, "_loss_ids", PerRankSet())
-        rule = rules.given_rule(layer)
+        rule = given_rule(layer)
         if rule is not None:
             rule.in_parts = self.distribution.strategy.sequence_parallel
         return rule
@@ -260,26 +258,6 @@ class Engine:
     def verdicts(self) -> dict[int, Verdict]:
         return self.pairing.verdicts
 
-    def _adopt_loss(self) -> None:
-        """A loss that the model computes itself may mix rows: it gets the rows of all shards."""
-        model = self.model
-        if type(model).compute_loss is Trainer.compute_loss or "compute_loss" in vars(model):
-            return
-        original = model.compute_loss
-        names = ("x", "y", "y_pred", "sample_weight", "training")
-
-        @functools.wraps(original)
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            frame = context.frame()
-            # In a step that sees the rows of all shards it is given those.
-            is_given_all = frame is not None and (frame.gathered_loss or frame.sees_rows)
-            if frame is None or frame.rows is None or not self.world.data_axes or is_given_all:
-                return original(**given)
-            return self._gathered_loss(frame, frame.rows, original, given)
-
-        object.__setattr__(model, "compute_loss", compute_loss)
-
     def _joined(self, frame: Frame, outputs: Any) -> Any:
         rows = frame.rows
         if not self.world.data_axes or rows is None:
@@ -294,34 +272,6 @@ class Engine:
             return self.world.gather_rows(x, rows.total)
 
         return tree.map_structure(join, outputs)
-
-    def _gathered_loss(self, frame: Frame, rows: Rows, compute: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Every rank computes the whole loss and counts for its part of it; gradients come back summed."""
-        if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree.flatten(given)):
-            return compute(**given)
-        fan = Layout(fanout=self.world.data_axes)
-
-        def whole(value: Any, layout: Layout) -> Any:
-            return tree.map_structure(lambda t: t if t is None else self._gathered(t, rows, layout), value)
-
-        gathered = {
-            name: value if name == "training" else whole(value, fan if name == "y_pred" else Layout())
-            for name, value in given.items()
-        }
-        frame.gathered_loss = frame.exact_loss = True
-        try:
-            part = compute(**gathered) / self.world.mesh.axis_size(self.world.data_axes)
-            return losses.told(frame, [part])[0]
-        finally:
-            frame.gathered_loss = False
-
-    def _gathered(self, t: Any, rows: Rows, layout: Layout) -> torch.Tensor:
-        tensor = torch.as_tensor(t)
-        whole = self.world.gather_rows(tensor, rows.total, layout)
-        mask = getattr(t, "_keras_mask", None)
-        if mask is not None:
-            set_keras_mask(whole, self.world.gather_rows(mask, rows.total))
-        return whole
 
 
 class StepFunction:

@@ -17,8 +17,12 @@ from unidist.errors import CapabilityError
 from unidist.keras.calls import Call
 from unidist.keras.compat import get_device, get_keras_mask, set_keras_mask
 from unidist.keras.torch.context import Frame, Rows
+from unidist.keras.torch.rows.handling import HANDLERS
 from unidist.keras.torch.rows.parts import mapped
 from unidist.keras.torch.rows.rowparts import RowPart, own_rows
+
+# Set here, where RowParts are made: the handlers make some themselves.
+RowPart.HANDLERS = HANDLERS
 
 # On a tensor: it has no rows, whatever its first dim.
 _ROWLESS = "_unidist_rowless"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from unidist import events
-from unidist.errors import CapabilityError
+from unidist.errors import ArgumentError, CapabilityError
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.steps import losses
 from unidist.keras.torch.values.buckets import Bucket, CutBucket, Watched, WholeBucket
@@ -33,7 +33,7 @@ def bucket_bytes() -> int:
     """Bytes of a bucket: UNIDIST_BUCKET_MB, or 25 MiB.
 
     Raises:
-        ValueError: the variable holds no positive number.
+        ArgumentError: the variable holds no positive number.
     """
     given = os.environ.get("UNIDIST_BUCKET_MB")
     if given is None:
@@ -43,7 +43,7 @@ def bucket_bytes() -> int:
     except ValueError:
         size = 0.0
     if size <= 0:
-        raise ValueError(f"UNIDIST_BUCKET_MB={given!r}: give the size of a gradient bucket in MiB, above 0")
+        raise ArgumentError(f"UNIDIST_BUCKET_MB={given!r}: give the size of a gradient bucket in MiB, above 0")
     return int(size * (1 << 20))
 
 

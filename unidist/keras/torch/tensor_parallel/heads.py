@@ -23,7 +23,8 @@ from unidist.keras.layers import has_more_than_its_kernel
 from unidist.keras.torch import context
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.tensor_parallel.rules import Rule, fan_out
+from unidist.keras.torch.tensor_parallel.applying import fan_out
+from unidist.keras.torch.tensor_parallel.rules import Rule
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""Which checkpoint a training goes on from, as process 0 finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unidist.checkpoint.reading import Reader
+from unidist.errors import CheckpointError
+from unidist.keras.checkpoint import api as checkpoints
+from unidist.keras.checkpoint.states import Holders
+from unidist.keras.processes import taking_part
+
+
+def found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
+    """(the latest checkpoint's number or 0, the position in it if one is looked for), as process 0 finds them.
+
+    Raises:
+        CheckpointError: it holds no position, or cannot be read; on all processes.
+    """
+    # What an earlier fit of this program began to write.
+    checkpoints.wait()
+    seen = Holders(taking_part.get()).by_first(lambda: _look(directory, resume))
+    return seen["number"], seen["position"]
+
+
+def _look(directory: str, resume: bool) -> dict[str, Any]:
+    number = checkpoints.latest(directory)
+    if number is None or not resume:
+        return {"number": number or 0, "position": None}
+    with Reader(directory, number, "off") as reader:
+        position = position_in(reader.facts)
+    if position is None:
+        raise CheckpointError(
+            f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a "
+            "training to go on from. Take its values with unidist.restore, and give this training another directory"
+        )
+    return {"number": number, "position": position}
+
+
+def position_in(facts: Mapping[str, Any]) -> Any:
+    """What stands in a checkpoint's facts; None where it is no training's."""
+    found = facts.get("facts")
+    return found.get("position") if isinstance(found, dict) else None

@@ -1,0 +1,46 @@
+"""Layout maps that a strategy is given: of unidist, of Keras, or a plain mapping of rules."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+
+from unidist.algebra import Layout, Mesh
+from unidist.array import as_layout, as_mesh
+from unidist.errors import LayoutError
+from unidist.planner.layout_map import LayoutMap
+
+
+def mesh_of_map(layout_map: Any) -> Mesh:
+    """The mesh of a LayoutMap of unidist or of Keras."""
+    mesh = layout_map.mesh if isinstance(layout_map, LayoutMap) else layout_map.device_mesh
+    if mesh is None:
+        raise LayoutError("the layout map has no mesh: give ModelParallel a mesh, or LayoutMap(device_mesh)")
+    return as_mesh(mesh)
+
+
+def as_layout_map(layout_map: Any, mesh: Mesh) -> LayoutMap:
+    """A LayoutMap from one of unidist, of Keras, or a plain mapping of rules."""
+    if isinstance(layout_map, LayoutMap):
+        return layout_map
+    if isinstance(layout_map, keras.distribution.LayoutMap):
+        return KerasRules(mesh, {key: as_layout(layout_map[key]) for key in layout_map})
+    return LayoutMap(mesh, layout_map)
+
+
+class KerasRules(LayoutMap):
+    """A Keras LayoutMap's rules. Keras lets rules match nothing: here all of them idle is an error, some a warning,
+    so that a script that runs on Keras runs unchanged and yet nothing is silently replicated."""
+
+    def __init__(self, mesh: Mesh, rules: dict[str, Layout]) -> None:
+        super().__init__(mesh, rules, strict=False)
+
+    def check_used(self, paths: Any) -> None:
+        # Keras keeps the layouts of layers' outputs in the same map.
+        idle = [pattern for pattern in self.unmatched(paths) if not pattern.endswith("output")]
+        self.strict = bool(idle) and len(idle) == len(self)
+        super().check_used(paths)
+        if idle:
+            warnings.warn(f"layout rules that match no variable of the model: {idle}", UserWarning, stacklevel=4)
