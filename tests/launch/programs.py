@@ -67,6 +67,8 @@ def inner():
         sys.exit(41)
     if "kill" in sys.argv:
         os.kill(os.getpid(), 9)
+    if "done" in sys.argv:
+        os._exit(0)
     raise ValueError("the cause")
 
 def ends_late(*error):

@@ -151,7 +151,12 @@ FAILS_AGAIN = (
     + """
 import traceback
 
+if "further" not in sys.argv and restarts == 1:
+    # Before there is a training.
+    sys.exit(41)
 open_in_environment(rank, 1)
+if "further" not in sys.argv and not restarts:
+    recorder.committed(1)
 recorder.set("resumed", 2 + ("further" in sys.argv) * restarts)
 recorder.enter("step")
 time.sleep(0.01)

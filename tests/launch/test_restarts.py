@@ -107,11 +107,14 @@ def test_a_run_that_comes_no_further_ends_with_its_first_error(tmp_path: Path, m
     seconds = time.monotonic() - begun
     assert code == 40
     assert [line for line in said if "restart " in line] == [
-        "unidist: restart 1 of 9, from the beginning (3 steps were made)",
-        "unidist: restart 2 of 9, in 0.3 s, from the beginning (3 steps were made)",
-        "unidist: restart 3 of 9, in 0.6 s, from the beginning (3 steps were made)",
+        "unidist: restart 1 of 9, from checkpoint 1 (3 steps were made)",
+        "unidist: restart 2 of 9, in 0.3 s, from checkpoint 1 (3 steps were made)",
+        "unidist: restart 3 of 9, in 0.6 s, from checkpoint 1 (3 steps were made)",
     ]
     last = said.index("unidist: 3 restarts in a row brought the training no further; the first failure was:")
+    # It may be another one, which no restart mends.
+    lately = "rank 0 of 1 failed first, with exit code 43: [0] ValueError: in attempt 3"
+    assert said[last - 1] == f"unidist: the last failure was: {lately}"
     assert said[last + 1] == "unidist: rank 0 of 1 failed first, with exit code 40; its traceback:"
     assert said[-1] == "[0] ValueError: in attempt 0"
     # The pauses before restarts are part of the time.
@@ -132,3 +135,4 @@ def test_a_run_without_restarts_left_ends_with_the_error_that_stopped_it(
         "unidist: no restart is left of 2; the first failure was:",
     ]
     assert said[-1] == "[0] ValueError: in attempt 2"
+    assert not any("the last failure" in line for line in said)

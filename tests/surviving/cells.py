@@ -27,7 +27,8 @@ from unidist.launch.request import free_port
 PROGRAM = Path(__file__).with_name("program.py")
 BACKENDS = ("torch", "jax", "tensorflow", "horovod")
 WORLDS = ("2", "2x2", "two hosts")
-SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "launcher SIGTERM", "launcher SIGKILL")
+# "exit 0": as a program that takes itself for done.
+ENDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "launcher SIGTERM", "launcher SIGKILL", "exit 0")
 RAISED = ("exception", "MemoryError")
 PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "saving", "loading", "last step")
 # Seconds: what processes wait for each other, and what a cell may take.
@@ -39,6 +40,7 @@ MESSAGES = {
     "SIGKILL": "signal SIGKILL",
     "SIGSTOP": "is stopped|did not come",
     "loop": "did not come",
+    "exit 0": "exit code 0",
     "exception": "exit code 1",
     "MemoryError": "exit code 1",
     "disk full": "exit code 1",
@@ -100,7 +102,7 @@ def in_memory(backend: str, world: str) -> Iterator[Cell]:
 
 def pairs() -> Iterator[tuple[str, str]]:
     """(fault, place): an exception in a thread beside the step is none of the step."""
-    yield from product(SIGNALS, PLACES)
+    yield from product(ENDS, PLACES)
     yield from ((fault, place) for fault, place in product(RAISED, PLACES) if place != "forward")
     yield from (("exception", "data"), ("loop", "between steps"), ("loop", "evaluating"), ("disk full", "saving"))
 

@@ -106,6 +106,22 @@ def test_a_cause_that_does_not_come_is_not_waited_for_long() -> None:
     assert judge.first(failures) == failures[1]
 
 
+def test_a_rank_that_ended_well_before_others_lost_it_is_the_cause() -> None:
+    clock, console = Clock(), Said(r0=(90.0, raised(LOST)), r1=(80.0, ""), r2=(80.0, ""))
+    judge, lost = Judge(console, 3, clock), [Failure(0, 1)]
+    assert judge.too_soon == ()
+    judge.note([1])
+    clock.now += 0.5
+    judge.note([1])
+    assert not judge.is_settled(lost)
+    clock.now += 0.11
+    judge.note([1, 2])
+    # All have ended: the cause is none that is still to come.
+    assert judge.is_settled(lost)
+    assert judge.first(lost) == lost[0]
+    assert judge.too_soon == (1,)
+
+
 def test_where_all_have_ended_nobody_is_waited_for() -> None:
     clock, console = Clock(), Said(r0=(90.0, raised(LOST)), r1=(91.0, raised(LOST)))
     judge, failures = Judge(console, 2, clock), [Failure(0, 1), Failure(1, 1)]

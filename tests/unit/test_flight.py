@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import flights
+from unidist.backends.desync import line_of
 from unidist.flight.form import ENTRIES, HEADER, PHASES, SIZE, TEXTS, WORD
 from unidist.flight.reading import FlightError, order, parse, read, read_all
 from unidist.flight.recorder import LASTS, Recorder
@@ -187,6 +190,22 @@ def test_the_line_of_a_long_wait_is_found(recorder: Recorder, tmp_path: Path) ->
         time.sleep(0.02)
     assert [entry.site for entry in found] == ["", "train.py:7 in fit", ""]
     assert asked == [threading.get_ident()]
+
+
+def test_the_line_is_that_of_the_program_and_not_one_of_pythons_own() -> None:
+    ready: queue.Queue[int] = queue.Queue()
+    thread = threading.Thread(target=lambda: waits_for(ready), daemon=True)
+    thread.start()
+    limit = time.monotonic() + 20
+    while not (found := re.fullmatch(r"test_flight\.py:\d+ in waits_for", line_of(thread.ident))):
+        assert time.monotonic() < limit, line_of(thread.ident)
+        time.sleep(0.01)
+    ready.put(1)
+    assert found
+
+
+def waits_for(ready: queue.Queue[int]) -> int:
+    return ready.get()
 
 
 STACKS = """

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,19 +122,26 @@ class Planted(Job):
     """Starts nothing, and comes to what is planted."""
 
     found: list[Failure] | None = None
+    ended_well: Sequence[int] = ()
+    words: Mapping[int, bytes] = {}
     environ: Mapping[str, str] = {}
     polls = 0
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         Planted.environ = environ
         for local_index in range(self.request.processes):
-            for descriptor in console.attach(self.request.rank(local_index)):
-                os.close(descriptor)
+            out, err = console.attach(self.request.rank(local_index))
+            os.write(err, self.words.get(local_index, b""))
+            os.close(out)
+            os.close(err)
 
     def poll(self) -> list[Failure] | None:
         self.polls += 1
         assert self.polls < 100, "nobody ended this run"
         return self.found
+
+    def done(self) -> list[int]:
+        return list(self.ended_well)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
@@ -174,6 +182,19 @@ def test_the_exit_code_and_the_last_word(
     assert got[0] == code
     assert got[1].startswith(said)
     assert bool(got[1]) == bool(said)
+
+
+def test_a_rank_that_ended_well_too_soon_is_named_and_how_another_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = b"Traceback (most recent call last):\n  ...\nunidist.errors.ProcessLostError: gone\n"
+    monkeypatch.setattr(Planted, "ended_well", [1])
+    monkeypatch.setattr(Planted, "words", {0: lost})
+    said = "rank 1 of 2 ended with exit code 0 before the others were done; the others were ended; rank 0's traceback:"
+    told = "".join(f"[0] {line}\n" for line in lost.decode().splitlines())
+    begun = time.monotonic()
+    code, text = come_to([Failure(0, 1)], monkeypatch)
+    assert (code, text) == (1, f"{told}unidist: {said}\n{told}")
+    # There is no other process that could be waited for.
+    assert time.monotonic() - begun < 5.0
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,14 @@ def test_where_all_have_lost_another_who_did_not_come_is_named() -> None:
     assert [end[1] for end in ends] == [Finish(1, "rank 1 did not come: rank 0 lost another")] * 2
 
 
+@pytest.mark.parametrize("there", [WELL, LOST])
+def test_where_all_have_lost_another_who_ended_too_soon_is_named(there: Report) -> None:
+    with kept(Terms(2, 2, "torch", 2.0, restarts=0)) as run:
+        ends = run.play(one_attempt(LOST), one_attempt(Report(**{**vars_of(there), "done": (2, 3)})))
+    said = "ranks 2, 3 ended with exit code 0 before the others were done: rank 0 lost another"
+    assert [end[1] for end in ends] == [Finish(1, said)] * 2
+
+
 def vars_of(report: Report) -> dict[str, Any]:
     return {name: getattr(report, name) for name in report.__slots__}
 
@@ -142,7 +150,8 @@ def test_the_run_ends_with_the_first_error_when_no_restart_is_left() -> None:
     other = Report(**{**vars_of(KILLED), "what": "rank 2 raised", "code": 1})
     with kept(Terms(2, 2, "torch", 2.0, restarts=1)) as run:
         ends = run.play(goes_on(WELL, WELL), goes_on(KILLED, other))
-    finish = Finish(137, "no restart is left of 1; the first failure was: rank 3 was killed")
+    last = "the last failure was: rank 2 raised; "
+    finish = Finish(137, f"{last}no restart is left of 1; the first failure was: rank 3 was killed")
     assert [end[-1] for end in ends] == [finish] * 2
 
 

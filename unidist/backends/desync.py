@@ -13,7 +13,8 @@ from unidist.errors import DesyncError
 
 ADVICE = "all ranks of a group must call the same collectives, on the same shapes and dtypes, in the same order"
 # A rank is where the user's code called, not inside of these.
-_INSIDE = frozenset({"unidist", "torch", "keras", "threading", "contextlib", "functools"})
+_FRAMEWORKS = {"unidist", "keras", "torch", "jax", "tensorflow", "horovod", "numpy"}
+_INSIDE = frozenset({*_FRAMEWORKS, *sys.stdlib_module_names} - {"__main__"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from unidist.backends.environment import timeout
 from unidist.flight.form import END, LEFT, file_of
 from unidist.flight.reading import Flight, order, read_all
 from unidist.launch import stalls
-from unidist.launch.causes import Judge
+from unidist.launch.causes import TOO_SOON, Judge
 from unidist.launch.console import Console
 from unidist.launch.ending import end, mark
 from unidist.launch.jobs import Failure, Job
@@ -43,6 +43,7 @@ class Ended:
         has_failed: whether a process failed, or stalled, or left because it was asked to.
         is_consequence: whether it failed, as it says, because another did.
         late: processes of this node that waited for nobody when the attempt ended.
+        done: those that had ended with exit code 0.
         flights: the records of this node's processes.
     """
 
@@ -53,6 +54,7 @@ class Ended:
     has_failed: bool = False
     is_consequence: bool = False
     late: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
     flights: Mapping[int, Flight] = field(default_factory=dict)
 
     @property
@@ -111,6 +113,7 @@ class Attempt:
         self._stall: Stall | None = None
         self._stopped: str | None = None
         self._late: tuple[int, ...] = ()
+        self._done: tuple[int, ...] = ()
         self._reason: str | None = None
         self._stacks: list[str] = []
         self._looked = 0.0
@@ -158,6 +161,8 @@ class Attempt:
         is_leaving = False
         while not self._received and not self._console.closed.is_set():
             failures = self._failures = self._job.poll()
+            self._done = tuple(self._job.done())
+            self._judge.note(self._done)
             now = time.monotonic()
             if failures == []:
                 return
@@ -187,7 +192,8 @@ class Attempt:
 
     def _tell_others(self) -> None:
         flights = self._flights()
-        self._late = stalls.late(flights, self._waited_for(self._failures))
+        still = [rank for rank in self._waited_for(self._failures) if rank not in self._done]
+        self._late = stalls.late(flights, still)
         told = self._ended(flights)
         if told.code and self._stopped is None:
             self._nodes.failed(told.what)
@@ -237,7 +243,7 @@ class Attempt:
     # what it was ------------------------------------------------------------------------------------------------------
 
     def _ended(self, flights: dict[int, Flight]) -> Ended:
-        how = partial(Ended, late=self._late, flights=flights)
+        how = partial(Ended, late=self._late, done=self._done, flights=flights)
         if self._received:
             name = signal.Signals(self._received[0]).name
             if flights and all(flight.left for flight in flights.values()):
@@ -245,7 +251,9 @@ class Attempt:
             return how(128 + self._received[0], f"{name}: all processes were ended")
         if self._stall is not None:
             where = f"where {ranks_text(self._stall.ranks)} stood:" if self._stacks else ""
-            return how(GIVEN_UP, f"{self._stall}{self._others()}", where, self._stacks, has_failed=True)
+            done = [rank for rank in self._stall.ranks if rank in self._done]
+            said = f"; {ranks_text(done)} {TOO_SOON}" if done else ""
+            return how(GIVEN_UP, f"{self._stall}{said}{self._others()}", where, self._stacks, has_failed=True)
         if self._reason:
             return how(GIVEN_UP, f"{self._reason}: all processes were ended")
         if self._stopped is not None and not self._failures:
@@ -257,7 +265,7 @@ class Attempt:
         if all(failure.exit_code == LEFT for failure in self._failures):
             return how(LEFT, "asked to leave: the processes have saved and left", has_failed=True)
         first = self._judge.first(self._failures)
-        is_consequence = self._judge.is_consequence(first)
+        is_consequence = self._judge.is_consequence(first) and not self._judge.too_soon
         return how(*self._told(first), has_failed=True, is_consequence=is_consequence)
 
     def _others(self) -> str:
@@ -275,6 +283,9 @@ class Attempt:
         lines = found[1] if found else self._console.last_lines(first.rank)
         what = f"rank {first.rank} of {self._request.world_size} failed first, with {how}{self._others()}"
         said = "its traceback:" if found else "the last it said on standard error:" if lines else "it said nothing"
+        if (done := self._judge.too_soon) and self._judge.is_consequence(first):
+            what = f"{ranks_text(done)} of {self._request.world_size} {TOO_SOON}{self._others()}"
+            said = f"rank {first.rank}'s traceback:"
         return exit_code, what, said, [f"[{first.rank}] {line}" for line in lines]
 
 

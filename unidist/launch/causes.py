@@ -3,14 +3,16 @@
 - A process that the launcher ends is no failure: failures are taken before anything is ended, by signals too.
 - A process whose errors say that it lost another failed in consequence. While there are only such, the one that was
   lost may still be ending: it is waited for, and not for long.
+- One that has ended with exit code 0 before those that say so is the one that they lost: its program ended too soon.
 - Of several causes the first is the one whose traceback began first; one without, from when its end was seen.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from unidist.launch.console import TRACEBACK, Console
 from unidist.launch.jobs import Failure
@@ -29,12 +31,28 @@ _ABORTED, _LINES_AFTER = "This most likely indicates that another task died", 10
 _TORCHS_PREFIX = re.compile(r"\[rank\d+\]: ?")
 
 
+# What a process has done that ended well, and left others waiting.
+TOO_SOON = "ended with exit code 0 before the others were done"
+
+
 class Judge:
     """Decides when it is known which process failed first, and which it was."""
 
     def __init__(self, console: Console, processes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._processes, self._clock = console, processes, clock
         self._seen: dict[int | None, float] = {}
+        self._done: dict[int, float] = {}
+
+    def note(self, done: Iterable[int]) -> None:
+        """Takes the ranks that have ended with exit code 0. To be called at each look, before `is_settled`."""
+        for rank in done:
+            self._done.setdefault(rank, self._clock())
+
+    @property
+    def too_soon(self) -> tuple[int, ...]:
+        """Ranks that had ended with exit code 0 when the first failure was seen."""
+        first = min(self._seen.values(), default=-math.inf)
+        return tuple(sorted(rank for rank, at in self._done.items() if at <= first))
 
     def is_settled(self, failures: Sequence[Failure]) -> bool:
         """Whether nobody needs to be waited for any more. To be asked with all failures whenever there are some."""
@@ -42,7 +60,8 @@ class Judge:
         for failure in failures:
             self._seen.setdefault(failure.rank, now)
         heard = [failure for failure in failures if now - self._seen[failure.rank] >= _WORDS_ARRIVE]
-        if any(not self.is_consequence(failure) for failure in heard) or len(heard) == self._processes:
+        have_all_ended = len(heard) + len(self._done) == self._processes
+        if have_all_ended or any(not self.is_consequence(failure) for failure in heard):
             return True
         return now - min(self._seen.values()) >= _CAUSE_ARRIVES
 

@@ -83,7 +83,7 @@ class ElasticAgent(Job):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self._told: BinaryIO | None = None
-        self._failures = b""
+        self._ends = b""
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         request = self.request
@@ -91,7 +91,7 @@ class ElasticAgent(Job):
         reading, telling = os.pipe()
         os.set_blocking(reading, False)
         self._told = os.fdopen(reading, "rb", buffering=0)
-        task = {**asdict(request), "streams": streams, "failures": telling, "program": program.__file__}
+        task = {**asdict(request), "streams": streams, "ends": telling, "program": program.__file__}
         passed = [telling, *(descriptor for pair in streams for descriptor in pair)]
         try:
             self._children.append(
@@ -113,12 +113,18 @@ class ElasticAgent(Job):
         # Asked before reading: what an agent that has ended reported is then all there.
         code = self._children[0].poll()
         while more := self._told.read(4096):
-            self._failures += more
-        *lines, _ = self._failures.split(b"\n")
-        failures = [Failure(*json.loads(line)) for line in lines]
+            self._ends += more
+        failures = [Failure(rank, code) for rank, code in self._ended() if code]
         if code and not failures:
             return [Failure(None, code)]
         return failures if failures or code is not None else None
+
+    def done(self) -> list[int]:
+        return [rank for rank, code in self._ended() if code == 0]
+
+    def _ended(self) -> list[tuple[int, int]]:
+        """(rank, exit code) of those that the agent has reported."""
+        return [tuple(json.loads(line)) for line in self._ends.split(b"\n")[:-1]]
 
     def close(self) -> None:
         if self._told is not None:

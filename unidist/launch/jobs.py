@@ -73,6 +73,10 @@ class Job(ABC):
     def poll(self) -> list[Failure] | None:
         """None while all is well and something runs, [] when all ended well, else what has failed so far."""
 
+    def done(self) -> list[int]:
+        """Ranks whose processes have ended with exit code 0."""
+        return []
+
     def groups(self) -> list[int]:
         """The process groups that were made; a group whose leader has been reaped may still have members."""
         return [child.pid for child in self._children]
@@ -167,6 +171,9 @@ class LocalProcesses(Job):
         codes = [child.poll() for child in self._children]
         failures = [Failure(self.request.rank(i), code) for i, code in enumerate(codes) if code]
         return failures if failures or None not in codes else None
+
+    def done(self) -> list[int]:
+        return [self.request.rank(i) for i, child in enumerate(self._children) if child.poll() == 0]
 
 
 class JaxProcesses(LocalProcesses):

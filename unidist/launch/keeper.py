@@ -30,6 +30,7 @@ from unidist.backends import door
 from unidist.backends.desync import ranks_text
 from unidist.backends.lines import Line
 from unidist.flight.form import LEFT
+from unidist.launch.causes import TOO_SOON
 from unidist.launch.restarts import GivenUp, Restarts
 
 # Messages from each node, with None where its line has closed.
@@ -283,8 +284,11 @@ class Keeper:
         self._first_errors[self._attempt] = code, what = self._first(failed)
         follows = self._restarts.after(max((int(report.get("progress", 0)) for report in reports), default=0))
         if isinstance(follows, GivenUp):
+            last = what
             code, what = self._first_errors[follows.attempt]
             why = f"{follows.why}; the first failure was: " if follows.why else ""
+            if last != what:
+                why = f"the last failure was: {last}; {why}"
             self._tell(finish={"code": code, "what": f"{why}{what}"})
             return False
         self._attempt += 1
@@ -298,9 +302,12 @@ class Keeper:
             return int(causes[0]["code"]), str(causes[0]["what"])
         if self._lost:
             return FAILED, "; ".join(self._lost.values())
-        late = [rank for node in self._nodes.values() if node.gone for rank in node.gone.get("late", ())]
-        what = str(failed[0]["what"])
-        return int(failed[0]["code"]), f"{ranks_text(late)} did not come: {what}" if late else what
+        code, what = int(failed[0]["code"]), str(failed[0]["what"])
+        for kind, how in (("done", TOO_SOON), ("late", "did not come")):
+            found = [rank for _, node in sorted(self._nodes.items()) if node.gone for rank in node.gone.get(kind, ())]
+            if found:
+                return code, f"{ranks_text(found)} {how}: {what}"
+        return code, what
 
     def _first_error(self) -> str:
         return f"{self._first_errors[max(self._first_errors)][1]}; then " if self._first_errors else ""

@@ -30,6 +30,7 @@ class Report:
         leaves: whether this launcher itself was asked to end.
         progress: steps that the training has made.
         late: ranks that waited for nobody when the attempt ended.
+        done: ranks that had ended with exit code 0.
     """
 
     code: int
@@ -39,6 +40,7 @@ class Report:
     leaves: bool
     progress: int
     late: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

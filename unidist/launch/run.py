@@ -85,6 +85,9 @@ class _Run:
         self._request, self._console, self._folder, self._received = request, console, folder, received
         self._restarts = Restarts(request.max_restarts)
         self._attempts: list[Ended] = []
+        # What is known of the training where an attempt fails before it has begun.
+        self._committed: int | None = None
+        self._made = 0
         self._spent, self._accounted = Spent(), time.monotonic()
         self._environ = _environ(request)
         mark(self._environ, uuid.uuid4().hex)
@@ -106,7 +109,8 @@ class _Run:
                 return self.report(ended)
             follows = self._restarts.after(ended.progress)
             if isinstance(follows, GivenUp):
-                return self.report(self._attempts[follows.attempt], follows.why)
+                first = self._attempts[follows.attempt]
+                return self.report(first, follows.why, None if ended is first else ended)
             self._say_again(ended, follows)
             if not self.pause(follows.pause):
                 return self.report(ended)
@@ -139,6 +143,8 @@ class _Run:
         self._spent += spent(ended.flights, self._accounted, now, is_restart=number > 0, has_failed=ended.has_failed)
         self._accounted = now
         self._attempts.append(ended)
+        self._committed = self._committed if ended.committed is None else ended.committed
+        self._made = ended.progress or self._made
         return ended
 
     def _job(self, request: Request) -> Job:
@@ -146,10 +152,10 @@ class _Run:
         return made
 
     def _say_again(self, ended: Ended, follows: Again) -> None:
-        begin = "the beginning" if ended.committed is None else f"checkpoint {ended.committed}"
+        begin = "the beginning" if self._committed is None else f"checkpoint {self._committed}"
         self._console.say(f"unidist: {ended.what}")
         restart = told(follows.number, self._request.max_restarts, follows.pause)
-        self._console.say(f"unidist: {restart}, from {begin} ({ended.progress} steps were made)")
+        self._console.say(f"unidist: {restart}, from {begin} ({self._made} steps were made)")
 
     def pause(self, seconds: float) -> bool:
         """Whether nobody ended the run meanwhile."""
@@ -158,10 +164,18 @@ class _Run:
             time.sleep(min(left, 0.1))
         return not self._received
 
-    def report(self, ended: Ended, why: str = "") -> int:
-        """Says what the run was, and of what it ended. Its exit code."""
+    def report(self, ended: Ended, why: str = "", last: Ended | None = None) -> int:
+        """Says what the run was, and of what it ended. Its exit code.
+
+        Args:
+            why: it is not started again.
+            last: the latest failure, where that is another one. It may be what no restart mends.
+        """
         if self._spent.count or self._spent.lost:
             self._console.say(f"unidist: {self._spent}")
+        if last is not None:
+            error = f": {last.details[-1]}" if last.details else ""
+            self._console.say(f"unidist: the last failure was: {last.what}{error}")
         if why:
             self._console.say(f"unidist: {why}; the first failure was:")
         if ended.what:

@@ -102,6 +102,7 @@ class _Node:
             leaves=asked or (bool(ended.code) and not ended.has_failed),
             progress=ended.progress,
             late=ended.late,
+            done=ended.done,
         )
         found = self._member.ended(report, _FAREWELL if asked else None)
         if asked:

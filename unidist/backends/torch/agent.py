@@ -1,10 +1,10 @@
-"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and reports which failed.
+"""torchrun's elastic agent as `unidist run` uses it: a process that starts one node's workers and reports their ends.
 
     python -P .../agent.py '{"command": ["train.py"], "processes": 2, ...}'
 
 Run by path: imports no unidist. The task is a launch request plus `streams` (for each local rank the descriptors of its
-standard output and error), `failures` (the descriptor on which a line [rank, exit code] is written for each worker
-that has failed, as soon as it has) and `program` (the path of what runs the command in each worker). The others go on:
+standard output and error), `ends` (the descriptor on which a line [rank, exit code] is written for each worker that
+has ended, as soon as it has) and `program` (the path of what runs the command in each worker). The others go on:
 who started this process ends them, and it. The standard input is that one's lifeline, here and in the workers.
 """
 
@@ -122,7 +122,7 @@ def telling(
 
     def waiting(workers: SubprocessContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         codes = {local: handler.proc.poll() for local, handler in workers.subprocess_handlers.items()}
-        for local in [local for local, code in codes.items() if code and local not in told]:
+        for local in [local for local, code in codes.items() if code is not None and local not in told]:
             told.add(local)
             print(json.dumps([first_rank + local, codes[local]]), file=stream, flush=True)
         return None if None in codes.values() else wait(workers, timeout, period)
@@ -141,7 +141,7 @@ def main(task: dict[str, Any]) -> int:
     rendezvous_handler_registry.register(_OURS, lambda parameters: Loopback(parameters.run_id))
     came: list[int] = []
     api._terminate_process_handler = noting(api._terminate_process_handler, came)
-    with os.fdopen(task["failures"], "w") as stream:
+    with os.fdopen(task["ends"], "w") as stream:
         first_rank = task["node_rank"] * task["processes"]
         SubprocessContext.wait = telling(SubprocessContext.wait, first_rank, stream)  # type: ignore[method-assign]
         try:
