@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from typing import Any
 
 import keras
@@ -291,6 +292,20 @@ def test_another_model_is_refused(tmp_path: Any) -> None:
     train(unidist.Checkpoint(tmp_path))
     with pytest.raises(CheckpointError, match="hidden/kernel"):
         train(unidist.Checkpoint(tmp_path), trained=model(width=3))
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "manifest.json"])
+def test_damage_is_an_error_that_says_which_step_and_without_it_the_training_goes_on(name: str, tmp_path: Any) -> None:
+    train(unidist.Checkpoint(tmp_path, every=1, keep=2), epochs=1)
+    file = tmp_path / "step-00000003" / name
+    found = bytearray(file.read_bytes())
+    found[-20] ^= 1
+    file.write_bytes(found)
+    with pytest.raises(CheckpointError, match=rf"^checkpoint 3 in {tmp_path} .*{name}.* from the one before$") as caught:
+        train(unidist.Checkpoint(tmp_path))
+    assert caught.value.file == name
+    shutil.rmtree(file.parent)
+    same(train(unidist.Checkpoint(tmp_path)), train())
 
 
 def test_a_checkpoint_without_a_position_is_refused(tmp_path: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unidist.checkpoint.reading import Reader
@@ -28,7 +29,7 @@ def _look(directory: str, resume: bool) -> dict[str, Any]:
     number = checkpoints.latest(directory)
     if number is None or not resume:
         return {"number": number or 0, "position": None}
-    with Reader(directory, number, "off") as reader:
+    with named(directory, number), Reader(directory, number, "off") as reader:
         position = position_in(reader.facts)
     if position is None:
         raise CheckpointError(
@@ -36,6 +37,22 @@ def _look(directory: str, resume: bool) -> dict[str, Any]:
             "training to go on from. Take its values with unidist.restore, and give this training another directory"
         )
     return {"number": number, "position": position}
+
+
+@contextlib.contextmanager
+def named(directory: str, number: int) -> Iterator[None]:
+    """Damage of a step, as an error that says which one it is, and what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not error.file:
+            raise
+        raise CheckpointError(
+            f"checkpoint {number} in {directory} is not what was written: {error}. Take it away, and the training goes "
+            "on from the one before",
+            file=error.file,
+            tensor=error.tensor,
+        ) from error
 
 
 def position_in(facts: Mapping[str, Any]) -> Any:

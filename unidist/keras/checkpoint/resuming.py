@@ -191,7 +191,8 @@ class _Fit:
             if self._in_memory is not None:
                 checkpoints.restore_from(self.model, self._in_memory)
             else:
-                checkpoints.restore(self.model, self._own.directory, step=self._number)
+                with latest.named(self._own.directory, self._number):
+                    checkpoints.restore(self.model, self._own.directory, step=self._number)
             small = _of_an_epoch(self.model)
             self._small = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in small]
         others()
