@@ -37,6 +37,14 @@ def test_a_loss_of_one_number_is_weighed_by_each_row(reduction, count):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_loss_that_reduces_by_itself_is_one(count):
+    """Keras leaves to it what it gives: its reduction is None."""
+    alone, found = (step(a, count, weighted=False, loss=losses.Dice(reduction=None)) for a in (True, False))
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def products(y, p):
     return ops.mean(ops.cast(y, p.dtype) * p, axis=-1)
 

@@ -95,9 +95,10 @@ def _reduce_weighted(values: Any, sample_weight: Any = None, *args: Any, **kwarg
 
 
 def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size") -> Any:
-    """Keras's reduction, divided by the global denominator."""
+    """Keras's reduction, divided by the global denominator. What is not reduced is a loss where it is one number."""
     here = frame()
-    if not _needs_denominators(here) or reduction in (None, "none") or values.is_meta:
+    is_of_rows = reduction in (None, "none") and tuple(values.shape) != ()
+    if not _needs_denominators(here) or is_of_rows or values.is_meta:
         return _originals["reduce_values"](values, sample_weight, reduction)
     known, rows = _known(here)
     known.exact_loss = True
