@@ -301,7 +301,8 @@ def test_damage_is_an_error_that_says_which_step_and_without_it_the_training_goe
     found = bytearray(file.read_bytes())
     found[-20] ^= 1
     file.write_bytes(found)
-    with pytest.raises(CheckpointError, match=rf"^checkpoint 3 in {tmp_path} .*{name}.* from the one before$") as caught:
+    said = rf"^checkpoint 3 in {tmp_path} is not what was written: {name}: .* from the one before$"
+    with pytest.raises(CheckpointError, match=said) as caught:
         train(unidist.Checkpoint(tmp_path))
     assert caught.value.file == name
     shutil.rmtree(file.parent)
