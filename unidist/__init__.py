@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from unidist.backends.registry import register as register
     from unidist.drawing import Picture as Picture
     from unidist.drawing import draw as draw
+    from unidist.errors import ArgumentError as ArgumentError
     from unidist.errors import BackendMismatchError as BackendMismatchError
     from unidist.errors import BackendNotAvailableError as BackendNotAvailableError
     from unidist.errors import CapabilityError as CapabilityError

@@ -13,7 +13,7 @@ from unidist import errors
 
 def test_all_errors_are_unidist_errors_and_public() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
-    assert len(kinds) == 11
+    assert len(kinds) == 12
     for kind in kinds:
         assert issubclass(kind, errors.UnidistError)
         assert getattr(unidist, kind.__name__) is kind
