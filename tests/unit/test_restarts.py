@@ -64,9 +64,9 @@ def test_steps_after_the_last_checkpoint_are_lost_where_the_attempt_failed() -> 
     seconds = {"step": 20.0, "data": 3.0, "saving": 2.0}
     made = {0: flight(seconds=seconds, steps=10, kept=5, first_step_ended=107.0, phase_began=130.0, beat=130.0)}
     failed = spent(made, 100.0, 130.0, is_restart=False, has_failed=True)
-    assert failed == Spent(all=30.0, steps=10.0, lost=10.0, data=3.0, saving=2.0, count=5)
+    assert failed == Spent(all=30.0, steps=10.0, lost=10.0, data=3.0, saving=2.0, count=5, stood=0)
     well = spent(made, 100.0, 130.0, is_restart=True, has_failed=False)
-    assert well == Spent(all=30.0, steps=20.0, data=3.0, saving=2.0, restarting=7.0, count=10)
+    assert well == Spent(all=30.0, steps=20.0, data=3.0, saving=2.0, restarting=7.0, count=10, stood=0)
 
 
 def test_the_phase_under_way_counts_up_to_the_last_sign_of_life() -> None:
@@ -89,6 +89,16 @@ def test_the_first_process_speaks_for_all() -> None:
         rank: flight(rank=rank, seconds={"step": 1.0 + rank}, steps=1, kept=1, first_step_ended=1.0) for rank in (3, 2)
     }
     assert spent(made, 0.0, 5.0, is_restart=False, has_failed=False).steps == 3.0
+
+
+def test_where_the_training_went_on_says_what_counted() -> None:
+    """Not what a process noted that was killed: too little, or too much of one that was written in the background."""
+    none, again = Spent(all=1.0), Spent(all=2.0, count=4, stood=18)
+    for noted in (10, 13, 15):
+        known = Spent(all=9.0, count=noted, stood=5)
+        assert known + none + again == Spent(all=12.0, count=17, stood=5)
+        assert none + known == Spent(all=10.0, count=noted, stood=5)
+    assert known + Spent(count=20, stood=0) == Spent(all=9.0, count=15, stood=5)
 
 
 def test_the_line() -> None:

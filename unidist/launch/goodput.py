@@ -20,6 +20,7 @@ class Spent:
         saving: writing checkpoints.
         restarting: from a failure to the next first step.
         count: steps that count.
+        stood: steps that the training had made when this began; None where it made none.
     """
 
     all: float = 0.0
@@ -29,9 +30,15 @@ class Spent:
     saving: float = 0.0
     restarting: float = 0.0
     count: int = 0
+    stood: int | None = None
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        """Of this and what followed. Where the training went on is what counted before: a process that is killed may
+        not have noted its last checkpoint, and one that was written in the background, or was taken away, may not."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__slots__ if name != "stood"}
+        if self.stood is not None and other.stood is not None:
+            sums["count"] += other.stood - (self.stood + self.count)
+        return Spent(**sums, stood=other.stood if self.stood is None else self.stood)
 
     def __str__(self) -> str:
         share = self.steps / self.all if self.all else 0.0
@@ -64,4 +71,5 @@ def spent(flights: Mapping[int, Flight], begun: float, ended: float, *, is_resta
         saving=seconds["saving"],
         restarting=first - begun if is_restart else 0.0,
         count=kept,
+        stood=flight.resumed if flight.steps else None,
     )
