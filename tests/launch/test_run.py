@@ -207,7 +207,7 @@ def launch(*_):
 agent["main"].__globals__.update(launch_agent=launch, SubprocessContext=type("Workers", (), {"wait": None}))
 program = tempfile.NamedTemporaryFile("w", suffix=".py")
 print("def watch(descriptor): ...", file=program, flush=True)
-task = {"program": program.name, "failures": os.open(os.devnull, os.O_WRONLY), "node_rank": 0, "processes": 1}
+task = {"program": program.name, "ends": os.open(os.devnull, os.O_WRONLY), "node_rank": 0, "processes": 1}
 agent["main"].__globals__["configuration"] = lambda task: None
 sys.exit(agent["main"]({**task, "command": []}))
 """

@@ -107,10 +107,12 @@ def pairs() -> Iterator[tuple[str, str]]:
     yield from (("exception", "data"), ("loop", "between steps"), ("loop", "evaluating"), ("disk full", "saving"))
 
 
-def sample(count: int, seed: int, worlds: Sequence[str] = ("2", "two hosts")) -> list[Cell]:
-    """So many cells, such that backends, faults and places come as evenly as may be."""
+def sample(
+    count: int, seed: int, worlds: Sequence[str] = ("2", "two hosts"), without: Sequence[str] = ()
+) -> list[Cell]:
+    """So many cells, such that backends, faults and places come as evenly as may be. `without`: faults left out."""
     rng = random.Random(seed)
-    left = [cell for cell in cells() if cell.world in worlds]
+    left = [cell for cell in cells() if cell.world in worlds and cell.fault not in without]
     rng.shuffle(left)
     chosen: list[Cell] = []
     while len(chosen) < count:

@@ -13,10 +13,12 @@ from tests.surviving.cells import Cell, in_memory, run, sample
 pytestmark = pytest.mark.processes
 # One a backend: each is a run from nothing, a restart and its reference. `ci/faults.py` runs the whole table.
 COUNT = 4
+# tests/launch/test_run.py has it. The usual draw stays, for ci/covered.toml names two of its cells.
+WITHOUT = ("exit 0",)
 NO_HOSTS = why_not()
 
 
-@pytest.mark.parametrize("cell", sample(COUNT, sampling.SEED, ("2",)), ids=str)
+@pytest.mark.parametrize("cell", sample(COUNT, sampling.SEED, ("2",), WITHOUT), ids=str)
 def test_a_run_to_which_something_happens(cell: Cell, tmp_path: Path) -> None:
     outcome = run(cell, tmp_path)
     assert not outcome.wrong, "\n".join([f"{cell}", *outcome.wrong, *outcome.lines])
