@@ -126,6 +126,22 @@ def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
         assert background.wait(60) == tmp_path / "step-00000001"
 
 
+def test_a_writer_that_was_killed_is_told_to_the_first_which_waits_for_its_part(tmp_path: Path) -> None:
+    folder = writing.prepare(tmp_path, 1, FILES)
+    with Background(0) as first, Background(1) as second:
+        second.start(writing.prepare(tmp_path, 2, FILES), FILES, [])
+        second.wait(60)
+        first.start(folder, FILES, [], {"facts": {}, "places": 2})
+        assert second._child is not None
+        second._child[0].kill()
+        second._child[0].wait()
+        with pytest.raises(CheckpointError, match="ended by signal 9"):
+            second.start(folder, FILES, [])
+        with pytest.raises(CheckpointError, match=r"process 1 could not .*ended by signal 9"):
+            first.wait(20)
+    assert folders.latest(tmp_path) is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[Background], number: int) -> None:
     """Whoever is asked to end may write a last checkpoint first."""

@@ -58,7 +58,7 @@ class Background:
         self.place = place
         self._memory: tuple[int, mmap.mmap] | None = None
         self._child: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._knows_memory = self._waits = False
+        self._knows_memory, self._waits, self._folder = False, False, Path()
         self._end: weakref.finalize[..., Background] | None = None
 
     def memory(self, nbytes: int) -> Bytes:
@@ -109,6 +109,7 @@ class Background:
             text = json.dumps(message, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"what is to be written is no JSON: {error}") from error
+        self._folder = Path(folder)
         _, channel = self._child = self._child or self._started()
         new = self._memory is not None and not self._knows_memory
         try:
@@ -192,8 +193,9 @@ class Background:
         assert self._child is not None
         code = _ended(*self._child)
         self.close()
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return CheckpointError(f"the process that writes checkpoints ended {how}")
+        words = f"the process that writes checkpoints ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
+        _tell_the_first(self._folder, self.place, words)
+        return CheckpointError(words)
 
 
 @contextlib.contextmanager
@@ -271,7 +273,7 @@ class _Worker:
             try:
                 answer = {"folder": str(self._write(job) or "")}
             except CheckpointError as error:
-                self._tell_the_first(job, str(error))
+                _tell_the_first(Path(job["folder"]), job["place"], str(error))
                 answer = {"error": str(error), "file": error.file, "tensor": error.tensor}
             _send(self._channel, json.dumps(answer).encode())
 
@@ -300,11 +302,12 @@ class _Worker:
         self._end_with_parent()
         return writing.commit(folder, files, commit["facts"], commit["places"])
 
-    def _tell_the_first(self, job: dict[str, Any], words: str) -> None:
-        """Process 0 waits for this one's part. On a full disk a file without words may still be made."""
-        if job["commit"] is None:
-            with contextlib.suppress(OSError):
-                (Path(job["folder"]) / f"failed-{job['place']}").write_text(words[:_MOST_WORDS])
+
+def _tell_the_first(folder: Path, place: int, words: str) -> None:
+    """Process 0 waits for this one's part. On a full disk a file without words may still be made."""
+    if place and not (folder / writing.part_of(place)).exists():
+        with contextlib.suppress(OSError):
+            (folder / f"failed-{place}").write_text(words[:_MOST_WORDS])
 
 
 def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None]:
@@ -327,8 +330,8 @@ def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None
             return
         if time.monotonic() > until:
             missing = ", ".join(map(str, sorted(left)[:10]))
-            text = f"processes did not write their parts within {timeout:g} s: {missing}"
-            raise CheckpointError(f"{folder}: {text}", file=str(folder))
+            words = f"{folder}: processes did not write their parts within {timeout:g} s: {missing}"
+            raise CheckpointError(words, file=str(folder))
         yield
         time.sleep(_LOOK)
 
