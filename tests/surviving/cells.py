@@ -38,7 +38,8 @@ STEPS, EPOCHS = 32, 4
 SLOW = 0.2
 MESSAGES = {
     "SIGKILL": "signal SIGKILL",
-    "SIGSTOP": "is stopped|did not come",
+    # Without a record, before it joins, nobody knows that it is stopped.
+    "SIGSTOP": "is stopped|did not come|holds up",
     "loop": "did not come",
     "exit 0": "exit code 0",
     "exception": "exit code 1",
@@ -289,4 +290,4 @@ def _batches(folder: Path, looked_at: int, is_tensorflow: bool) -> list[str]:
 
 
 def _number(attempt: Path) -> int:
-    return int(attempt.name.split("-")[1]) + int(attempt.parent.name.split("-")[1])
+    return int(attempt.name.split("-")[1]) + 100 * int(attempt.parent.name.split("-")[1])

@@ -19,14 +19,17 @@ from typing import Any
 
 FOLDER = Path(sys.argv[1])
 CELL = json.loads(os.environ["FAULT"])
-ATTEMPT = int(os.environ.get("UNIDIST_RESTARTS", "0")) + int(os.environ.get("STARTED", "0"))
+RESTARTS, STARTED = (int(os.environ.get(name, "0")) for name in ("UNIDIST_RESTARTS", "STARTED"))
+ATTEMPT = RESTARTS + STARTED
 # Of a training of 4 epochs of 8 steps, with a checkpoint every 5.
 STEP, LAST, EPOCHS, BATCH = 19, 32, 4, 8
 
 
 def happens(place: str, rank: int | None = None) -> bool:
     at = 1 if CELL["place"] == "loading" else 0
-    return bool(CELL["place"] == place and at == ATTEMPT and rank in (None, CELL["rank"]))
+    is_here = CELL["place"] == place and at == ATTEMPT and rank in (None, CELL["rank"])
+    # Once: what is started from outside, after a restart, is a second attempt again.
+    return bool(is_here and not (FOLDER / "struck").exists())
 
 
 def strike() -> None:
@@ -83,7 +86,7 @@ def main() -> None:
             return LAST // EPOCHS
 
         def __getitem__(self, index: int) -> Any:
-            with (FOLDER / f"given-{rank}-{ATTEMPT}").open("a") as file:
+            with (FOLDER / f"given-{rank}-{100 * STARTED + RESTARTS}").open("a") as file:
                 print(index, file=file)
             Batches.given += 1
             if happens("data", rank) and Batches.given == STEP:

@@ -41,6 +41,8 @@ CONSEQUENCES = [
     "This most likely indicates that another task died; see the other task logs for more details."
     + "\n    @     0x7fb9160f0321  tsl::RPCState<>::OnCompleted()"
     * 40,
+    "terminate called after throwing an instance of 'gloo::IoException'\n"
+    "  what():  [horovod/common/gloo/http_store.cc:54] Wait timeout after 8 seconds for key(s): 1.",
 ]
 CAUSES = [
     "",

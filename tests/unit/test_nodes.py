@@ -139,6 +139,15 @@ def test_where_all_have_lost_another_who_ended_too_soon_is_named(there: Report) 
     assert [end[1] for end in ends] == [Finish(1, said)] * 2
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_who_gives_no_sign_of_life_may_wait_for_one_that_ended_too_soon(is_silent: bool) -> None:
+    silent = Report(124, "rank 0 gave no sign of life", True, False, False, 5, is_silent=is_silent)
+    with kept(Terms(2, 2, "torch", 2.0, restarts=0)) as run:
+        ends = run.play(one_attempt(silent), one_attempt(Report(**{**vars_of(WELL), "done": (2,)})))
+    said = f"rank 2 ended with exit code 0 before the others were done: {silent.what}" if is_silent else silent.what
+    assert [end[1] for end in ends] == [Finish(124, said)] * 2
+
+
 def vars_of(report: Report) -> dict[str, Any]:
     return {name: getattr(report, name) for name in report.__slots__}
 

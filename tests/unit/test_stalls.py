@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.flights import flight
-from unidist.flight.reading import Entry
+from unidist.flight.reading import Entry, Flight
 from unidist.launch import stalls
 
 NOW, TIMEOUT = 1000.0, 10.0
@@ -128,13 +128,21 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def is_silent(flights: dict[int, Flight]) -> bool:
+    found = stalls.find(flights, (0, 1), TIMEOUT, NOW)
+    assert found is not None
+    return found.is_silent
+
+
 def test_a_process_that_is_silent_is_named_with_its_state(child: subprocess.Popen[bytes]) -> None:
     silent = {1: flight(1, beat=NOW - 11, pid=child.pid)}
     assert find(waits(11), None, flights=silent) == (
         "rank 1 gave no sign of life for 11 s: it runs, and none of its threads does"
     )
+    assert is_silent(silent)
     child.send_signal(19)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert not is_silent(silent)
     stopped = "rank 1 gave no sign of life for 11 s: it is stopped (SIGSTOP)"
     assert find(waits(11), None, flights=silent) == stopped
     late = {1: flight(1, beat=NOW, pid=child.pid)}

@@ -42,6 +42,7 @@ class Ended:
         details: lines that explain it: a traceback, the last words, stacks.
         has_failed: whether a process failed, or stalled, or left because it was asked to.
         is_consequence: whether it failed, as it says, because another did.
+        is_silent: whether what failed is a process that runs, and gave no sign of life.
         late: processes of this node that waited for nobody when the attempt ended.
         done: those that had ended with exit code 0.
         flights: the records of this node's processes.
@@ -53,6 +54,7 @@ class Ended:
     details: Sequence[str] = ()
     has_failed: bool = False
     is_consequence: bool = False
+    is_silent: bool = False
     late: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
     flights: Mapping[int, Flight] = field(default_factory=dict)
@@ -251,9 +253,11 @@ class Attempt:
             return how(128 + self._received[0], f"{name}: all processes were ended")
         if self._stall is not None:
             where = f"where {ranks_text(self._stall.ranks)} stood:" if self._stacks else ""
-            done = [rank for rank in self._stall.ranks if rank in self._done]
+            is_silent = self._stall.is_silent
+            done = [rank for rank in self._done if is_silent or rank in self._stall.ranks]
             said = f"; {ranks_text(done)} {TOO_SOON}" if done else ""
-            return how(GIVEN_UP, f"{self._stall}{said}{self._others()}", where, self._stacks, has_failed=True)
+            what = f"{self._stall}{said}{self._others()}"
+            return how(GIVEN_UP, what, where, self._stacks, has_failed=True, is_silent=is_silent and not done)
         if self._reason:
             return how(GIVEN_UP, f"{self._reason}: all processes were ended")
         if self._stopped is not None and not self._failures:

@@ -26,8 +26,10 @@ _LOST_ANOTHER = re.compile(
     r"|gloo.*(connection (closed|reset|refused|aborted)|broken pipe|(read|write) error|timed out|timeout)",
     re.IGNORECASE,
 )
-# JAX's coordination service, which aborts a process without a traceback of Python's, but with one of C++ after it.
-_ABORTED, _LINES_AFTER = "This most likely indicates that another task died", 100
+# JAX's coordination service, which aborts a process without a traceback of Python's, but with one of C++ after it. So
+# does gloo where Horovod's processes meet.
+_ABORTED = ("This most likely indicates that another task died", "throwing an instance of 'gloo::")
+_LINES_AFTER = 100
 _TORCHS_PREFIX = re.compile(r"\[rank\d+\]: ?")
 
 
@@ -80,7 +82,8 @@ class Judge:
             return False
         found = self._console.traceback(failure.rank)
         if found is None:
-            return any(_ABORTED in line for line in self._console.last_lines(failure.rank, _LINES_AFTER))
+            said = "\n".join(self._console.last_lines(failure.rank, _LINES_AFTER))
+            return any(words in said for words in _ABORTED)
         return any(_LOST_ANOTHER.search(line) for line in _errors(found[1]))
 
 

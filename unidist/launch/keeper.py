@@ -298,16 +298,20 @@ class Keeper:
     def _first(self, failed: list[dict[str, Any]]) -> tuple[int, str]:
         """(exit code, what) of what failed first: a cause before a lost node, and that before what failed by it."""
         causes = [report for report in failed if not report.get("is_consequence")]
-        if causes:
+        # What is silent may wait, in C, for what has ended.
+        if causes and not (self._all("done") and all(report.get("is_silent") for report in causes)):
             return int(causes[0]["code"]), str(causes[0]["what"])
         if self._lost:
             return FAILED, "; ".join(self._lost.values())
         code, what = int(failed[0]["code"]), str(failed[0]["what"])
         for kind, how in (("done", TOO_SOON), ("late", "did not come")):
-            found = [rank for _, node in sorted(self._nodes.items()) if node.gone for rank in node.gone.get(kind, ())]
-            if found:
+            if found := self._all(kind):
                 return code, f"{ranks_text(found)} {how}: {what}"
         return code, what
+
+    def _all(self, kind: str) -> list[int]:
+        """The ranks that the nodes have reported as such."""
+        return [rank for _, node in sorted(self._nodes.items()) if node.gone for rank in node.gone.get(kind, ())]
 
     def _first_error(self) -> str:
         return f"{self._first_errors[max(self._first_errors)][1]}; then " if self._first_errors else ""

@@ -31,6 +31,7 @@ class Report:
         progress: steps that the training has made.
         late: ranks that waited for nobody when the attempt ended.
         done: ranks that had ended with exit code 0.
+        is_silent: whether what failed is a process that runs, and gave no sign of life.
     """
 
     code: int
@@ -41,6 +42,7 @@ class Report:
     progress: int
     late: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
+    is_silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

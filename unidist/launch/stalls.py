@@ -32,10 +32,12 @@ class Stall:
     Attributes:
         ranks: those processes.
         why: as "gave no sign of life for 30 s".
+        is_silent: they run and give no sign of life, as what waits in C, with Python's lock held, for what has ended.
     """
 
     ranks: tuple[int, ...]
     why: str
+    is_silent: bool = False
 
     def __str__(self) -> str:
         return f"{ranks_text(self.ranks)} {self.why}"
@@ -58,7 +60,8 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
     if silent := [flight for flight in silent if _is_alive(flight)]:
         # What waits for a stopped one in C, with Python's lock held, is silent too.
         silent = [flight for flight in silent if state_of(flight.pid) in _STOPPED] or silent
-        return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now))
+        runs = state_of(silent[0].pid) not in _STOPPED
+        return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now), is_silent=runs)
     waiting = {rank: entry for rank, flight in flights.items() if (entry := awaited(flight)) is not None}
     in_vain = {
         rank: entry for rank, entry in waiting.items() if (entry.ended or now) - entry.begun > enough(flights[rank])

@@ -103,6 +103,7 @@ class _Node:
             progress=ended.progress,
             late=ended.late,
             done=ended.done,
+            is_silent=ended.is_silent,
         )
         found = self._member.ended(report, _FAREWELL if asked else None)
         if asked:
