@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ import numpy as np
 from unidist.checkpoint import disk, writing
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
+from unidist.checkpoint.waiting import tell_the_first, until_all_wrote
 from unidist.errors import CheckpointError
 
 TIMEOUT = 600.0
@@ -34,8 +34,6 @@ TIMEOUT = 600.0
 _MOST_MESSAGE = 1 << 28
 # Between two looks for the parent.
 _PIECE = 16 << 20
-_LOOK = 0.05
-_MOST_WORDS = 4096
 _MODULE = "unidist.checkpoint.background"
 # Ctrl-C, schedulers and many launchers reach all processes of a group. The parent may still want to write: it ends the
 # one that writes.
@@ -58,7 +56,8 @@ class Background:
         self.place = place
         self._memory: tuple[int, mmap.mmap] | None = None
         self._child: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self._knows_memory, self._waits, self._folder = False, False, Path()
+        self._knows_memory = self._waits = False
+        self._folder = Path()
         self._end: weakref.finalize[..., Background] | None = None
 
     def memory(self, nbytes: int) -> Bytes:
@@ -193,8 +192,9 @@ class Background:
         assert self._child is not None
         code = _ended(*self._child)
         self.close()
-        words = f"the process that writes checkpoints ended {f'by signal {-code}' if code < 0 else f'with code {code}'}"
-        _tell_the_first(self._folder, self.place, words)
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        words = f"the process that writes checkpoints ended {how}"
+        tell_the_first(self._folder, self.place, words)
         return CheckpointError(words)
 
 
@@ -273,7 +273,7 @@ class _Worker:
             try:
                 answer = {"folder": str(self._write(job) or "")}
             except CheckpointError as error:
-                _tell_the_first(Path(job["folder"]), job["place"], str(error))
+                tell_the_first(Path(job["folder"]), job["place"], str(error))
                 answer = {"error": str(error), "file": error.file, "tensor": error.tensor}
             _send(self._channel, json.dumps(answer).encode())
 
@@ -297,43 +297,10 @@ class _Worker:
             part.finish()
         if commit is None:
             return None
-        for _ in _until_all_wrote(folder, commit["places"], commit["timeout"]):
+        for _ in until_all_wrote(folder, commit["places"], commit["timeout"]):
             self._end_with_parent()
         self._end_with_parent()
         return writing.commit(folder, files, commit["facts"], commit["places"])
-
-
-def _tell_the_first(folder: Path, place: int, words: str) -> None:
-    """Process 0 waits for this one's part. On a full disk a file without words may still be made."""
-    if place and not (folder / writing.part_of(place)).exists():
-        with contextlib.suppress(OSError):
-            (folder / f"failed-{place}").write_text(words[:_MOST_WORDS])
-
-
-def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None]:
-    """Goes on until each process's part stands.
-
-    Raises:
-        CheckpointError: one could not write its part, or did not in time.
-    """
-    until = time.monotonic() + timeout
-    left = set(range(places))
-    while True:
-        for place in sorted(left):
-            if (failed := folder / f"failed-{place}").exists():
-                with disk.told(failed), failed.open(errors="replace") as file:
-                    words = file.read(_MOST_WORDS) or "it could not say why"
-                raise CheckpointError(f"process {place} could not write its part: {words}", file=str(failed))
-            if (folder / writing.part_of(place)).exists():
-                left.discard(place)
-        if not left:
-            return
-        if time.monotonic() > until:
-            missing = ", ".join(map(str, sorted(left)[:10]))
-            words = f"{folder}: processes did not write their parts within {timeout:g} s: {missing}"
-            raise CheckpointError(words, file=str(folder))
-        yield
-        time.sleep(_LOOK)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,11 +16,11 @@ class Early:
     them, and keeps them in memory. `fsync` then finds little left. Elsewhere it is a hint that nobody need take.
 
     Args:
-        opened: the file's descriptor.
+        descriptor: the file's.
     """
 
-    def __init__(self, opened: int) -> None:
-        self._opened = opened
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
         self._begin = self._end = 0
 
     def wrote(self, begin: int, end: int) -> None:
@@ -36,5 +36,5 @@ class Early:
         if self._end > self._begin and hasattr(os, "posix_fadvise"):
             # A file system that knows no such hint writes when it likes: what is wrong with a write, fsync says.
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._opened, self._begin, self._end - self._begin, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.descriptor, self._begin, self._end - self._begin, os.POSIX_FADV_DONTNEED)
         self._begin = self._end

@@ -110,8 +110,7 @@ class PartWriter:
         self.folder, self.place = Path(folder), place
         _, self._writing = _prepared(self.folder, files)
         self._files = {name: file for file in files for name in file.tensors}
-        self._opened: dict[str, int] = {}
-        self._early: dict[str, Early] = {}
+        self._opened: dict[str, Early] = {}
         self._ranges: dict[str, list[Running]] = {}
 
     def write(self, name: str, begin: int, data: Any) -> None:
@@ -136,15 +135,15 @@ class PartWriter:
         if not len(content):
             return
         running = self._running(name, begin)
-        opened, early = self._open(file), self._early[file.name]
+        opened = self._open(file)
         for first in range(0, len(content), _PIECE):
             piece, at = content[first : first + _PIECE], file.begins[name] + begin + first
             running.add(piece)
             try:
-                write_all(opened, piece, at)
+                write_all(opened.descriptor, piece, at)
             except OSError as error:
                 raise disk.error_of(self.folder / file.name, error, name) from error
-            early.wrote(at, at + len(piece))
+            opened.wrote(at, at + len(piece))
 
     def _running(self, name: str, begin: int) -> Running:
         ranges = self._ranges.setdefault(name, [])
@@ -152,13 +151,13 @@ class PartWriter:
             ranges.append(Running(begin))
         return ranges[-1]
 
-    def _open(self, file: FileSpec) -> int:
+    def _open(self, file: FileSpec) -> Early:
         opened = self._opened.get(file.name)
         if opened is None:
             folder = disk.open_folder(self.folder)
             try:
-                opened = self._opened[file.name] = disk.open_regular(file.name, folder, os.O_WRONLY)
-                self._early[file.name] = Early(opened)
+                opened = Early(disk.open_regular(file.name, folder, os.O_WRONLY))
+                self._opened[file.name] = opened
             finally:
                 os.close(folder)
         return opened
@@ -171,7 +170,7 @@ class PartWriter:
         """
         for name, opened in self._opened.items():
             with disk.told(self.folder / name):
-                os.fsync(opened)
+                os.fsync(opened.descriptor)
         self.close()
         part = Part.of(self._ranges)
         disk.write_whole(self.folder, binary_of(self.place), part.content)
@@ -181,7 +180,7 @@ class PartWriter:
     def close(self) -> None:
         """Lets the files go; `finish` does it too."""
         while self._opened:
-            os.close(self._opened.popitem()[1])
+            os.close(self._opened.popitem()[1].descriptor)
 
     def __del__(self) -> None:
         if hasattr(self, "_opened"):

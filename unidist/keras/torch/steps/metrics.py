@@ -17,7 +17,7 @@ from keras.losses import Loss
 
 from unidist import events
 from unidist.keras import numbers, sessions
-from unidist.keras.compat import Mean, Sum, Trainer, get_device, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.compat import Mean, Sum, Trainer, get_device, get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.interception import Hook, kept
 from unidist.keras.known import is_of_keras
 from unidist.keras.torch import devices
@@ -246,7 +246,7 @@ def _whole_rows(here: Frame, rows: Rows, x: Any) -> Any:
     if not isinstance(x, torch.Tensor) or x.is_meta or not x.ndim or x.shape[0] != rows.local:
         return x
     whole = here.world.gather_rows(x.detach(), rows.total)
-    mask = getattr(x, "_keras_mask", None)
+    mask = get_keras_mask(x)
     if mask is not None:
         set_keras_mask(whole, here.world.gather_rows(mask, rows.total))
     return whole

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unidist.algebra import Layout
-from unidist.keras.compat import Trainer, set_keras_mask, tree
+from unidist.keras.compat import Trainer, get_keras_mask, set_keras_mask, tree
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame, Rows
 from unidist.keras.torch.steps import losses
@@ -60,7 +60,7 @@ def _of_all_rows(frame: Frame, rows: Rows, compute: Callable[..., Any], given: d
 
 def _gathered(world: RankWorld, t: Any, rows: Rows, layout: Layout) -> torch.Tensor:
     whole = world.gather_rows(torch.as_tensor(t), rows.total, layout)
-    mask = getattr(t, "_keras_mask", None)
+    mask = get_keras_mask(t)
     if mask is not None:
         set_keras_mask(whole, world.gather_rows(mask, rows.total))
     return whole

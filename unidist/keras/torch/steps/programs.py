@@ -18,7 +18,7 @@ import torch
 from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, set_keras_mask, tree
+from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, get_keras_mask, set_keras_mask, tree
 from unidist.keras.torch import context
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
@@ -98,7 +98,7 @@ class Shape:
         self.structure = tree.pack_sequence_as(structure, self.leaves)
         tensors = _tensors(structure)
         self.count = len(tensors)
-        self.masked = tuple(k for k, t in enumerate(tensors) if getattr(t, "_keras_mask", None) is not None)
+        self.masked = tuple(k for k, t in enumerate(tensors) if get_keras_mask(t) is not None)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def _tensors(structure: Any) -> list[torch.Tensor]:
 def _with_masks(structure: Any) -> list[torch.Tensor]:
     """The tensors of a structure, and behind them the masks of some."""
     tensors = _tensors(structure)
-    masks = [getattr(t, "_keras_mask", None) for t in tensors]
+    masks = [get_keras_mask(t) for t in tensors]
     return [*tensors, *(mask for mask in masks if mask is not None)]
 
 
