@@ -199,10 +199,21 @@ from torch.distributed.elastic.multiprocessing import api
 
 def launch(*_):
     signal.signal(signal.SIGTERM, api._terminate_process_handler)
+    if sys.argv[2] == "after":
+        sys.settrace(call)
+        sys._getframe(2).f_trace = line
+        return
     try:
         signal.raise_signal(signal.SIGTERM)
     except api.SignalException:
         raise SystemError("a call in C returned a result with an exception set")
+
+def call(frame, event, _):
+    return line
+
+def line(frame, event, _):
+    print(frame.f_code.co_name)
+    signal.raise_signal(signal.SIGTERM)
 
 agent["main"].__globals__.update(launch_agent=launch, SubprocessContext=type("Workers", (), {"wait": None}))
 program = tempfile.NamedTemporaryFile("w", suffix=".py")
@@ -213,10 +224,22 @@ sys.exit(agent["main"]({**task, "command": []}))
 """
 
 
-def test_a_signal_whose_exception_became_another_is_known_by_its_code() -> None:
+def turned(when: str) -> subprocess.CompletedProcess[str]:
     agent = ROOT / "unidist" / "backends" / "torch" / "agent.py"
-    done = subprocess.run([sys.executable, "-P", "-c", TURNED, str(agent)], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-P", "-c", TURNED, str(agent), when]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_a_signal_whose_exception_became_another_is_known_by_its_code() -> None:
+    done = turned("within")
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
+def test_signals_at_each_line_after_the_workers_end_change_nothing() -> None:
+    """All is ended by then. An exception would be printed, and its exit code would replace the agent's own."""
+    done = turned("after")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("main") >= 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

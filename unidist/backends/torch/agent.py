@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, TextIO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
@@ -104,12 +105,24 @@ def sent_again(lost: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(lost)
 
 
-def noting(handler: Callable[..., None], came: list[int]) -> Callable[..., None]:
-    """torch's handler of signals. Its exception may come out as another one, where it was raised within a call in C."""
+def run_agent(task: dict[str, Any]) -> None:
+    """Until all workers have ended. Raises ChildFailedError if one failed, and what a signal's handler raises."""
+    launch_agent(configuration(task), sys.executable, [task["program"], *task["command"]])
 
-    def handling(number: int, frame: Any) -> None:
+
+def noting(handler: Callable[..., None], came: list[int]) -> Callable[..., None]:
+    """torch's handler of signals. Its exception may come out as another one, where it was raised within a call in C.
+
+    It raises within `run_agent` alone. Afterwards all is ended in any case, and nobody would catch what it raises.
+    """
+
+    def handling(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        handler(number, frame)
+        inner = frame
+        while inner is not None and inner.f_code is not run_agent.__code__:
+            inner = inner.f_back
+        if inner is not None:
+            handler(number, frame)
 
     return handling
 
@@ -145,7 +158,7 @@ def main(task: dict[str, Any]) -> int:
         first_rank = task["node_rank"] * task["processes"]
         SubprocessContext.wait = telling(SubprocessContext.wait, first_rank, stream)  # type: ignore[method-assign]
         try:
-            launch_agent(configuration(task), sys.executable, [task["program"], *task["command"]])
+            run_agent(task)
         except ChildFailedError:
             return 0
         except BaseException:
@@ -153,7 +166,7 @@ def main(task: dict[str, Any]) -> int:
                 raise
             return 128 + came[0]
         finally:
-            # It ends by itself now. A signal would raise in whatever runs at Python's exit, and print that.
+            # Python's exit gives signals their usual meaning back, which would replace the exit code.
             for one in _ENDING:
                 signal.signal(one, signal.SIG_IGN)
     return 0
