@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,3 +234,33 @@ def test_a_model_that_is_not_built_has_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(unidist.LayoutError, match="is not built"):
         unidist.save(model, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+UNWRITTEN = """
+import atexit, resource, sys
+import unidist
+unidist.use("sim")
+import keras
+from unidist.keras.checkpoint import api, later
+
+atexit.register(print, "the program's own handler")
+with unidist.DataParallel(unidist.Mesh({"data": 2})).scope():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    model.compile("sgd", "mse")
+unidist.save(model, sys.argv[1], step=1, asynchronous=True)
+api.wait()
+writer = later._writer.background._child[0].pid
+resource.prlimit(writer, resource.RLIMIT_FSIZE, (16, resource.prlimit(writer, resource.RLIMIT_FSIZE)[1]))
+unidist.save(model, sys.argv[1], step=2, asynchronous=True)
+print("its last line")
+"""
+
+
+def test_a_program_whose_last_checkpoint_could_not_be_written_ends_as_a_failed_one(tmp_path: Path) -> None:
+    """Its own exit handlers have run, and what it has printed is there."""
+    command = [sys.executable, "-W", "ignore", "-c", UNWRITTEN, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines() == ["its last line", "the program's own handler"]
+    assert "CheckpointError" in done.stderr and "step-00000002.tmp" in done.stderr
+    assert folders.steps(tmp_path) == [1]

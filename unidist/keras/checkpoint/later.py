@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,5 +114,26 @@ def close() -> None:
         folders.prune(found.folder.parent, found.keep, found.step)
 
 
-# At the end of a program the others may be gone. Python shows the error.
-atexit.register(close)
+class _Failure:
+    """Ends the program as a failed one when Python lets go of modules: all exit handlers have run by then."""
+
+    def __del__(self, end: Callable[[int], None] = os._exit) -> None:
+        end(1)
+
+
+_failures: list[_Failure] = []
+
+
+def _at_exit() -> None:
+    """No collective: at the end of a program the others may be gone.
+
+    Python prints what an exit handler raises, and would end with exit code 0 all the same.
+    """
+    try:
+        close()
+    except BaseException:
+        _failures.append(_Failure())
+        raise
+
+
+atexit.register(_at_exit)
