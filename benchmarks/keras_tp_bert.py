@@ -88,7 +88,7 @@ class Layer(nn.Module):
             heads(self.query(x)), heads(self.key(x)), heads(self.value(x)), attn_mask=mask
         )
         x = self.first(x + self.output(found.transpose(1, 2).flatten(2)))
-        return self.second(x + self.down(nn.functional.gelu(self.up(x))))
+        return self.second(x + self.down(nn.functional.gelu(self.up(x), approximate="tanh")))
 
 
 class Bert(nn.Module):

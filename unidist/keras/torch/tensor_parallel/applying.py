@@ -81,8 +81,22 @@ def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return noted[1]  # type: ignore[no-any-return]
     y = move(frame, parts.whole(x), tuple(x.shape), WHOLE, fanned(axes))
     if y is not x:
+        y = _NoView.apply(y)  # type: ignore[no-untyped-call]
         setattr(x, _FANNED, (key, y))
     return y
+
+
+class _NoView(torch.autograd.Function):
+    """The same values, but not as a view: a view holds what it is of. That one holds what it was fanned out to, and
+    neither Python nor torch would see that nobody else does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
