@@ -185,9 +185,15 @@ except SignalException as error:
 """
 
 
-def test_a_signal_whose_exception_is_lost_comes_again() -> None:
+def with_the_agent(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A program that gets the path of torch's agent."""
     agent = ROOT / "unidist" / "backends" / "torch" / "agent.py"
-    done = subprocess.run([sys.executable, "-P", "-c", LOST, str(agent)], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-P", "-c", code, str(agent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_a_signal_whose_exception_is_lost_comes_again() -> None:
+    done = with_the_agent(LOST)
     assert done.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in done.stderr
 
@@ -224,20 +230,14 @@ sys.exit(agent["main"]({**task, "command": []}))
 """
 
 
-def turned(when: str) -> subprocess.CompletedProcess[str]:
-    agent = ROOT / "unidist" / "backends" / "torch" / "agent.py"
-    command = [sys.executable, "-P", "-c", TURNED, str(agent), when]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
 def test_a_signal_whose_exception_became_another_is_known_by_its_code() -> None:
-    done = turned("within")
+    done = with_the_agent(TURNED, "within")
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
 
 
 def test_signals_at_each_line_after_the_workers_end_change_nothing() -> None:
     """All is ended by then. An exception would be printed, and its exit code would replace the agent's own."""
-    done = turned("after")
+    done = with_the_agent(TURNED, "after")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("main") >= 2
 

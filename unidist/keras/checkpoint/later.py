@@ -117,6 +117,7 @@ def close() -> None:
 class _Failure:
     """Ends the program as a failed one when Python lets go of modules: all exit handlers have run by then."""
 
+    # A default, since the module `os` may be gone when it is called.
     def __del__(self, end: Callable[[int], None] = os._exit) -> None:
         end(1)
 

@@ -87,8 +87,8 @@ def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 class _NoView(torch.autograd.Function):
-    """The same values, but not as a view: a view holds what it is of. That one holds what it was fanned out to, and
-    neither Python nor torch would see that nobody else does."""
+    """The same values, but not as a view. A view holds its base, and the base has a note of what it was fanned out to:
+    the two would hold each other, through Python and through C++, so that neither sees that nobody else does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
