@@ -235,6 +235,33 @@ def test_what_a_layer_keeps_as_tensors_is_on_every_mesh(everywhere: Any) -> None
     everywhere(WHERE[0], "looked_up", "normalized")
 
 
+@pytest.mark.parametrize(
+    ("name", "optimizer", "eagerly"),
+    [
+        ("positions", "adam", False),
+        ("positions", "adagrad", True),
+        ("prompt", "adam", False),
+        ("codes", "adagrad", False),
+        ("proxies", "adam", False),
+    ],
+)
+def test_what_all_ranks_look_up_counts_once(
+    name: str, optimizer: str, eagerly: bool, alone: Alone, worlds: Worlds
+) -> None:
+    """Keras's optimizers on TensorFlow square the gradients of an id's occurrences one by one."""
+    wanted = alone.world("tensorflow").call("tests.keras.alike:looked_up", None, 0, name, optimizer, eagerly)[0]
+    world = worlds.get("horovod-2-tensorflow")
+    for found in world.call("tests.keras.alike:looked_up", "dp", 0, name, optimizer, eagerly):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])
+def test_data_whose_length_is_not_known_ends(setting: str, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("tensorflow").call("tests.keras.alike:ended", None, 0)[0]
+    for found in worlds.get(setting).call("tests.keras.alike:ended", "dp", 0):
+        same(found, wanted)
+
+
 @pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])
 @pytest.mark.parametrize("name", ["clipping", "penalized"])
 def test_a_step_of_ones_own_sees_the_gradients_of_all_rows(

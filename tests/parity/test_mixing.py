@@ -105,6 +105,14 @@ def test_what_mixes_is_given_all_rows_and_nothing_else(setting: str, case: str, 
         assert {name for name, why in found["_why"].items() if why.startswith("given the rows")} >= mixing
 
 
+@pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 0), ("torch-2", 3), ("torch-4", 0), ("horovod-2", 0)])
+def test_a_loss_may_need_more_rows_than_a_process_has(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
+    """Keras traces it before the first step, with the rows of all."""
+    wanted = alone.world("torch").call("tests.keras.alike:mined", None, 0)[0]
+    for found in worlds.get(setting).call("tests.keras.alike:mined", "dp", zero):
+        same(found, wanted)
+
+
 def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
     wanted = alone.world("torch").call("tests.keras.mixing:table_beside", None, 0)[0]
     for found in worlds.get("sim-torch").call("tests.keras.mixing:table_beside", "dp", 0):

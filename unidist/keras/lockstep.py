@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from keras import tree
+from keras import KerasTensor, tree
+from keras.backend import standardize_dtype
 
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
@@ -122,6 +123,28 @@ def row_count(batch: Any) -> int:
 def as_parts(batch: Any, counts: tuple[int, ...]) -> Any:
     """The batch with a Part for each array that has rows."""
     return rowwise(lambda array: Part(array, counts), batch)
+
+
+def to_build(steps: Iterable[Any], rows_of: Callable[[tuple[int, ...]], int]) -> Iterator[Any]:
+    """The steps of an epoch for Keras's symbolic build, which takes shapes and dtypes of their first batch."""
+    for *ends, given in steps:
+        yield (*ends, [as_symbols(given[0] if isinstance(given, list | tuple) else next(given), rows_of)])
+
+
+def as_symbols(batch: Any, rows_of: Callable[[tuple[int, ...]], int]) -> Any:
+    """What Keras traces losses and metrics with: Parts have the rows of all processes, as they will have in a step.
+
+    Args:
+        rows_of: the rows of the global batch, of which each process has so many.
+    """
+
+    def symbol(leaf: Any) -> Any:
+        if not isinstance(leaf, Part):
+            return leaf
+        rows = leaf.total if leaf.total is not None else rows_of(leaf.counts)
+        return KerasTensor((rows, *leaf.shape[1:]), standardize_dtype(leaf.dtype))
+
+    return tree.map_structure(symbol, batch)
 
 
 def rowwise(function: Callable[[Array], Any], batch: Any) -> Any:

@@ -179,6 +179,15 @@ def test_copies_of_a_value_are_the_same_to_the_last_bit(pair: ProcessWorld) -> N
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_loss_may_need_more_rows_than_a_process_has(pair: ProcessWorld, one: ProcessWorld, zero: int) -> None:
+    """Keras traces it before the first step, with the rows of all."""
+    wanted = one.call("tests.keras.alike:mined", *ALONE)[0]
+    for found in pair.call("tests.keras.alike:mined", "dp", zero):
+        same(found, wanted)
+
+
+@pytest.mark.processes
 def test_tensorboard_is_written_once(tmp_path: Path) -> None:
     env = with_tensorflow()
     with ProcessWorld(2, launcher="jax", env=env, setup=joined, setup_args=(2,), timeout=200, preload=PRELOAD) as world:

@@ -154,6 +154,12 @@ def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(places)) for places in held)
 
 
+def rows_of_counts(distribution: Any, counts: tuple[int, ...]) -> int:
+    """The rows of a batch of which process p has counts[p]. Processes may hold the same ones."""
+    places = rows_by_process(layouts.of_batch((1,), distribution))
+    return sum(dict(zip(places, counts, strict=True)).values())
+
+
 def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
     """The true rows of an array where process p filled the first counts[p] rows of its parts, each part once."""
     filled: dict[int, int] = {}

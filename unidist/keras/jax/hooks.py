@@ -98,7 +98,7 @@ def _of_trainers() -> Iterator[Hook]:
     building = "models are built under their distribution"
     yield Hook(JAXTrainer, "_symbolic_build", trainer.building, building)
     # Keras 3.16 leaves the other out where all is built.
-    yield Hook(JAXTrainer, "_maybe_symbolic_build", trainer.building, building, versions=("3.16",))
+    yield Hook(JAXTrainer, "_maybe_symbolic_build", trainer.building_if_needed, building, versions=("3.16",))
     yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
     yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
     yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")

@@ -14,6 +14,7 @@ from unidist import events
 from unidist.keras import making, sessions
 from unidist.keras.compat import jax_trainer
 from unidist.keras.jax import alike, data, ledger, pacing, placing, processes
+from unidist.keras.lockstep import as_symbols, to_build
 from unidist.keras.strategy import adopt
 
 # Keras's steps are recognised by the state they take: fit's has optimizer variables, evaluate's only metrics.
@@ -79,16 +80,37 @@ def measuring(original: Any) -> Any:
 
 
 def building(original: Any) -> Any:
-    """Trainer._symbolic_build: metrics that were made outside of the scope are the model's own from now on."""
+    """Trainer._symbolic_build: it has the rows of all processes, and metrics that were made outside of the scope are
+    the model's own from now on."""
 
     @functools.wraps(original)
-    def _symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        original(self, *args, **kwargs)
+    def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         distribution = placing.current()
-        if distribution is not None and not placing.waits_for_plan(self, distribution):
-            placing.place_model(self, distribution)
+        if distribution is not None:
+            rows_of = functools.partial(data.rows_of_counts, distribution)
+            iterator = None if iterator is None else to_build(iterator, rows_of)
+            data_batch = None if data_batch is None else as_symbols(data_batch, rows_of)
+        original(self, iterator, data_batch)
+        _place_what_is_built(self)
 
     return _symbolic_build
+
+
+def building_if_needed(original: Any) -> Any:
+    """Trainer._maybe_symbolic_build, which asks the iterator's adapter for a batch."""
+
+    @functools.wraps(original)
+    def _maybe_symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        _place_what_is_built(self)
+
+    return _maybe_symbolic_build
+
+
+def _place_what_is_built(model: Any) -> None:
+    distribution = placing.current()
+    if distribution is not None and not placing.waits_for_plan(model, distribution):
+        placing.place_model(model, distribution)
 
 
 def making_function(original: Any) -> Any:

@@ -136,6 +136,17 @@ def _shards(mesh: Mesh, axes: Axes) -> _Shards:
     return _Shards(places, tuple(tuple(sets[own]) for own in places))
 
 
+def rows_of_counts(distribution: UnidistDistribution, counts: tuple[int, ...]) -> int:
+    """The rows of a batch of which process p has counts[p]. Processes may hold the same ones.
+
+    Raises:
+        DesyncError: those that do were given different numbers of rows.
+        CapabilityError: two processes hold parts of the data that overlap.
+    """
+    mesh = worlds.in_order(distribution.mesh)
+    return sum(_shards(mesh, distribution.strategy.data_axes).rows(counts))
+
+
 def pack(part: Part, distribution: UnidistDistribution) -> Any:
     """The global array, made of each process's own rows, in the order of their places on the mesh.
 

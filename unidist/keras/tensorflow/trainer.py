@@ -18,7 +18,7 @@ from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
 from unidist.keras import making, sessions
 from unidist.keras.compat import in_stateless_scope
-from unidist.keras.lockstep import Part
+from unidist.keras.lockstep import Part, to_build
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.tensorflow import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
 
@@ -40,8 +40,11 @@ def building(original: Any) -> Any:
 
     @functools.wraps(original)
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        if placing.distribution_of(self) is None:
+        distribution = placing.distribution_of(self)
+        if distribution is None:
             return original(self, iterator=iterator, data_batch=data_batch)
+        if iterator is not None:
+            iterator = to_build(iterator, functools.partial(parts.rows_of_counts, distribution))
         if data_batch is not None:
             data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
         return self._symbolic_build(iterator=iterator, data_batch=data_batch)

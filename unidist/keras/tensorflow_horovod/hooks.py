@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,11 +26,12 @@ from unidist.keras.compat import (
     SeedGenerator,
     TensorFlowTrainer,
     data_adapters,
+    tensorflow_numpy,
 )
 from unidist.keras.interception import Hook, Table, kept
 from unidist.keras.known import overrides
 from unidist.keras.processes import Processes
-from unidist.keras.tensorflow_horovod import engine
+from unidist.keras.tensorflow_horovod import engine, lookups
 from unidist.keras.tensorflow_horovod.engine import align_seeds as align_seeds
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
@@ -76,6 +78,8 @@ def _of_training() -> Iterator[Hook]:
     yield Hook(tf.GradientTape, "gradient", kept(_originals, "gradient", _gradient), why)
     moments = kept(_originals, "_moments", _moments)
     yield Hook(BatchNormalization, "_moments", moments, "batch statistics of all rows")
+    yield Hook(TensorFlowTrainer, "_make_function", _until_the_end, "data may end where its length is not known")
+    yield Hook(tensorflow_numpy, "take", lookups.looking_up, "ids that all ranks look up count once")
     yield Hook(SeedGenerator, "next", kept(_originals, "next", _next), "random numbers differ where rows do")
     yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
     yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")
@@ -156,6 +160,24 @@ def _gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -
         setattr(grad, _REDUCED, True)
         grads[k] = grad
     return tf.nest.pack_sequence_as(sources, grads)
+
+
+def _until_the_end(original: Any) -> Any:
+    """Keras's steps end with tf.data's own iterators alone: of others they take one that has ended for a batch."""
+
+    @functools.wraps(original)
+    def _make_function(self: Any, step_function: Any) -> Any:
+        steps = original(self, step_function)
+
+        @functools.wraps(steps)
+        def function(iterator: Any) -> Any:
+            if engine.current() is None or isinstance(iterator, tf.data.Iterator):
+                return steps(iterator)
+            return steps(itertools.chain([next(iterator)], iterator))
+
+        return function
+
+    return _make_function
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:

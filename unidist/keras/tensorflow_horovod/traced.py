@@ -131,6 +131,23 @@ class Traced:
 
         return weigh(value)
 
+    def once(self, value: Tensor, *, is_part: bool) -> Tensor:
+        """The value, whose gradient counts on the first rank alone.
+
+        Args:
+            is_part: each rank has a part of the gradient, and they are added up. Else all have the same.
+        """
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def pass_on(found: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            def back(gradient: Tensor) -> Tensor:
+                whole = self.mean(gradient, "gradient") if is_part else gradient
+                return tf.zeros_like(whole) if self.place else self.count * whole
+
+            return tf.identity(found), back
+
+        return pass_on(value)
+
     def mean_gradients(self, gradients: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
         """Each gradient's mean over the ranks, by one all_reduce for each dtype. Sparse ones stay sparse, with the rows
         of all ranks: Keras's optimizers leave rows alone that no gradient names.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
@@ -15,7 +16,7 @@ from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.agreement import Peers, stride
-from unidist.keras.compat import TorchEpochIterator, get_device, tree
+from unidist.keras.compat import TorchEpochIterator, TorchTrainer, get_device, tree
 from unidist.keras.interception import Hook
 from unidist.keras.narrowing import Narrowed, tells_rows
 from unidist.keras.processes import Processes
@@ -295,6 +296,7 @@ def hooks() -> tuple[Hook, ...]:
     """Inside a session of several processes TorchEpochIterator reads this rank's rows."""
     why = "each rank reads its rows"
     return (
+        Hook(TorchTrainer, "_symbolic_build", _building, "losses and metrics are built for all rows"),
         Hook(TorchEpochIterator, "_get_iterator", _reading, why),
         Hook(TorchEpochIterator, "__next__", _stepping, why),
     )
@@ -324,3 +326,24 @@ def _stepping(original: Any) -> Any:
         return begin, end, batches if reader is None or reader.rows is None else LocalBatches(batches, reader.rows)
 
     return __next__
+
+
+def _building(original: Any) -> Any:
+    """What Keras traces losses and metrics with has as many rows as all ranks have together."""
+
+    @functools.wraps(original)
+    def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        steps = None if iterator is None else ((*ends, _as_whole(batches)) for *ends, batches in iterator)
+        return original(self, steps, data_batch)
+
+    return _symbolic_build
+
+
+def _as_whole(batches: Any) -> Any:
+    def whole(x: Any) -> Any:
+        shape = getattr(x, "shape", ())
+        if not len(shape):
+            return x
+        return keras.KerasTensor((batches.rows.total, *shape[1:]), keras.backend.standardize_dtype(x.dtype))
+
+    return [tree.map_structure(whole, batch) for batch in batches] if isinstance(batches, LocalBatches) else batches
