@@ -58,7 +58,7 @@ class Prompt(layers.Layer):
         self.table = self.add_weight(shape=(6, shape[-1]), initializer="glorot_uniform", name="table")
 
     def call(self, x: Any) -> Any:
-        learned = ops.take(self.table, [0, 2, 2, 5], axis=0)
+        learned = ops.take(self.table, np.array([0, 2, 2, 5], np.int64), axis=0)
         return x + ops.mean(learned, axis=0)
 
 
@@ -134,3 +134,36 @@ def ended(kind: str | None, zero: int) -> Result:
         found = model.evaluate((batch for batch in batches), verbose=0)
         outputs = model.predict(((x,) for x, _ in batches), verbose=0)
     return {"history": history, "loss": found, "outputs": outputs, "weights": told(model)["weights"]}
+
+
+class Nodes(keras.Model):
+    """A graph whose nodes and edges the model keeps as tensors, as keras.io's of citations: a batch names nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="nodes")
+        draw = np.random.default_rng(3)
+        self.nodes = ops.convert_to_tensor(draw.normal(size=(30, 6)).astype("float32"))
+        self.edges = ops.convert_to_tensor(draw.integers(0, 30, (2, 60)).astype("int32"))
+        self.before = layers.Dense(WIDTH, "relu", name="before")
+        self.out = layers.Dense(CLASSES, name="out")
+
+    def call(self, ids: Any) -> Any:
+        x = self.before(self.nodes)
+        near = ops.segment_sum(ops.take(x, self.edges[1], axis=0), self.edges[0], num_segments=30)
+        return self.out(ops.take(x + near, ids, axis=0))
+
+
+def kept(kind: str | None, zero: int) -> Result:
+    """What the model keeps is what it was, behind a training too."""
+    fresh()
+    _, y, _ = data("")
+    ids = np.arange(len(y)).astype("int32")
+    with scope(None if kind is None else strategy(kind, {}, zero=zero)):
+        model = Nodes()
+        model(ids[:2])
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        nodes = model.nodes
+        history = model.fit(ids, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        loss = model.evaluate(ids, y, batch_size=BATCH, verbose=0)
+    assert model.nodes is nodes
+    return {"history": history, "loss": loss, **told(model)}

@@ -235,6 +235,13 @@ def test_what_a_layer_keeps_as_tensors_is_on_every_mesh(everywhere: Any) -> None
     everywhere(WHERE[0], "looked_up", "normalized")
 
 
+@pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])
+def test_what_a_model_of_ones_own_keeps_as_tensors_is_on_every_mesh(setting: str, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("tensorflow").call("tests.keras.alike:kept", None, 0)[0]
+    for found in worlds.get(setting).call("tests.keras.alike:kept", "dp", 0):
+        same(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer", "eagerly"),
     [
@@ -253,6 +260,13 @@ def test_what_all_ranks_look_up_counts_once(
     world = worlds.get("horovod-2-tensorflow")
     for found in world.call("tests.keras.alike:looked_up", "dp", 0, name, optimizer, eagerly):
         same(found, wanted)
+
+
+def test_ids_of_64_bits_that_a_program_knows(alone: Alone, worlds: Worlds) -> None:
+    """DTensor's compiler ended the process."""
+    of = "prompt", "adagrad", False
+    wanted = alone.world("tensorflow").call("tests.keras.alike:looked_up", None, 0, *of)[0]
+    same(worlds.get("tensorflow-4").call("tests.keras.alike:looked_up", "dp", 0, *of)[0], wanted)
 
 
 @pytest.mark.parametrize("setting", ["horovod-2-tensorflow", "tensorflow-4"])

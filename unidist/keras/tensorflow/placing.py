@@ -6,7 +6,9 @@ cut rest in parts from the start, and are read whole until then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -85,6 +87,25 @@ def _as_constants(model: Any) -> None:
         for name, x in eager.items():
             if not values.is_spread(x):
                 object.__setattr__(layer, name, x.numpy())
+
+
+@contextlib.contextmanager
+def constants_on_mesh(model: Any, distribution: UnidistDistribution) -> Iterator[None]:
+    """What a model and layers of the user's own keep as tensors, as a graph's nodes, is whole on every device inside:
+    while a program is traced, which remembers it. Afterwards it is what it was."""
+    held = [(layer, name, x) for layer in model._flatten_layers() for name, x in vars(layer).items() if _is_alone(x)]
+    mesh = worlds.native_mesh(distribution.mesh)
+    try:
+        for layer, name, x in held:
+            object.__setattr__(layer, name, values.put(x.numpy(), values.replicated(mesh, x.shape.rank)))
+        yield
+    finally:
+        for layer, name, x in held:
+            object.__setattr__(layer, name, x)
+
+
+def _is_alone(x: Any) -> bool:
+    return isinstance(x, tf.__internal__.EagerTensor) and x.dtype != tf.resource and not values.is_spread(x)
 
 
 def _states(model: Any) -> list[Any]:

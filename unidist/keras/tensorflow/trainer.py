@@ -122,10 +122,11 @@ class _Step:
         """By a program for each shape of batch: TensorFlow warns of a tf.function that is traced often."""
         if self._model.run_eagerly:
             ledger.record(self._model, self._distribution, self._kind, batch)
-            return self._step(batch)
+            with placing.constants_on_mesh(self._model, self._distribution):
+                return self._step(batch)
         key = _signature(batch)
         if key not in self._programs:
-            self._programs[key] = _Program(self._step, self._distribution, self._kind)
+            self._programs[key] = _Program(self._step, self._model, self._distribution, self._kind)
         program = self._programs[key]
         outputs = program.run(batch)
         if program.traffic.events is None:
@@ -148,8 +149,9 @@ def _signature(batch: Any) -> str:
 class _Program:
     """A step for one shape of batch, and what it communicates. Its results are whole on every device."""
 
-    def __init__(self, step: Callable[[Any], Any], distribution: UnidistDistribution, kind: str) -> None:
+    def __init__(self, step: Callable[[Any], Any], model: Any, distribution: UnidistDistribution, kind: str) -> None:
         mesh = worlds.native_mesh(distribution.mesh)
+        self._constants = functools.partial(placing.constants_on_mesh, model, distribution)
 
         def whole(batch: Any) -> Any:
             return tree.map_structure(lambda x: slicing.whole(x, mesh), step(batch))
@@ -161,7 +163,7 @@ class _Program:
     def run(self, batch: Any) -> Any:
         if self._has_run:
             return self._function(batch)
-        with self.traffic.watching() as results:
+        with self.traffic.watching() as results, self._constants():
             results.append(self._function(batch))
         self._has_run = True
         return results[0]

@@ -181,10 +181,16 @@ def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> A
 
 def rows_by_id(gradient: tf.IndexedSlices, variable: SpreadVariable) -> tf.IndexedSlices:
     """The gradient of a lookup, not summed by its ids, on every device. Keras's optimizers on TensorFlow treat the rows
-    of an id that occurs several times one by one: the square of such a gradient is the sum of their squares."""
+    of an id that occurs several times one by one: the square of such a gradient is the sum of their squares.
+
+    Ids are of 32 bits where they suffice, as DTensor's own: its compiler ends the process where it adds up rows by ids
+    of 64 bits that it knows.
+    """
     mesh = variable.layout.mesh
     rows = dtensor.relayout(gradient.values, replicated(mesh, gradient.values.shape.rank))
-    ids = dtensor.relayout(gradient.indices, replicated(mesh, 1))
+    is_short = gradient.indices.dtype == tf.int64 and variable.shape[0] < 2**31
+    named = tf.cast(gradient.indices, tf.int32) if is_short else gradient.indices
+    ids = dtensor.relayout(named, replicated(mesh, 1))
     return tf.IndexedSlices(rows, ids, tf.constant(variable.shape.as_list(), ids.dtype))
 
 
