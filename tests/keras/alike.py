@@ -167,3 +167,17 @@ def kept(kind: str | None, zero: int) -> Result:
         loss = model.evaluate(ids, y, batch_size=BATCH, verbose=0)
     assert model.nodes is nodes
     return {"history": history, "loss": loss, **told(model)}
+
+
+def adapted(kind: str | None, zero: int, eagerly: bool) -> Result:
+    """A layer of Keras's that keeps tensors, in steps and in a call of the model itself."""
+    fresh()
+    x, _, _ = data("")
+    means = layers.Normalization(name="means")
+    means.adapt(x)
+    with scope(None if kind is None else strategy(kind, {}, zero=zero)):
+        model = keras.Sequential([keras.Input((6,)), means, layers.Dense(2, name="out")], name="adapted")
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+        history = model.fit(x, x[:, :2], batch_size=BATCH, shuffle=False, verbose=0).history
+        outputs = ops.convert_to_numpy(model(x[:BATCH]))
+    return {"history": history, "outputs": outputs, **told(model)}

@@ -242,6 +242,12 @@ def test_what_a_model_of_ones_own_keeps_as_tensors_is_on_every_mesh(setting: str
         same(found, wanted)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_it_is_on_the_mesh_without_a_program_too(eagerly: bool, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("tensorflow").call("tests.keras.alike:adapted", None, 0, eagerly)[0]
+    same(worlds.get("tensorflow-4").call("tests.keras.alike:adapted", "dp", 0, eagerly)[0], wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer", "eagerly"),
     [

@@ -141,10 +141,14 @@ def as_symbols(batch: Any, rows_of: Callable[[tuple[int, ...]], int]) -> Any:
     def symbol(leaf: Any) -> Any:
         if not isinstance(leaf, Part):
             return leaf
-        rows = leaf.total if leaf.total is not None else rows_of(leaf.counts)
-        return KerasTensor((rows, *leaf.shape[1:]), standardize_dtype(leaf.dtype))
+        return symbol_of(leaf, leaf.total if leaf.total is not None else rows_of(leaf.counts))
 
     return tree.map_structure(symbol, batch)
+
+
+def symbol_of(array: Any, rows: int) -> KerasTensor:
+    """What stands for an array in Keras's symbolic build, with another number of rows."""
+    return KerasTensor((rows, *array.shape[1:]), standardize_dtype(array.dtype))
 
 
 def rowwise(function: Callable[[Array], Any], batch: Any) -> Any:

@@ -93,6 +93,10 @@ class Processes:
             collective="broadcast",
         )
 
+    def hold_alike(self, data: bytes, purpose: str) -> bool:
+        """Whether all gave the same bytes, by their checksums."""
+        return len(set(self.of_all(_checksum(data), purpose))) == 1
+
     def align_seeds(self) -> None:
         """All go on with the first process's random state, so that seeds and shuffles agree."""
         seeds.restore(self.bytes_of_first(seeds.state(), "random state"))

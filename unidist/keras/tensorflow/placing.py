@@ -22,7 +22,6 @@ from unidist.array import as_layout
 from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import memory, placed, sessions
 from unidist.keras.compat import RNN, in_stateless_scope, random_seed_dtype, tree
-from unidist.keras.known import is_of_keras
 from unidist.keras.planning.candidates import candidate
 from unidist.keras.planning.settling import to_place
 from unidist.keras.ranges import Stored
@@ -61,7 +60,6 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    _as_constants(model)
     strangers = [*to_place(model, distribution), *_states(model)]
     sessions.of(model).told = distribution
     if not strangers:
@@ -78,23 +76,12 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
     applied(model, distribution)
 
 
-def _as_constants(model: Any) -> None:
-    """What a layer of Keras's keeps as a tensor, as Normalization its means, is a constant of programs on any mesh:
-    DTensor takes no tensor that is on none."""
-    for layer in model._flatten_layers():
-        held = vars(layer).items() if is_of_keras(type(layer)) else ()
-        eager = {name: x for name, x in held if isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x)}
-        for name, x in eager.items():
-            if not values.is_spread(x):
-                object.__setattr__(layer, name, x.numpy())
-
-
 @contextlib.contextmanager
-def constants_on_mesh(model: Any, distribution: UnidistDistribution) -> Iterator[None]:
-    """What a model and layers of the user's own keep as tensors, as a graph's nodes, is whole on every device inside:
-    while a program is traced, which remembers it. Afterwards it is what it was."""
+def constants_on_mesh(model: Any, mesh: dtensor.Mesh) -> Iterator[None]:
+    """What a model and its layers keep as tensors, as Normalization its means or a graph its nodes, is whole on every
+    device inside: DTensor takes no tensor that is on no mesh. Afterwards it is what it was; a program that was traced
+    inside remembers it."""
     held = [(layer, name, x) for layer in model._flatten_layers() for name, x in vars(layer).items() if _is_alone(x)]
-    mesh = worlds.native_mesh(distribution.mesh)
     try:
         for layer, name, x in held:
             object.__setattr__(layer, name, values.put(x.numpy(), values.replicated(mesh, x.shape.rank)))

@@ -82,6 +82,7 @@ class _Step:
         self._mesh = worlds.native_mesh(distribution.mesh)
         self._kind = kind
         self._step = step
+        self._constants = functools.partial(placing.constants_on_mesh, model, self._mesh)
         self._programs: dict[Any, _Program] = {}
 
     def run(self, iterator: Any) -> Any:
@@ -122,13 +123,14 @@ class _Step:
         """By a program for each shape of batch: TensorFlow warns of a tf.function that is traced often."""
         if self._model.run_eagerly:
             ledger.record(self._model, self._distribution, self._kind, batch)
-            with placing.constants_on_mesh(self._model, self._distribution):
+            with self._constants():
                 return self._step(batch)
         key = _signature(batch)
         if key not in self._programs:
-            self._programs[key] = _Program(self._step, self._model, self._distribution, self._kind)
+            self._programs[key] = _Program(self._step, self._distribution, self._kind)
         program = self._programs[key]
-        outputs = program.run(batch)
+        with contextlib.nullcontext() if program.has_run else self._constants():
+            outputs = program.run(batch)
         if program.traffic.events is None:
             ledger.record(self._model, self._distribution, self._kind, batch)
         elif events.listening():
@@ -149,23 +151,22 @@ def _signature(batch: Any) -> str:
 class _Program:
     """A step for one shape of batch, and what it communicates. Its results are whole on every device."""
 
-    def __init__(self, step: Callable[[Any], Any], model: Any, distribution: UnidistDistribution, kind: str) -> None:
+    def __init__(self, step: Callable[[Any], Any], distribution: UnidistDistribution, kind: str) -> None:
         mesh = worlds.native_mesh(distribution.mesh)
-        self._constants = functools.partial(placing.constants_on_mesh, model, distribution)
 
         def whole(batch: Any) -> Any:
             return tree.map_structure(lambda x: slicing.whole(x, mesh), step(batch))
 
         self._function = tf.function(whole, autograph=False)
-        self._has_run = False
+        self.has_run = False
         self.traffic = compiled.GraphCollectives(distribution.mesh, f"{kind.replace('_', ' ')} (compiled)")
 
     def run(self, batch: Any) -> Any:
-        if self._has_run:
+        if self.has_run:
             return self._function(batch)
-        with self.traffic.watching() as results, self._constants():
+        with self.traffic.watching() as results:
             results.append(self._function(batch))
-        self._has_run = True
+        self.has_run = True
         return results[0]
 
 
@@ -227,7 +228,7 @@ def calling(original: Any) -> Any:
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
         with worlds.together("a call of a model"), making.active(None):
-            with slicing.on(mesh), recurrent.unrolled(self):
+            with slicing.on(mesh), recurrent.unrolled(self), placing.constants_on_mesh(self, mesh):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)
 

@@ -7,13 +7,14 @@ stand behind each other. Of ids that all ranks look up alike each rank has a par
 
 from __future__ import annotations
 
-import zlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from unidist.keras.compat import in_symbolic_scope
+from unidist.algebra import chunk
+from unidist.keras.compat import backend, in_symbolic_scope
 from unidist.keras.tensorflow_horovod.engine import Engine, current, processes
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
@@ -22,6 +23,7 @@ Tensor = Any  # tf.Tensor; TensorFlow has no types
 def looking_up(original: Callable[..., Any]) -> Callable[..., Any]:
     """keras.ops.take, and so the layer Embedding."""
 
+    @functools.wraps(original)
     def take(x: Any, indices: Any, axis: int | None = None) -> Any:
         found = original(x, indices, axis)
         here = current()
@@ -30,7 +32,7 @@ def looking_up(original: Callable[..., Any]) -> Callable[..., Any]:
         if not here.in_call:
             # Outside of the model's call all ranks compute the same. There, a gradient of something else than a weight
             # may be looked at.
-            return here.traced.once(found, is_part=False) if isinstance(x, tf.Variable) or _is_keras(x) else found
+            return here.traced.once(found, is_part=False) if isinstance(x, backend.Variable | tf.Variable) else found
         alike = here.sees_all or not of_own_rows(here, tf.convert_to_tensor(indices))
         return here.traced.once(found, is_part=True) if alike else found
 
@@ -40,10 +42,6 @@ def looking_up(original: Callable[..., Any]) -> Callable[..., Any]:
 def _has_gradient(found: Any, table: Any, axis: int | None) -> bool:
     """Whether the gradient has a row for each id."""
     return isinstance(found, tf.Tensor) and found.dtype.is_floating and axis in (0, -len(table.shape))
-
-
-def _is_keras(x: Any) -> bool:
-    return hasattr(x, "trainable") and hasattr(x, "value")
 
 
 def of_own_rows(here: Engine, ids: Tensor) -> bool:
@@ -74,13 +72,11 @@ def of_own_rows(here: Engine, ids: Tensor) -> bool:
 def _are_rows(here: Engine, ids: Tensor) -> bool:
     """Whether a tensor whose origin is not known has this rank's rows. One of one dim may be as long by chance: it is
     something else where it is the same on all ranks. A collective then, to which all come."""
-    total, count = int(here.total), here.traced.count
-    step = -(-total // count)
-    lengths = {max(min(step, total - place * step), 1) for place in range(count)}
+    lengths = {max(rows, 1) for _, rows in chunk(int(here.total), here.traced.count)}
     several = processes()
     if ids.shape.rank != 1 or several is None or ids.shape[0] not in lengths:
         return here.has_rows(ids)
-    return len(set(several.of_all(zlib.crc32(ids.numpy().tobytes()) >> 1, "ids"))) > 1
+    return not several.hold_alike(ids.numpy().tobytes(), "ids")
 
 
 def _is_length(op: Any) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 
@@ -18,6 +17,7 @@ from unidist.errors import DesyncError, LayoutError
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import TorchEpochIterator, TorchTrainer, get_device, tree
 from unidist.keras.interception import Hook
+from unidist.keras.lockstep import symbol_of
 from unidist.keras.narrowing import Narrowed, tells_rows
 from unidist.keras.processes import Processes
 from unidist.keras.torch import context, devices
@@ -341,9 +341,6 @@ def _building(original: Any) -> Any:
 
 def _as_whole(batches: Any) -> Any:
     def whole(x: Any) -> Any:
-        shape = getattr(x, "shape", ())
-        if not len(shape):
-            return x
-        return keras.KerasTensor((batches.rows.total, *shape[1:]), keras.backend.standardize_dtype(x.dtype))
+        return symbol_of(x, batches.rows.total) if len(getattr(x, "shape", ())) else x
 
     return [tree.map_structure(whole, batch) for batch in batches] if isinstance(batches, LocalBatches) else batches
