@@ -72,10 +72,16 @@ class Cell:
 
 @dataclass
 class Outcome:
-    """What became of a cell: what is wrong, or nothing; and seconds."""
+    """What became of a cell: what is wrong, or nothing; and seconds.
+
+    Attributes:
+        seconds: what the cell took, its reference included where it is the first to need it.
+        noticed: from the fault to the line in which the launcher names it, all processes ended; None without a line.
+    """
 
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    noticed: float | None = None
     lines: list[str] = field(default_factory=list)
 
 
@@ -181,17 +187,32 @@ def _start(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None, star
     if cell.fault == "launcher SIGKILL" and nodes > 1 and processes[-1].wait(LIMIT) == -9:
         # As a scheduler that starts what it has lost; the other node waits for it.
         processes[-1] = _launch(cell, folder, started, nodes - 1, nodes, hosts, port)
-    deadline = time.monotonic() + LIMIT
+    said = [folder / f"err-{started}-{node}" for node in range(nodes)]
+    _watch(cell, folder, outcome, processes, said)
     codes = []
     for node, process in enumerate(processes):
-        try:
-            codes.append(process.wait(max(0.1, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
+        if process.poll() is None:
             outcome.wrong.append(f"a hang: node {node} did not end within {LIMIT:g} s")
             process.terminate()
-            codes.append(process.wait(30))
-        outcome.lines += (folder / f"err-{started}-{node}").read_text().splitlines()
+        codes.append(process.wait(30))
+        outcome.lines += said[node].read_text().splitlines()
     return codes
+
+
+def _watch(
+    cell: Cell, folder: Path, outcome: Outcome, processes: Sequence[subprocess.Popen[bytes]], said: Sequence[Path]
+) -> None:
+    """Until all have ended, or the time is over; notes when the fault is first named."""
+    deadline, struck = time.monotonic() + LIMIT, folder / "struck"
+    named = re.compile(rf"^unidist:.*({MESSAGES.get(cell.fault, 'gave no answer')})", re.MULTILINE)
+    before: list[int] | None = None
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if outcome.noticed is None and struck.exists() and (at := struck.read_text()):
+            texts = [path.read_text(errors="replace") for path in said]
+            before = before or [len(text) for text in texts]
+            if any(named.search(text, length) for text, length in zip(texts, before, strict=True)):
+                outcome.noticed = time.time() - float(at)
+        time.sleep(0.05)
 
 
 def _launch(

@@ -35,7 +35,8 @@ def done() -> Entry:
 def find(*entries: Entry | None, **more: Any) -> str | None:
     """Of ranks that have these last entries."""
     flights = {rank: flight(rank, entries=(one,) if one else (), beat=NOW) for rank, one in enumerate(entries)}
-    found = stalls.find(flights | more.pop("flights", {}), range(len(entries)), TIMEOUT, NOW)
+    left = {rank: NOW - seconds for rank, seconds in more.pop("left", {}).items()}
+    found = stalls.find(flights | more.pop("flights", {}), range(len(entries)), TIMEOUT, NOW, left)
     return None if found is None else str(found)
 
 
@@ -112,6 +113,25 @@ def test_a_process_without_a_record_has_not_come() -> None:
     found = stalls.find(flights, range(2), TIMEOUT, NOW)
     assert found is not None
     assert found.ranks == (1,)
+
+
+def test_one_that_has_ended_well_is_not_waited_for_until_the_timeout() -> None:
+    text = f"rank 1 did not come to {REDUCE}, for which rank 0 waits"
+    assert find(waits(4), done(), waits(4), waits(4), left={1: 4}) == text
+    assert find(waits(2), done(), waits(2), waits(2), left={1: 4}) is None
+    assert find(waits(4), done(), waits(4), waits(4), left={1: 2}) is None
+    # It has done its part, or has none.
+    assert find(waits(4), waits(5), waits(4), waits(4), left={1: 4}) is None
+    assert find(done(), done(), waits(4, PAIR), waits(4, PAIR), left={1: 4}) is None
+
+
+@pytest.mark.parametrize("phase", ["joining", "program"])
+def test_one_that_has_ended_before_it_joined_is_missed_by_those_that_join(phase: str) -> None:
+    meets = flight(0, phase=phase, beat=NOW, entries=(waits(4, "the meeting of all processes"),))
+    found = stalls.find({0: meets}, (0, 1), TIMEOUT, NOW, {1: NOW - 5})
+    expected = "rank 1 did not come to the meeting of all processes, for which rank 0 waits"
+    # A process that is no member of a job computes alone, for as long as it likes.
+    assert (None if found is None else str(found)) == (expected if phase == "joining" else None)
 
 
 def test_a_processs_own_timeout_counts() -> None:

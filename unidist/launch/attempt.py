@@ -187,7 +187,8 @@ class Attempt:
                 self._looked = now
                 flights = self._flights()
                 self._preloading.look(self._folder, flights)
-                if (found := stalls.find(flights, self._waited_for(failures), self._timeout, now)) is not None:
+                waited_for = self._waited_for(failures)
+                if (found := stalls.find(flights, waited_for, self._timeout, now, self._judge.done)) is not None:
                     self._stall = found
                     return
             time.sleep(_POLL)

@@ -51,6 +51,11 @@ class Judge:
             self._done.setdefault(rank, self._clock())
 
     @property
+    def done(self) -> dict[int, float]:
+        """When each rank that has ended with exit code 0 was seen to have, by the clock."""
+        return dict(self._done)
+
+    @property
     def too_soon(self) -> tuple[int, ...]:
         """Ranks that had ended with exit code 0 when the first failure was seen."""
         first = min(self._seen.values(), default=-math.inf)

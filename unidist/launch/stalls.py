@@ -18,6 +18,8 @@ from unidist.flight.recorder import STACKS
 
 # Ranks give up by themselves after their timeout, and that shall be seen as what it is.
 _EARLY = 0.1
+# Seconds that a wait for a process that has ended may still last: what it sent last may be on its way.
+_ON_ITS_WAY = 3.0
 # Seconds until a process that is asked for its stacks has written them, and lines of them that are shown.
 _STACKS_ARRIVE, _SHOWN = 1.0, 60
 _PACKAGE, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
@@ -43,14 +45,21 @@ class Stall:
         return f"{ranks_text(self.ranks)} {self.why}"
 
 
-def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, now: float) -> Stall | None:
-    """Who holds up the others, once that has lasted for the timeout.
+def find(
+    flights: Mapping[int, Flight],
+    ranks: Iterable[int],
+    timeout: float,
+    now: float,
+    done: Mapping[int, float] | None = None,
+) -> Stall | None:
+    """Who holds up the others, once that has lasted for the timeout; at once, where it has ended.
 
     Args:
         flights: the records of this node's processes, so far as they have one.
         ranks: this node's.
         timeout: seconds, where a record does not say how long its process waits.
         now: the monotonic clock's time.
+        done: when each rank that has ended with exit code 0 was seen to have.
     """
 
     def enough(flight: Flight) -> float:
@@ -63,6 +72,8 @@ def find(flights: Mapping[int, Flight], ranks: Iterable[int], timeout: float, no
         runs = state_of(silent[0].pid) not in _STOPPED
         return Stall(tuple(flight.rank for flight in silent), _silence(silent[0], now), is_silent=runs)
     waiting = {rank: entry for rank, flight in flights.items() if (entry := awaited(flight)) is not None}
+    if (stall := _without(done or {}, waiting, flights, now)) is not None:
+        return stall
     in_vain = {
         rank: entry for rank, entry in waiting.items() if (entry.ended or now) - entry.begun > enough(flights[rank])
     }
@@ -102,6 +113,24 @@ def _states(ranks: Iterable[int], flights: Mapping[int, Flight]) -> str:
 def _is_missing(rank: int, flight: Flight | None, entry: Entry, members: frozenset[int] | None) -> bool:
     """Whether a process that waits for nobody has not come."""
     return members is None or (rank in members and (flight is None or not flight.has_come_to(entry)))
+
+
+def _without(
+    done: Mapping[int, float], waiting: Mapping[int, Entry], flights: Mapping[int, Flight], now: float
+) -> Stall | None:
+    """Processes that have ended well and that others wait for."""
+    for rank, entry in waiting.items():
+        left = {one: at for one, at in done.items() if _never_comes(flights.get(one), one, flights[rank], entry)}
+        if left and entry.ended is None and now - max(*left.values(), entry.begun) > _ON_ITS_WAY:
+            return Stall(tuple(left), f"did not come to {entry.what}, for which rank {rank} waits")
+    return None
+
+
+def _never_comes(gone: Flight | None, rank: int, flight: Flight, entry: Entry) -> bool:
+    """Whether a process that has ended is one for which this one waits."""
+    if (members := members_of(entry.what)) is None:
+        return gone is None and flight.phase == "joining"
+    return rank in members and (gone is None or not gone.has_come_to(entry))
 
 
 def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
