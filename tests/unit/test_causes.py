@@ -25,7 +25,13 @@ def raised(*errors: str, by: str = FROM, prefix: str = "") -> str:
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:17582."
 LOST = "unidist.errors.ProcessLostError: all_reduce over ranks [0, 1]: another process of the group ended"
 OWN = "ValueError: rank 1's own"
+# What the backends say where somebody is missing when all join.
+MISSED = "unidist.errors.BackendNotAvailableError: process"
 CONSEQUENCES = [
+    raised(f"{MISSED}es [1] of 2 did not come to process 0 within 8 s: check that all 2 were started"),
+    raised(f"{MISSED} 1 of 2 could not reach process 0 at 10.0.0.1:29500 within 8 s"),
+    raised(f"{MISSED} 0 of 2 did not meet the others at 10.0.0.1:1 within 8 s (processes [1] did not come): are all"),
+    raised(f"{MISSED} 1 of 2 did not meet the others at 10.0.0.1:29500 within 8 s (timed out): are all started"),
     raised(LOST),
     raised(GLOO),
     raised(GLOO, LOST),
@@ -52,6 +58,7 @@ CAUSES = [
     raised("ConnectionResetError: [Errno 104] Connection reset by peer"),
     raised(GLOO) + "\nlogged, and tried again\n" + raised(OWN),
     raised("torch.OutOfMemoryError: CUDA out of memory."),
+    raised(f"{MISSED} 0 of 2 did not meet the others at 10.0.0.1:1 within 8 s ([Errno 98] Address already in use): are"),
 ]
 
 

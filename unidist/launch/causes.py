@@ -23,6 +23,9 @@ _WORDS_ARRIVE, _CAUSE_ARRIVES = 0.1, 10.0
 # on. A connection of the program's own, as to where it reads its data, may be a cause.
 _LOST_ANOTHER = re.compile(
     r"ProcessLostError|HorovodInternalError|Dist(Backend|Network|Store)Error|errors_impl\.UnavailableError"
+    # Joining. Of process 0 alone what it says may be a port that is in use.
+    r"|BackendNotAvailableError: process(es)? .*did not come"
+    r"|BackendNotAvailableError: process [1-9]\d* of \d+ (could not reach|did not meet) "
     r"|gloo.*(connection (closed|reset|refused|aborted)|broken pipe|(read|write) error|timed out|timeout)",
     re.IGNORECASE,
 )
