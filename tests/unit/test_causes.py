@@ -58,7 +58,7 @@ CAUSES = [
     raised("ConnectionResetError: [Errno 104] Connection reset by peer"),
     raised(GLOO) + "\nlogged, and tried again\n" + raised(OWN),
     raised("torch.OutOfMemoryError: CUDA out of memory."),
-    raised(f"{MISSED} 0 of 2 did not meet the others at 10.0.0.1:1 within 8 s ([Errno 98] Address already in use): are"),
+    raised(f"{MISSED} 0 of 2 did not meet the others at 10.0.0.1:1 within 8 s ([Errno 98] Address already in use)"),
 ]
 
 

@@ -309,6 +309,13 @@ def test_who_listens_ends_by_itself_and_who_does_not_is_killed() -> None:
     assert ended(sleeper("''", stubborn), stubborn, 0.2) == -signal.SIGKILL
 
 
+def test_what_is_stopped_ends_as_soon_as_what_is_not() -> None:
+    stopped = own("stopped")
+    child = sleeper("'exit 5'", stopped)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert ended(child, stopped, 60.0) == 5
+
+
 def test_a_run_inside_another_belongs_to_both() -> None:
     outer, inner = own("outer run"), own("inner run")
     child = sleeper("''", outer, inner)

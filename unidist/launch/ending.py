@@ -41,6 +41,8 @@ def end(
 ) -> None:
     """Ends every process of a run: SIGTERM, after `grace` seconds SIGKILL. Returns when none is left.
 
+    What is stopped (SIGSTOP) is woken, so that it hears of it.
+
     Args:
         run_id: what their environments are marked with.
         groups: process groups that the launcher made; where the system has no /proc only these are reached.
@@ -50,6 +52,8 @@ def end(
     """
     groups = tuple(groups)
     _send(run_id, groups, signal.SIGTERM)
+    # One that is stopped hears of it when it goes on.
+    _send(run_id, groups, signal.SIGCONT)
     deadline = time.monotonic() + grace
     killed = False
     while running() or marked(run_id):
