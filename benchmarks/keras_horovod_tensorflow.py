@@ -22,11 +22,10 @@ unidist.use("horovod", framework="tensorflow")
 
 import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
-import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from paired import Step, report, seconds  # noqa: E402
+from keras_tensorflow import ROWS, fits, model  # noqa: E402
+from paired import report, seconds  # noqa: E402
 
-ROWS, WIDTH, CLASSES = 256, 1024, 10
 AIM = 1.0
 
 
@@ -43,23 +42,6 @@ class ByHand(keras.Sequential):
         return {"loss": self._loss_tracker.result()}
 
 
-def model(kind: type[keras.Sequential]) -> keras.Sequential:
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(2)]
-    made = kind([keras.Input((784,)), *layers, keras.layers.Dense(CLASSES)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    made.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss=loss, jit_compile=False)
-    return made
-
-
-def fits(trained: keras.Sequential, rows: int, steps: int) -> Step:
-    """As many steps as are asked for in one call of fit."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows * steps, 784)).astype("float32")
-    y = rng.integers(0, CLASSES, size=(rows * steps,)).astype("int32")
-    return lambda: trained.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -67,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     with unidist.DataParallel().scope():
-        ours = model(keras.Sequential)
+        ours = model()
     hand = "DistributedGradientTape by hand"
     steps = arguments.steps
     candidates = {"unidist": fits(ours, ROWS * unidist.process_count(), steps), hand: fits(model(ByHand), ROWS, steps)}

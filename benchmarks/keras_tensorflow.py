@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -22,11 +23,12 @@ ROWS, WIDTH, CLASSES = 256, 1024, 10
 AIM = 1.0
 
 
-def model() -> Any:
+def model(kind: Any = None) -> Any:
+    """The perceptron, compiled; `kind`: the class of it, keras.Sequential by default."""
     import keras
 
     keras.utils.set_random_seed(0)
-    made = keras.Sequential(
+    made = (kind or keras.Sequential)(
         [
             keras.layers.Input((784,)),
             keras.layers.Dense(WIDTH, activation="relu"),
@@ -39,6 +41,16 @@ def model() -> Any:
     return made
 
 
+def fits(trained: Any, rows: int, steps: int) -> Callable[[], Any]:
+    """As many steps as are asked for in one call of fit."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows * steps, 784)).astype("float32")
+    y = rng.integers(0, CLASSES, size=(rows * steps,)).astype("int32")
+    return lambda: trained.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
@@ -46,26 +58,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     unidist.use("tensorflow", devices=arguments.devices)
-    import numpy as np
     import tensorflow as tf
-    from paired import Step, report, seconds
+    from paired import report, seconds
 
-    rows = ROWS * arguments.devices * arguments.steps
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, 784)).astype("float32")
-    y = rng.integers(0, CLASSES, size=(rows,)).astype("int32")
-
-    def fit(trained: Any) -> Step:
-        """As many steps as are asked for in one call of fit."""
-        batch = ROWS * arguments.devices
-        return lambda: trained.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
-
+    rows, steps = ROWS * arguments.devices, arguments.steps
     with unidist.DataParallel().scope():
         ours = model()
     with tf.distribute.MirroredStrategy([f"/cpu:{k}" for k in range(arguments.devices)]).scope():
         mirrored = model()
-    candidates = {"unidist": fit(ours), "MirroredStrategy": fit(mirrored), "one device": fit(model())}
-    times = seconds(candidates, arguments.rounds)
+    candidates = {"unidist": ours, "MirroredStrategy": mirrored, "one device": model()}
+    times = seconds({name: fits(one, rows, steps) for name, one in candidates.items()}, arguments.rounds)
     bounds = {("unidist", "MirroredStrategy"): AIM, ("unidist", "one device"): AIM}
     report(f"data parallel on {arguments.devices} devices", times, arguments.steps, bounds)
 

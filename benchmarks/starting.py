@@ -46,6 +46,7 @@ optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 loss = ((ddp(torch.from_numpy(x[:16])) - torch.from_numpy(y[:16])) ** 2).mean()
 loss.backward()
 optimizer.step()
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -59,14 +60,24 @@ def main() -> None:
         ours.write_text(OURS)
         by_hand.write_text(BY_HAND)
         run = [sys.executable, "-m", "unidist", "run", "-n", "2", "--backend", "torch", str(ours)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(by_hand)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(by_hand),
+        ]
         times = seconds({"unidist run": lambda: start(run), "torchrun": lambda: start(torchrun)}, rounds)
     report("a program of one step, from its start to its end", times, 1, {("unidist run", "torchrun"): AIM})
 
 
 def start(command: Sequence[str]) -> None:
     env = {**os.environ, "KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=env, check=True, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def _never_comes(gone: Flight | None, rank: int, flight: Flight, entry: Entry) -
     """Whether a process that has ended is one for which this one waits."""
     if (members := members_of(entry.what)) is None:
         return gone is None and flight.phase == "joining"
-    return rank in members and (gone is None or not gone.has_come_to(entry))
+    return _is_missing(rank, gone, entry, members)
 
 
 def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
