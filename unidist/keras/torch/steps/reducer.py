@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -77,6 +78,10 @@ def _untraced(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function))
 
 
+class _Backward:
+    """Lives as long as a backward does: torch lets go of what it shall call at its end, also where it broke off."""
+
+
 # rank -> the reducer of the step of Keras's trainer that is going on there
 _at_work: dict[int, Reducer] = {}
 # Of a leaf: the reducers that watch it, of a model and of those that it is a part of.
@@ -109,6 +114,7 @@ class Reducer:
         self._next = 0
         self._finished = 0
         self._running = False
+        self._backward: Callable[[], _Backward | None] = lambda: None
         self._divided: tuple[Reducer | None, int] = (None, -1)
         self._has_own = True
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
@@ -191,12 +197,18 @@ class Reducer:
 
     @_untraced
     def _arriving(self, grads: tuple[torch.Tensor, ...]) -> None:
-        if self._running or not self._divide_up():
+        if self._running:
+            if self._backward() is not None:
+                return
+            self._break_off()
+        if not self._divide_up():
             return
         self._running = True
         self._is_own_loop = self.rank not in _at_work
         self.launched_early = 0
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        backward = _Backward()
+        self._backward = weakref.ref(backward)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(backward))
         if not self.is_paused and not self.is_holding:
             self._set_aside()
 
@@ -256,8 +268,25 @@ class Reducer:
             bucket.give_away()  # a loop or a step of the user's own may keep gradients from step to step
         self._finished += 1
 
+    def _break_off(self) -> None:
+        """Forgets a backward that raised, as for want of memory, and what its gradients were to be added to.
+
+        What it had launched is waited for: the buffers are used again.
+        """
+        with events.for_purpose("gradient"), torch.no_grad():
+            for bucket in self.buckets[self._finished : self._next]:
+                bucket.finish()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+            for member in bucket.members:
+                if id(member.leaf) not in bucket.left:
+                    member.leaf.grad = member.target.grad = None
+        self._kept.clear()
+        self._next = self._finished = 0
+        self._running = self._is_own_loop = self.is_holding = False
+
     @_untraced
-    def _finish(self) -> None:
+    def _finish(self, backward: _Backward) -> None:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
         self._running = False
         frame = self.frame
