@@ -25,3 +25,30 @@ class Trained:
     held_up: dict[str, int] = field(default_factory=dict)
     launched: dict[str, int] = field(default_factory=dict)
     blocking: str | None = None
+
+
+@dataclass
+class Held:
+    """Bytes of a rank, behind a step and within the next one.
+
+    Attributes:
+        model: of the whole model's weights.
+        weights, slots, gradients: what this rank keeps of each.
+        allocated, made: by a GPU's allocator, all that is kept, and what a step makes beside that at most at one time.
+        units: of the largest unit of weights that is fetched, or joined, at once.
+        buckets: of the largest bucket of gradients. bucket_count: how many there are.
+        layer: of the largest gradient of one variable.
+        activations: of the outputs of all layers, of this rank's rows.
+    """
+
+    model: int
+    weights: int
+    slots: int
+    gradients: int
+    allocated: int
+    made: int
+    units: int
+    buckets: int
+    bucket_count: int
+    layer: int
+    activations: int
