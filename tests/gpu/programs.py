@@ -18,7 +18,6 @@ from tests.torch.accelerators import nowhere_near
 from unidist.backends.protocol import Array
 from unidist.testing.laws import World
 
-
 # conformance ----------------------------------------------------------------------------------------------------------
 
 
