@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,10 @@ import torch
 import unidist
 from unidist.keras import sessions
 from unidist.keras.torch.steps import reducer
+from unidist.keras.torch.values.buckets import CutBucket, WholeBucket
 
+# As a notebook does, with all frames that the exception went through.
+_kept: BaseException | None = None
 # Some buckets are on their way when the backward breaks off.
 _SMALL = 1 << 8
 
@@ -54,10 +58,11 @@ def _model(zero: int) -> keras.Model:
     return model
 
 
-def train(zero: int, breaks: bool, by_hand: bool = False) -> tuple[dict[str, Any], int]:
+def train(zero: int, breaks: str | None, by_hand: bool = False) -> tuple[dict[str, Any], int]:
     """(what this process stores of each variable at the end, buckets that were on their way when a backward broke off).
 
-    Four steps, and between the second and the third the one that raises; by_hand: in a loop of one's own.
+    Four steps, and between the second and the third the one that raises, in "backward" or while "waiting" for its sums;
+    by_hand: in a loop of one's own.
     """
     draw = np.random.default_rng(1)
     x, y = (draw.normal(size=(8, n)).astype("float32") for n in (8, 2))
@@ -67,7 +72,7 @@ def train(zero: int, breaks: bool, by_hand: bool = False) -> tuple[dict[str, Any
         step = _by_hand(model, x, y) if by_hand else lambda: model.train_on_batch(x, y)
         for number in range(4):
             if breaks and number == 2:
-                launched = _break_off(model, step)
+                launched = _break_off(model, step, breaks)
             step()
     with unidist.DataParallel(zero=zero).scope():
         unidist.gather_weights(model)  # nothing is under way
@@ -90,13 +95,43 @@ def _by_hand(model: keras.Model, x: Any, y: Any) -> Callable[[], object]:
     return step
 
 
-def _break_off(model: keras.Model, step: Callable[[], object]) -> int:
+def _break_off(model: keras.Model, step: Callable[[], object], where: str) -> int:
+    global _kept
+    with _raising_in_backward() if where == "backward" else _raising_while_waiting():
+        try:
+            step()
+        except WantOfMemoryError as error:
+            _kept = error
+    reducers = [sessions.of(model).engine.traffic.reducer(rank) for rank in model.weights[0]._storage.shards]
+    return min(one._next for one in reducers)
+
+
+@contextlib.contextmanager
+def _raising_in_backward() -> Iterator[None]:
     _Raises.is_due = True
     try:
-        step()
-    except WantOfMemoryError:
-        found = [sessions.of(model).engine.traffic.reducer(rank)._next for rank in model.weights[0]._storage.shards]
-        return min(found)
+        yield
     finally:
         _Raises.is_due = False
-    raise AssertionError("backward did not raise")
+
+
+@contextlib.contextmanager
+def _raising_while_waiting() -> Iterator[None]:
+    """The third wait of each rank raises when it is over."""
+    counts: dict[int, int] = {}
+
+    def raising(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def finish(self: Any) -> Any:
+            original(self)
+            rank = self.group.ranks[self.group.index]
+            counts[rank] = counts.get(rank, 0) + 1
+            if counts[rank] >= 3:
+                raise WantOfMemoryError
+            return original(self)
+
+        return finish
+
+    with contextlib.ExitStack() as stack:
+        for kind in (WholeBucket, CutBucket):
+            stack.enter_context(mock.patch.object(kind, "finish", raising(kind.finish)))
+        yield

@@ -8,6 +8,7 @@ fills them, a small first one, launched strictly in order so that all ranks agre
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -78,10 +79,6 @@ def _untraced(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function))
 
 
-class _Backward:
-    """Lives as long as a backward does: torch lets go of what it shall call at its end, also where it broke off."""
-
-
 # rank -> the reducer of the step of Keras's trainer that is going on there
 _at_work: dict[int, Reducer] = {}
 # Of a leaf: the reducers that watch it, of a model and of those that it is a part of.
@@ -114,7 +111,8 @@ class Reducer:
         self._next = 0
         self._finished = 0
         self._running = False
-        self._backward: Callable[[], _Backward | None] = lambda: None
+        # What torch calls at the end of the backward that is going on: torch lets go of it, also where that breaks off.
+        self._at_end: Callable[[], object] = lambda: None
         self._divided: tuple[Reducer | None, int] = (None, -1)
         self._has_own = True
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
@@ -198,7 +196,7 @@ class Reducer:
     @_untraced
     def _arriving(self, grads: tuple[torch.Tensor, ...]) -> None:
         if self._running:
-            if self._backward() is not None:
+            if self._at_end() is not None:
                 return
             self._break_off()
         if not self._divide_up():
@@ -206,9 +204,10 @@ class Reducer:
         self._running = True
         self._is_own_loop = self.rank not in _at_work
         self.launched_early = 0
-        backward = _Backward()
-        self._backward = weakref.ref(backward)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(backward))
+        at_end = functools.partial(self._finish)
+        self._at_end = weakref.ref(at_end)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        del at_end  # a traceback that somebody keeps would hold it
         if not self.is_paused and not self.is_holding:
             self._set_aside()
 
@@ -274,7 +273,7 @@ class Reducer:
         What it had launched is waited for: the buffers are used again.
         """
         with events.for_purpose("gradient"), torch.no_grad():
-            for bucket in self.buckets[self._finished : self._next]:
+            for bucket in self.buckets:
                 bucket.finish()
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
@@ -286,15 +285,14 @@ class Reducer:
         self._running = self._is_own_loop = self.is_holding = False
 
     @_untraced
-    def _finish(self, backward: _Backward) -> None:
+    def _finish(self) -> None:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
-        self._running = False
         frame = self.frame
         if frame is not None:
             frame.backward_done = frame.has_made_gradients = True
         if not self.is_paused:
             self.reduce()
-        self._is_own_loop = False
+        self._running = self._is_own_loop = False
         if self.buckets and frame is not None and frame.rows is not None and not frame.exact_loss:
             raise CapabilityError(losses.OWN_LOSS)
 
