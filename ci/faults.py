@@ -43,8 +43,8 @@ def chosen(asked: argparse.Namespace) -> list[Cell]:
 
 def outcomes_of(wanted: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Outcome]]:
     """Of each cell, as they end; those that fail beside others are run by themselves, once more."""
-    for backend, world in dict.fromkeys((cell.backend, cell.world) for cell in wanted):
-        undisturbed(backend, world)
+    for reference in dict.fromkeys((cell.backend, cell.world, cell.dropout) for cell in wanted):
+        undisturbed(*reference)
     with ThreadPoolExecutor(jobs) as pool:
         again = []
         running = {pool.submit(alone, cell): cell for cell in wanted}

@@ -350,3 +350,25 @@ def test_a_rank_that_ends_after_those_that_miss_it_is_named(tmp_path: Path) -> N
     assert done.code == 1
     assert done.err.splitlines()[-1] == "[1] RuntimeError: on rank 1"
     assert all_ended(tmp_path, 6)
+
+
+JOINS_ALONE = """
+import unidist
+from unidist.backends import environment
+
+if environment.detect().process_index == 0:
+    unidist.use("jax")
+"""
+
+
+def test_a_rank_of_another_node_that_ends_before_it_joins_is_missed_at_once(tmp_path: Path) -> None:
+    """Each launcher sees the processes of its own node alone."""
+    script = program(tmp_path, JOINS_ALONE)
+    wanted = ("--backend", "jax", "-n", "1", "--nodes", "2", "--address", f"127.0.0.1:{free_port()}", "--timeout", "40")
+    nodes = [finish(node) for node in [start([*wanted, "--node-rank", k, script], tmp_path) for k in ("1", "0")]]
+    for done in nodes:
+        assert done.code == 124
+        assert done.seconds < 30
+        said = [line for line in done.err.splitlines() if line.startswith("unidist: ")][-1]
+        assert said.startswith("unidist: rank 1 did not come to ")
+        assert "; rank 1 ended with exit code 0 before the others were done" in said

@@ -61,3 +61,27 @@ def test_who_does_not_go_on_is_named_and_where(how: str, tmp_path: Path, capsys:
     assert (found["awaited"]["waiting"], found["awaited"]["late"]) == ([0], [1])
     assert (found["processes"][1]["silent_seconds"] > 0.5) == (how == "stop")
     assert found["processes"][1]["stacks"][0].endswith("(most recent call first):")
+
+
+DEAF = (
+    PROGRAM.partition("def stand_here")[0]
+    + """
+if rank == 0:
+    import ctypes
+
+    # As TensorFlow: Python's lock is held in C, and no handler runs.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)
+time.sleep(1.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def test_who_waits_in_c_for_a_lost_one_does_not_use_up_the_grace(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(DEAF)
+    done = run(["-n", "2", "--backend", "jax", "--grace", "60", "--timeout", "60", "program.py"], tmp_path)
+    assert "unidist: rank 1 of 2 failed first, with signal SIGKILL; the others were ended" in done.err
+    assert done.seconds < 30

@@ -291,9 +291,9 @@ def sleeper(how: str, *runs: str) -> subprocess.Popen[bytes]:
     return child
 
 
-def ended(child: subprocess.Popen[bytes], run_id: str, grace: float) -> int | None:
+def ended(child: subprocess.Popen[bytes], run_id: str, grace: float, *deaf: int) -> int | None:
     """How it ends when its run is; None where that takes longer than 10 seconds."""
-    arguments = (run_id, [child.pid], lambda: child.poll() is None, grace, lambda: False)
+    arguments = (run_id, [child.pid], lambda: child.poll() is None, grace, lambda: False, lambda: deaf)
     worker = threading.Thread(target=ending.end, args=arguments, daemon=True)
     worker.start()
     worker.join(10.0)
@@ -307,6 +307,16 @@ def test_who_listens_ends_by_itself_and_who_does_not_is_killed() -> None:
     polite, stubborn = own("polite"), own("stubborn")
     assert ended(sleeper("'sleep 0.2; exit 5'", polite), polite, 9.0) == 5
     assert ended(sleeper("''", stubborn), stubborn, 0.2) == -signal.SIGKILL
+
+
+def test_who_hears_of_nothing_is_killed_at_once() -> None:
+    """Those of the run, that is: a number may be another's by now."""
+    ours, another = own("deaf"), own("another")
+    child, bystander = sleeper("''", ours), sleeper("''", another)
+    assert ended(child, ours, 60.0, child.pid, bystander.pid) == -signal.SIGKILL
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
 
 
 def test_what_is_stopped_ends_as_soon_as_what_is_not() -> None:

@@ -148,6 +148,29 @@ def test_who_gives_no_sign_of_life_may_wait_for_one_that_ended_too_soon(is_silen
     assert [end[1] for end in ends] == [Finish(124, said)] * 2
 
 
+def test_the_others_learn_of_those_that_ended_without_joining() -> None:
+    left = Report(**{**vars_of(WELL), "done": (2, 3), "absent": (3,)})
+
+    def waits(member: Member) -> list[Any]:
+        member.start()
+        deadline = time.monotonic() + 10
+        while not member.absent:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        found = member.absent
+        late = time.monotonic() - found[3]
+        member.ended(KILLED)
+        member.again()
+        return [sorted(found), late < 1, member.absent, member.ended(WELL)]
+
+    def goes(member: Member) -> list[Any]:
+        return [*one_attempt(left)(member), member.again(), member.ended(WELL)]
+
+    with kept() as run:
+        here, _ = run.play(waits, goes)
+    assert here == [[3], True, {}, Finish(0, "")]
+
+
 def vars_of(report: Report) -> dict[str, Any]:
     return {name: getattr(report, name) for name in report.__slots__}
 

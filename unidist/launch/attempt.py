@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 import uuid
@@ -19,7 +18,7 @@ from unidist.flight.reading import Flight, order, read_all
 from unidist.launch import stalls
 from unidist.launch.causes import TOO_SOON, Judge
 from unidist.launch.console import Console
-from unidist.launch.ending import end, mark
+from unidist.launch.ending import end, mark, send
 from unidist.launch.jobs import Failure, Job
 from unidist.launch.preloading import Preloading
 from unidist.launch.stalls import Stall
@@ -29,6 +28,8 @@ GIVEN_UP = 124
 # Signals by which schedulers tell that a job's time is over. SIGUSR1: srun's --signal=USR1@60.
 ASKS_TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1)
 _POLL, _LOOK = 0.05, 0.25
+# Seconds without a sign of life (they come four times a second) after which one that shall end is not waited for.
+_DEAF = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ class Others:
     def leave(self) -> bool:
         """Whether trainings shall save, and leave, because there are more nodes now."""
         return False
+
+    @property
+    def absent(self) -> Mapping[int, float]:
+        """When ranks of other nodes were seen to have ended with exit code 0 before they joined, by the clock."""
+        return {}
 
     def failed(self, what: str) -> None:
         """Reports to them that something has failed here."""
@@ -147,8 +153,8 @@ class Attempt:
             elif self._failures or self._stall or self._stopped:
                 self._let_go()
             self._kill_stalled()
-            grace = self._request.grace
-            end(run_id, self._job.groups(), self._job.running, grace, hurry=lambda: len(self._received) > asked)
+            grace, groups = self._request.grace, self._job.groups()
+            end(run_id, groups, self._job.running, grace, lambda: len(self._received) > asked, self._deaf)
             self._console.finish()
             self._job.close()
             for path, data in stood.items():
@@ -188,7 +194,8 @@ class Attempt:
                 flights = self._flights()
                 self._preloading.look(self._folder, flights)
                 waited_for = self._waited_for(failures)
-                if (found := stalls.find(flights, waited_for, self._timeout, now, self._judge.done)) is not None:
+                done = {**self._judge.done, **self._nodes.absent}
+                if (found := stalls.find(flights, waited_for, self._timeout, now, done)) is not None:
                     self._stall = found
                     return
             time.sleep(_POLL)
@@ -219,6 +226,13 @@ class Attempt:
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 order(file_of(self._folder, rank), END)
+
+    def _deaf(self) -> list[int]:
+        """Processes that were let go, and wait in C where no thread of theirs hears of it."""
+        if self._received or not (self._failures or self._stall or self._stopped):
+            return []
+        last = time.monotonic() - _DEAF
+        return [one.pid for one in self._flights().values() if one.pid and one.beat < last]
 
     def _kill_stalled(self) -> None:
         """Ends those that would not hear of being asked. What writes a checkpoint for them has its time."""
@@ -255,7 +269,8 @@ class Attempt:
         if self._stall is not None:
             where = f"where {ranks_text(self._stall.ranks)} stood:" if self._stacks else ""
             is_silent = self._stall.is_silent
-            done = [rank for rank in self._done if is_silent or rank in self._stall.ranks]
+            ended = (*self._done, *self._nodes.absent)
+            done = [rank for rank in ended if is_silent or rank in self._stall.ranks]
             said = f"; {ranks_text(done)} {TOO_SOON}" if done else ""
             what = f"{self._stall}{said}{self._others()}"
             return how(GIVEN_UP, what, where, self._stacks, has_failed=True, is_silent=is_silent and not done)
@@ -298,5 +313,4 @@ def _send(number: signal.Signals, flights: Iterable[Flight]) -> None:
     """To the processes of these records, so far as they have not left."""
     for flight in flights:
         if flight.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(flight.pid, number)
+            send(flight.pid, number)

@@ -37,7 +37,12 @@ def _carries(entry: Path, run_id: str) -> bool:
 
 
 def end(
-    run_id: str, groups: Iterable[int], running: Callable[[], bool], grace: float, hurry: Callable[[], bool]
+    run_id: str,
+    groups: Iterable[int],
+    running: Callable[[], bool],
+    grace: float,
+    hurry: Callable[[], bool],
+    deaf: Callable[[], Iterable[int]] = tuple,
 ) -> None:
     """Ends every process of a run: SIGTERM, after `grace` seconds SIGKILL. Returns when none is left.
 
@@ -49,6 +54,7 @@ def end(
         running: whether a process that the launcher started itself still runs; reaps those that ended.
         grace: seconds between the two signals.
         hurry: whether to kill now.
+        deaf: processes that hear of no signal, and are killed now.
     """
     groups = tuple(groups)
     _send(run_id, groups, signal.SIGTERM)
@@ -64,6 +70,10 @@ def end(
             killed, deadline = True, time.monotonic() + _AFTER_KILL
         if killed:
             _send(run_id, groups, signal.SIGKILL)
+        for pid in deaf():
+            # Its number may be another's by now.
+            if not _PROC.is_dir() or _carries(_PROC / str(pid), run_id):
+                send(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
@@ -76,8 +86,7 @@ def kill_rest(pid: int, lifeline: str) -> None:
     if run_id := os.environ.get(MARK, "").rpartition(",")[2]:
         for other in sorted(marked(run_id), key=lambda other: _was_given(other, lifeline)):
             if other != pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(other, signal.SIGKILL)
+                send(other, signal.SIGKILL)
 
 
 def _was_given(pid: int, variable: str) -> bool:
@@ -93,5 +102,10 @@ def _send(run_id: str, groups: Iterable[int], number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, number)
     for pid in marked(run_id):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+        send(pid, number)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Sends a signal to a process, unless that has ended or is another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -10,7 +10,8 @@ Each launcher has a line to the keeper, node 0's own too (nodes.py). Messages ar
 | `beat`, a few times in its timeout | `beat` |
 | | `leave`: why trainings shall save and leave, when a node comes while fewer than all go on |
 | `failed`: something has failed here | `stop`: why, to all, at the first failure or when a node is lost |
-| `gone`: how its attempt ended, when nothing of it runs | `again` or `finish`: what follows, when all are gone |
+| `gone`: how its attempt ended, when nothing of it runs | `absent`: of its ranks, those that never joined, to all |
+| | `again` or `finish`: what follows, when all are gone |
 | `again`: it is ready for the next attempt | |
 """
 
@@ -231,6 +232,8 @@ class Keeper:
         known.heard = time.monotonic()
         if "gone" in message:
             known.gone = message["gone"]
+            if absent := message["gone"].get("absent"):
+                self._tell(absent=absent)
         known.is_ready |= "again" in message
         if "failed" not in message:
             return ""

@@ -32,6 +32,7 @@ class Report:
         late: ranks that waited for nobody when the attempt ended.
         done: ranks that had ended with exit code 0.
         is_silent: whether what failed is a process that runs, and gave no sign of life.
+        absent: of `done`, those that never joined.
     """
 
     code: int
@@ -43,6 +44,7 @@ class Report:
     late: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
     is_silent: bool = False
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Member(Others):
         self._heard = 0.0
         self._stop: str | None = None
         self._leave = False
+        self._absent: dict[int, float] = {}
 
     @property
     def address(self) -> str:
@@ -111,6 +114,10 @@ class Member(Others):
     @property
     def leave(self) -> bool:
         return self._leave
+
+    @property
+    def absent(self) -> dict[int, float]:
+        return dict(self._absent)
 
     def start(self, patience: float | None = None) -> Go | Finish:
         """Finds the keeper, and waits until all nodes are there.
@@ -141,7 +148,7 @@ class Member(Others):
 
     def again(self) -> Go | Finish:
         """This node is ready for the next attempt: waits until all are."""
-        self._stop, self._leave = None, False
+        self._stop, self._leave, self._absent = None, False, {}
         self._say(again=True)
         return self._go() or self.start()
 
@@ -161,7 +168,7 @@ class Member(Others):
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
-        self._line, self._stop, self._leave = None, None, False
+        self._line, self._stop, self._leave, self._absent = None, None, False, {}
 
     # the line ---------------------------------------------------------------------------------------------------------
 
@@ -202,6 +209,8 @@ class Member(Others):
                 self._stop = str(message["stop"])
             elif "leave" in message:
                 self._leave = True
+            elif "absent" in message:
+                self._absent |= {int(rank): self._heard for rank in message["absent"]}
             elif "beat" not in message:
                 told.put(message)
         if self._line is line:

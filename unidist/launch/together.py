@@ -104,6 +104,7 @@ class _Node:
             late=ended.late,
             done=ended.done,
             is_silent=ended.is_silent,
+            absent=tuple(rank for rank in ended.done if rank not in ended.flights),
         )
         found = self._member.ended(report, _FAREWELL if asked else None)
         if asked:
