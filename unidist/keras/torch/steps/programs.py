@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 
 from unidist import events
 from unidist.errors import CapabilityError
@@ -35,6 +35,12 @@ from unidist.keras.torch.values.variables import DistributedVariable
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _ATTRIBUTE = "_unidist_programs"
+# What cannot be computed without values.
+_NOT_OF_STAND_INS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 
 def is_compiled(model: Any) -> bool:
@@ -210,11 +216,14 @@ class Program:
         try:
             return self.compiled(*tensors)
         except torch._dynamo.exc.TorchDynamoException as error:
-            kind = "model" if self.owner is self.model else "layer"
-            raise CapabilityError(
-                f"jit_compile=True: torch.compile cannot make one program of the call of {kind} {self.owner.name!r}. "
-                f"Compile the model with jit_compile=False. It said: {error}"
-            ) from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> CapabilityError:
+        kind = "model" if self.owner is self.model else "layer"
+        return CapabilityError(
+            f"jit_compile=True: torch.compile cannot make one program of the call of {kind} {self.owner.name!r}. "
+            f"Compile the model with jit_compile=False. It said: {error}"
+        )
 
     def look(
         self, frame: Frame, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -228,13 +237,16 @@ class Program:
         args, kwargs = self.given.filled(tensors)
         with self._given(frame, held):
             mixing.check_program(self.model, self.function, args, kwargs)
-        if all(layer.compute_dtype == layer.variable_dtype for layer in self.layers):
+        of_one_dtype = all(layer.compute_dtype == layer.variable_dtype for layer in self.layers)
+        if of_one_dtype or all(storage.is_kept for storage in self.storages):
             return [None] * len(held)
-        with FakeTensorMode() as fakes, torch.no_grad():
+        frame.reads = reads = dict[int, list[torch.dtype]]()
+        with fake_tensor.FakeTensorMode() as fakes, torch.no_grad():
             stand_ins = tuple(fakes.from_tensor(tensor) for tensor in (*held, *tensors))
-            frame.reads = reads = {}
             try:
                 self.trace(stand_ins)
+            except _NOT_OF_STAND_INS as error:
+                raise self._refused(error) from error
             finally:
                 frame.reads = None
         return [_dtype_of(storage, reads.get(id(storage), ())) for storage in self.storages]
