@@ -11,9 +11,12 @@ from tests.support.runs import Result, fresh, scope, strategy
 from unidist.keras import sessions
 
 
-def looped(kind: str | None, before: str, own: bool, zero: int = 0, zeroes: bool = True) -> Result:
+def looped(
+    kind: str | None, before: str, own: bool, zero: int = 0, zeroes: bool = True, derived: bool = False
+) -> Result:
     """Three steps; `before`: what was called before them; `own`: each process has its own half of each batch; `zeroes`:
-    gradients are forgotten by `zero_grad`, those of a step that is not taken too; else by hand."""
+    gradients are forgotten by `zero_grad`, those of a step that is not taken too; else by hand; `derived`: those of
+    every second step are torch.autograd.grad's."""
     import torch
 
     fresh()
@@ -46,12 +49,32 @@ def looped(kind: str | None, before: str, own: bool, zero: int = 0, zeroes: bool
             for v in model.trainable_variables:
                 v.value.grad = None
         value = loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True))
-        value.backward()
+        if derived and start != 4:
+            gradients = list(torch.autograd.grad(value, [v.value for v in model.trainable_variables]))
+        else:
+            value.backward()
+            gradients = [v.value.grad for v in model.trainable_variables]
         with torch.no_grad():
-            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
         losses.append(float(value.detach()))
     weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
     return {"weights": weights, "losses": losses}
+
+
+def penalized() -> str:
+    """What is raised where a loop asks for gradients that it can differentiate."""
+    import torch
+
+    fresh()
+    x, _ = rows(4)
+    with scope(strategy("dp")):
+        model = plain()
+    value = model(torch.as_tensor(x)).mean()
+    try:
+        torch.autograd.grad(value, [v.value for v in model.trainable_variables], create_graph=True)
+    except unidist.CapabilityError as error:
+        return str(error)
+    return ""
 
 
 def two_heads(kind: str | None) -> Result:

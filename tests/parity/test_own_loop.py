@@ -36,6 +36,19 @@ def test_gradients_that_are_kept_in_parts_are_of_one_step(
         same(one, wanted)
 
 
+@pytest.mark.parametrize(("setting", "zero"), [("torch-2", 0), ("torch-2", 2), ("horovod-2", 0)])
+def test_gradients_of_autograd_grad_are_averaged_too(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
+    given = (True, zero, True, True)
+    wanted = alone.world("torch").call(RUN, None, "nothing", *given)[0]
+    for found in worlds.get(setting).call(RUN, "dp", "nothing", *given):
+        same(found, wanted)
+
+
+def test_gradients_of_which_more_are_to_be_made_are_refused(worlds: Worlds) -> None:
+    for said in worlds.get("torch-2").call("tests.keras.loops:penalized"):
+        assert "create_graph=True) of a variable was called in a loop of your own" in said
+
+
 @pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
 def test_what_two_models_share_is_averaged_once(setting: str, alone: Alone, worlds: Worlds) -> None:
     wanted = alone.world("torch").call("tests.keras.loops:two_heads", None)[0]

@@ -1,5 +1,5 @@
-"""torch.autograd.grad of variables, in a step of the user's own: gradients are summed over the data shards, as those of
-loss.backward() are."""
+"""torch.autograd.grad of variables: its gradients are summed over the data shards in a step of the user's own, and
+averaged over them in a loop of the user's own, as those of loss.backward() are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Sharding
+from unidist.algebra import Axes, Sharding
 from unidist.errors import CapabilityError
 from unidist.keras.interception import Hook
 from unidist.keras.torch import context
@@ -20,6 +20,8 @@ from unidist.keras.torch.rows.rowparts import RowPart
 from unidist.keras.torch.steps import losses
 from unidist.keras.torch.values import norms, seen
 from unidist.keras.torch.values.storage import Storage
+
+_OPTIONS = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
 
 
 def hooks() -> Iterator[Hook]:
@@ -32,15 +34,19 @@ def _summed(original: Any) -> Callable[..., Any]:
         frame = context.frame()
         # torch's own transforms have whole tensors (parts.py), and differentiate them by this function.
         is_within = torch._C._are_functorch_transforms_active()
-        if frame is None or frame.trial is not None or frame.is_making_gradients or is_within:
+        is_making = frame is not None and (frame.trial is not None or frame.is_making_gradients)
+        if is_making or is_within:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        of = _storages(frame, given)
-        sees_rows = frame.sees_rows or frame.region is not None
+        of = _storages_in_a_loop(given) if frame is None else _storages(frame, given)
+        sees_rows = frame is not None and (frame.sees_rows or frame.region is not None)
         if not any(of) and not sees_rows:
             return original(outputs, inputs, *args, **kwargs)
-        names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+        if frame is None:
+            _check_options(options, "in a loop of your own")
+            found = original(outputs, given, **options)
+            return tuple(g if s is None else _averaged(g, s) for g, s in zip(found, of, strict=True))
         roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if any(of):
             _check(frame, roots, options)
@@ -63,6 +69,31 @@ def _storages(frame: Frame, tensors: list[Any]) -> list[Storage | None]:
     return [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in tensors]
 
 
+def _storages_in_a_loop(tensors: list[Any]) -> list[Storage | None]:
+    """Of what tensors are the values, where no rank of a trainer is at work: of which each process has a gradient of
+    its own."""
+    if not any(isinstance(x, torch.nn.Parameter) for x in tensors):
+        return [None] * len(tensors)
+    several = [one for one in norms.placed if not one.world.is_virtual and one.world.mesh.axis_size(_axes_of(one)) > 1]
+    leaves_of = {id(one.leaf(one.world.ranks[0])): one for one in several}
+    return [leaves_of.get(id(x)) for x in tensors]
+
+
+def _axes_of(storage: Storage) -> Axes:
+    """The axes over which its gradients are those of other rows."""
+    return tuple(axis for axis in storage.world.data_axes if storage.layout.state(axis) == "I")
+
+
+def _averaged(grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
+    if grad is None:
+        return None
+    held, axes = storage.sharding, _axes_of(storage)
+    partial = held.with_layout(held.layout.with_axis(axes, "P"))
+    with events.for_purpose("gradient"), torch.no_grad():
+        whole = storage.world.backend.redistribute(grad.detach(), partial, held)
+        return whole / held.mesh.axis_size(axes)
+
+
 def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
     """Where the rows of all shards are in view."""
     if storage is not None:
@@ -72,20 +103,25 @@ def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
 
 def _check(frame: Frame, roots: list[Any], options: dict[str, Any]) -> None:
     """Raises CapabilityError where the gradients of the ranks' rows do not add up to that of all rows."""
-    if frame.world.data_axes and options.get("create_graph"):
+    if frame.world.data_axes:
+        _check_options(options, "in train_step")
+    losses.check_roots(frame, roots)
+
+
+def _check_options(options: dict[str, Any], where: str) -> None:
+    if options.get("create_graph"):
         raise CapabilityError(
-            "torch.autograd.grad(..., create_graph=True) of a variable was called in train_step: the gradient is that "
-            "of this rank's rows until the ranks sum it, and torch cannot differentiate what it becomes. Compute the "
+            f"torch.autograd.grad(..., create_graph=True) of a variable was called {where}: the gradient is that of "
+            "this rank's rows until the ranks sum it, and torch cannot differentiate what it becomes. Compute the "
             "penalty in a layer, or of the inputs' gradient"
         )
-    losses.check_roots(frame, roots)
 
 
 def _reduced(frame: Frame, grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
     if grad is None:
         return None
     held, state = storage.sharding, storage.shardings.state
-    axes = tuple(a for a in frame.world.data_axes if held.layout.state(a) == "I")
+    axes = _axes_of(storage)
     partial = Sharding(held.mesh, held.layout.with_axis(axes, "P"), held.shape)
     with events.for_purpose("gradient"), torch.no_grad():
         part = frame.world.backend.redistribute(grad, partial, state) if axes else grad
