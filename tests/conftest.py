@@ -5,6 +5,7 @@ JAX's compiled programs of one run, by whichever process, are kept in one place 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -51,6 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.nodeid not in covered.left_out()]
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported stays. Keras's clear_session collects garbage, and would look at all of it again:
+    for half a second, once in most tests of models that are in this process."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

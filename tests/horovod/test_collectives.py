@@ -16,6 +16,7 @@ import pytest
 
 import unidist
 from tests import preloaded
+from tests.launch.runs import wait_until
 from tests.support import flights
 from tests.support.policies import threads
 from tests.visible import OF_KERAS
@@ -351,8 +352,12 @@ def test_ranks_that_disagree_are_told_and_go_on(two: ProcessWorld) -> None:
         assert text.startswith("all_reduce for 'net/kernel' over ranks [0, 1]: the ranks disagree: Mismatched")
 
 
-def lose(how: str) -> dict[str, tuple[float, str]]:
-    """Process 1 goes away; process 0 notices in each call: the seconds and the text."""
+def lose(how: str, noticed: str) -> dict[str, tuple[float, str]]:
+    """Process 1 goes away; process 0 notices in each call: the seconds and the text.
+
+    Args:
+        noticed: the file that process 0 makes then, which a process that stalls goes on for.
+    """
     import torch
 
     group, x = everyone(), torch.ones(2, 2)
@@ -360,7 +365,7 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
     if backend().rank == 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(12)
+        wait_until(Path(noticed).exists, "process 0 to notice")
         return {}
     calls = {
         "all_gather": lambda: backend().comm.all_gather(x[:1], group, 0, (1, 1)),
@@ -379,15 +384,16 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
             call()
         assert flights.how(flights.here().entries[-1]) == "failed"
         found[name] = time.monotonic() - start, str(caught.value)
+    Path(noticed).touch()
     return found
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
-def test_a_lost_peer_is_told(how: str) -> None:
+def test_a_lost_peer_is_told(how: str, tmp_path: Path) -> None:
     """Horovod reports a process that ended. Of one that lives and does not come it says nothing: we do."""
     timeout = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(2, setup=join, setup_args=(timeout,), env=RARELY, preload=preloaded.TORCH) as processes:
-        outcomes = processes.outcomes(lose, how)
+        outcomes = processes.outcomes(lose, how, str(tmp_path / "noticed"))
     assert outcomes[0].failure is None, outcomes[0].failure
     assert len(outcomes[0].value) >= 4
     for name, (seconds, text) in outcomes[0].value.items():
@@ -463,7 +469,7 @@ def eager_tensors_agree_or_are_told() -> str:
     return str(caught.value)
 
 
-def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
+def lose_over_tensorflow(how: str, limit: float, noticed: str) -> tuple[float, str]:
     import tensorflow as tf
 
     unidist.initialize(timeout=limit)  # of the world that the launcher's word has joined
@@ -472,23 +478,24 @@ def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
     if backend().rank == 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(6)
+        wait_until(Path(noticed).exists, "process 0 to notice")
         return 0.0, ""
     start = time.monotonic()
     with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
         backend().comm.all_gather(tf.ones(2), group, 0, (2, 2))
+    Path(noticed).touch()
     return time.monotonic() - start, str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
-def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
+def test_lost_peers_and_disagreement_over_tensorflow(how: str, tmp_path: Path) -> None:
     limit = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(
         2, setup=join_tensorflow, env=OF_KERAS["tensorflow"], preload=preloaded.KERAS["tensorflow"]
     ) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
-        outcomes = processes.outcomes(lose_over_tensorflow, how, limit)
+        outcomes = processes.outcomes(lose_over_tensorflow, how, limit, str(tmp_path / "noticed"))
     assert outcomes[0].failure is None, outcomes[0].failure
     seconds, text = outcomes[0].value
     assert seconds < 10
