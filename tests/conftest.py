@@ -54,13 +54,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid not in covered.left_out()]
 
 
-def pytest_collection_finish() -> None:
-    """What the tests have imported stays. Keras's clear_session collects garbage, and would look at all of it again:
-    for half a second, once in most tests of models that are in this process."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_report_header() -> str:
     return (
         "matrices of cases: all" if sampling.WHOLE else f"matrices of cases: every pair of values, seed {sampling.SEED}"
@@ -73,6 +66,14 @@ def no_process_stays() -> Iterator[None]:
     yield
     forkserver.close_all()
     assert _children() == {}, "processes that a test started are still running"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_before_stays() -> None:
+    """Keras's clear_session collects garbage, once in most tests of models that are in this process. It would look each
+    time at all modules of all tests, and at what files before this one have kept: for half a second and more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
