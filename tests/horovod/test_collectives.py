@@ -44,6 +44,8 @@ def join(timeout: float | None = None) -> None:
 
 # For processes that wait for seconds: how often Horovod's agree that there is nothing to do, in milliseconds.
 RARELY = {"HOROVOD_CYCLE_TIME": "20"}
+# How long processes that have lost one may take to end: Horovod waits for it until they are killed.
+SPENT = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -394,6 +396,7 @@ def test_a_lost_peer_is_told(how: str, tmp_path: Path) -> None:
     timeout = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(2, setup=join, setup_args=(timeout,), env=RARELY, preload=preloaded.TORCH) as processes:
         outcomes = processes.outcomes(lose, how, str(tmp_path / "noticed"))
+        processes.close(patience=SPENT)
     assert outcomes[0].failure is None, outcomes[0].failure
     assert len(outcomes[0].value) >= 4
     for name, (seconds, text) in outcomes[0].value.items():
@@ -409,14 +412,14 @@ def test_a_lost_peer_is_told(how: str, tmp_path: Path) -> None:
         assert outcomes[1].failure.kind == "ended"
 
 
-def stall_in_fit(seconds: float) -> str:
-    """Rank 1 stops in the middle of fit, alive; rank 0 gets the error within the timeout."""
+def stall_in_fit(noticed: str) -> str:
+    """Rank 1 stops in the middle of fit, alive, until rank 0 has got the error within the timeout."""
     import keras
 
     class Stall(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 2 and unidist.process_index() == 1:
-                time.sleep(seconds)
+                wait_until(Path(noticed).exists, "process 0 to notice")
 
     with unidist.DataParallel().scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -427,15 +430,17 @@ def stall_in_fit(seconds: float) -> str:
         return ""
     with pytest.raises(ProcessLostError) as caught:
         model.fit(np.ones((32, 4)), np.ones((32, 3)), batch_size=4, verbose=0, callbacks=[Stall()])
+    Path(noticed).touch()
     unidist.shutdown()
     return str(caught.value)
 
 
-def test_a_rank_that_stalls_in_the_middle_of_fit_is_told() -> None:
+def test_a_rank_that_stalls_in_the_middle_of_fit_is_told(tmp_path: Path) -> None:
     with ProcessWorld(
         2, setup=join, setup_args=(3.0,), env={"KERAS_BACKEND": "torch"}, preload=preloaded.KERAS["torch"]
     ) as processes:
-        text = processes.call(stall_in_fit, 8.0)[0]
+        text = processes.call(stall_in_fit, str(tmp_path / "noticed"))[0]
+        processes.close(patience=SPENT)
     assert re.match(r"all_reduce for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
 
 
@@ -496,6 +501,7 @@ def test_lost_peers_and_disagreement_over_tensorflow(how: str, tmp_path: Path) -
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
         outcomes = processes.outcomes(lose_over_tensorflow, how, limit, str(tmp_path / "noticed"))
+        processes.close(patience=SPENT)
     assert outcomes[0].failure is None, outcomes[0].failure
     seconds, text = outcomes[0].value
     assert seconds < 10

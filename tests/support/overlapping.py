@@ -1,11 +1,11 @@
 """Worlds that wait for most of their time: those of a file's tests run some at once, and each test looks at its own.
 
-    @pytest.fixture(scope="module")
-    def outcomes(request):
-        return found_by(request, {"test_of_one": first, "test_of_many[a]": second})
+@pytest.fixture(scope="module")
+def outcomes(request):
+    return found_by(request, {"test_of_one": first, "test_of_many[a]": second})
 
-    def test_of_one(outcomes):
-        assert outcomes("test_of_one") == 3
+def test_of_one(outcomes):
+    assert outcomes("test_of_one") == 3
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def compare_all() -> str:
     return str(caught.value)
 
 
-# Each in a world of its own, which waits for most of its time ----------------------------------------------------------
+# Each in a world of its own, which waits for most of its time ---------------------------------------------------------
 
 
 def in_world(count: int, program: Callable[..., Any], *args: Any, check: str | None = None) -> dict[int, Outcome]:
