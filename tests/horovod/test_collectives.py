@@ -266,10 +266,12 @@ def test_under_horovodrun_itself(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2", sys.executable, "program.py"]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    # With what hides frameworks: horovodrun would import TensorFlow too.
+    modules = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "KERAS_BACKEND": "torch"},
+        env={**os.environ, "PYTHONPATH": modules, "PATH": path, "KERAS_BACKEND": "torch"},
         capture_output=True,
         text=True,
         timeout=100,
