@@ -5,7 +5,8 @@
 
 To read a row costs time: it sleeps. All processes train together on the whole data, and in turn each by itself, by
 Keras alone, on as many rows of its own. 1.00 is the goal; who reads whole batches gets the number of processes. Arrays
-cost no time for a row but for their copying: theirs are of 48 KB a row, shuffled.
+cost no time for a row but for their copying: theirs are of 48 KB a row, shuffled. Of a PyDataset each process reads
+whole batches, but where it gives a process's own rows (auto_shard_dataset=False).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np  # noqa: E402
 from paired import report, seconds  # noqa: E402
 
 FEATURES, WIDE = 16, 12288
+OWN = "PyDataset of own rows"
 COST = 0.0
 
 
@@ -93,6 +95,7 @@ SOURCES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "DataLoader": loader(0),
     "DataLoader, 2 workers": loader(2),
     "PyDataset": batches,
+    OWN: batches,
     "tf.data": tf_data,
 }
 
@@ -119,8 +122,11 @@ def main() -> None:
         own, batch = options.rows * options.steps, options.rows
         features = WIDE if name == "arrays" else FEATURES
         together, alone = "all processes, fit", "each its part alone, fit"
+        # What a process is given: the batches of all, or its rows of them.
+        shared = 1 if name == OWN else count
+        strategy = unidist.DataParallel(auto_shard_dataset=name != OWN)
         candidates = {
-            together: fitting(features, SOURCES[name](own * count, batch * count), unidist.DataParallel()),
+            together: fitting(features, SOURCES[name](own * shared, batch * shared), strategy),
             alone: fitting(features, SOURCES[name](own, batch), None),
         }
         times = seconds(candidates, options.repetitions)

@@ -43,8 +43,8 @@ def chosen(asked: argparse.Namespace) -> list[Cell]:
 
 def outcomes_of(wanted: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Outcome]]:
     """Of each cell, as they end; those that fail beside others are run by themselves, once more."""
-    for backend, world in dict.fromkeys((cell.backend, cell.world) for cell in wanted):
-        undisturbed(backend, world)
+    for reference in dict.fromkeys((cell.backend, cell.world, cell.dropout) for cell in wanted):
+        undisturbed(*reference)
     with ThreadPoolExecutor(jobs) as pool:
         again = []
         running = {pool.submit(alone, cell): cell for cell in wanted}
@@ -69,7 +69,7 @@ def show(outcomes: dict[Cell, Outcome]) -> None:
     """One table a backend: a fault a row, a place a column; in each field the worlds in which it held, or did not."""
     for backend in BACKENDS:
         known = {cell: outcome for cell, outcome in outcomes.items() if cell.backend == backend}
-        places = [place for place in (*PLACES, "data", "copying") if any(cell.place == place for cell in known)]
+        places = _places(known)
         rows = [("", *places)]
         for fault in dict.fromkeys(cell.fault for cell in known):
             rows.append((fault, *(_field(known, fault, place) for place in places)))
@@ -80,13 +80,18 @@ def show(outcomes: dict[Cell, Outcome]) -> None:
 
 def show_pages(outcomes: dict[Cell, Outcome]) -> None:
     """The tables of docs/launching.md: how many cells are right, over all backends and worlds; and the seconds."""
-    places = [place for place in (*PLACES, "data", "copying") if any(cell.place == place for cell in outcomes)]
+    places = _places(outcomes)
     rows = [("", *places)]
     for fault in dict.fromkeys(cell.fault for cell in outcomes):
         found = [[one for cell, one in outcomes.items() if (cell.fault, cell.place) == (fault, at)] for at in places]
         rows.append((fault, *(_right(ones) if ones else "" for ones in found)))
     _show_page(rows)
     _show_page(_seconds(outcomes))
+
+
+def _places(outcomes: dict[Cell, Outcome]) -> list[str]:
+    found = {cell.place for cell in outcomes}
+    return [place for place in (*PLACES, "data", "copying") if place in found]
 
 
 def _right(found: Sequence[Outcome]) -> str:

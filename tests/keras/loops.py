@@ -11,14 +11,16 @@ from tests.support.runs import Result, fresh, scope, strategy
 from unidist.keras import sessions
 
 
-def looped(kind: str | None, before: str, own: bool) -> Result:
-    """Three steps; `before`: what was called before them; `own`: each process has its own half of each batch."""
+def looped(kind: str | None, before: str, own: bool, zero: int = 0, zeroes: bool = True) -> Result:
+    """Three steps; `before`: what was called before them; `own`: each process has its own half of each batch; `zeroes`:
+    gradients are forgotten by `zero_grad`, those of a step that is not taken too; else by hand."""
     import torch
 
     fresh()
     x, y = rows(12)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    with scope(strategy(kind)) if before != "parallelize" else scope(None):
+    given = None if kind is None else strategy(kind, zero=zero)
+    with scope(given) if before != "parallelize" else scope(None):
         model = plain()
     if before == "parallelize" and kind is not None:
         unidist.parallelize(model, unidist.DataParallel())
@@ -36,7 +38,13 @@ def looped(kind: str | None, before: str, own: bool) -> Result:
     losses: list[float] = []
     for start in range(0, 12, 4):
         batch = x[start : start + 4][part], y[start : start + 4][part]
-        model.zero_grad()
+        if zeroes:
+            if zero:
+                loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True)).backward()
+            model.zero_grad()
+        else:
+            for v in model.trainable_variables:
+                v.value.grad = None
         value = loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True))
         value.backward()
         with torch.no_grad():

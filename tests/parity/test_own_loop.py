@@ -26,6 +26,16 @@ def test_gradients_are_averaged_over_the_processes(
     np.testing.assert_allclose(np.mean([one["losses"] for one in found], 0), wanted["losses"], atol=1e-5)
 
 
+@pytest.mark.parametrize("zeroes", [True, False], ids=["zero_grad", "by hand"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_that_are_kept_in_parts_are_of_one_step(
+    zero: int, zeroes: bool, alone: Alone, worlds: Worlds
+) -> None:
+    wanted = alone.world("torch").call(RUN, None, "nothing", True)[0]
+    for one in worlds.get("torch-2").call(RUN, "dp", "nothing", True, zero, zeroes):
+        same(one, wanted)
+
+
 @pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
 def test_what_two_models_share_is_averaged_once(setting: str, alone: Alone, worlds: Worlds) -> None:
     wanted = alone.world("torch").call("tests.keras.loops:two_heads", None)[0]

@@ -6,11 +6,12 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import product
@@ -31,6 +32,10 @@ WORLDS = ("2", "2x2", "two hosts")
 ENDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "launcher SIGTERM", "launcher SIGKILL", "exit 0")
 RAISED = ("exception", "MemoryError")
 PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "saving", "loading", "last step")
+# The launcher of a node is killed: the others go on without it, and with it when it comes back.
+GONE, BACK = "node gone", "node back"
+# Where each rank draws its own numbers, fewer ranks draw others: trainings that go on with fewer have no dropout there.
+DRAWS_APART = ("torch", "tensorflow", "horovod")
 # Seconds: what processes wait for each other, and what a cell may take.
 TIMEOUT, LIMIT = 8.0, 120.0
 STEPS, EPOCHS = 32, 4
@@ -46,6 +51,8 @@ MESSAGES = {
     "MemoryError": "exit code 1",
     "disk full": "exit code 1",
     "SIGTERM": "asked to leave|signal SIGTERM",
+    GONE: "has gone",
+    BACK: "has gone",
 }
 
 
@@ -60,6 +67,7 @@ class Cell:
     rank: int = 1
     asynchronous: bool = False
     in_memory: bool = False
+    dropout: bool = True
 
     def __str__(self) -> str:
         where = f"{self.world}{' in memory' if self.in_memory else ''}"
@@ -95,6 +103,9 @@ def cells() -> Iterator[Cell]:
         if world == "two hosts":
             yield Cell("link cut", "between steps", backend, world)
             yield Cell("link slow", "between steps", backend, world)
+            for place in ("first step", "forward", "between steps", "evaluating", "saving", "last step"):
+                yield Cell(GONE, place, backend, world, dropout=backend not in DRAWS_APART)
+            yield Cell(BACK, "between steps", backend, world, dropout=backend not in DRAWS_APART)
         if world != "2x2":
             yield from in_memory(backend, world)
 
@@ -143,7 +154,7 @@ def run(cell: Cell, folder: Path) -> Outcome:
     """Runs it, and looks at what came of it."""
     outcome = Outcome()
     begun = time.monotonic()
-    reference = undisturbed(cell.backend, cell.world)
+    reference = undisturbed(cell.backend, cell.world, cell.dropout)
     if cell.world == "two hosts":
         with Hosts(2) as hosts:
             _run(cell, folder, outcome, hosts)
@@ -155,13 +166,13 @@ def run(cell: Cell, folder: Path) -> Outcome:
 
 
 @cache
-def undisturbed(backend: str, world: str) -> tuple[np.ndarray, list[str]]:
+def undisturbed(backend: str, world: str, dropout: bool = True) -> tuple[np.ndarray, list[str]]:
     """(weights, batches in their order) of a run to which nothing happened. Two hosts compute what one does."""
     if world == "two hosts":
-        return undisturbed(backend, "2")
+        return undisturbed(backend, "2", dropout)
     with tempfile.TemporaryDirectory() as name:
         folder, outcome = Path(name), Outcome()
-        _run(Cell("none", "nowhere", backend, world), folder, outcome, None)
+        _run(Cell("none", "nowhere", backend, world, dropout=dropout), folder, outcome, None)
         if not (folder / "weights.npy").exists():
             raise AssertionError("\n".join(outcome.lines))
         return np.load(folder / "weights.npy"), (folder / "given-0-0").read_text().split()
@@ -171,6 +182,8 @@ def _run(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None) -> Non
     """Starts the run, and once more where it is to be started from outside."""
     for started in range(2):
         codes = _start(cell, folder, outcome, hosts, started)
+        if cell.fault == GONE and codes == [0, -signal.SIGKILL]:
+            return
         if codes == [0] * len(codes):
             return
         expected = {"launcher SIGTERM": (75, 143), "launcher SIGKILL": (-9,)}.get(cell.fault)
@@ -188,6 +201,9 @@ def _start(cell: Cell, folder: Path, outcome: Outcome, hosts: Hosts | None, star
         _disturb(cell.fault, folder, hosts)
     if cell.fault == "launcher SIGKILL" and nodes > 1 and processes[-1].wait(LIMIT) == -9:
         # As a scheduler that starts what it has lost; the other node waits for it.
+        processes[-1] = _launch(cell, folder, started, nodes - 1, nodes, hosts, port)
+    if cell.fault == BACK and processes[-1].wait(LIMIT) == -signal.SIGKILL:
+        _until(lambda: "goes on with 1 of 2" in (folder / f"err-{started}-0").read_text())
         processes[-1] = _launch(cell, folder, started, nodes - 1, nodes, hosts, port)
     said = [folder / f"err-{started}-{node}" for node in range(nodes)]
     _watch(cell, folder, outcome, processes, said)
@@ -229,6 +245,7 @@ def _launch(
     prefix: Sequence[str] = ()
     if hosts is not None:
         prefix = hosts.prefix(node)
+        options += ["--min-processes", "1"] if cell.fault in (GONE, BACK) else []
         options += ["--nodes", str(nodes), "--node-rank", str(node), "--address", f"{hosts.address(0)}:{port}"]
     hiding = path_with("tensorflow") if cell.backend == "tensorflow" else os.environ.get("PYTHONPATH", "")
     told = {"FAULT": json.dumps(asdict(cell)), "STARTED": str(started), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -245,9 +262,8 @@ def _launch(
 
 def _disturb(fault: str, folder: Path, hosts: Hosts) -> None:
     """Cuts the cable in the middle of the training, or makes it slow, and mends it when both sides must know."""
-    given, deadline = folder / "given-1-0", time.monotonic() + LIMIT
-    while not (given.exists() and len(given.read_text().split()) > 12) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    given = folder / "given-1-0"
+    _until(lambda: given.exists() and len(given.read_text().split()) > 12)
     (folder / "struck").write_text(repr(time.time()))
     if fault == "link cut":
         hosts.cut(1)
@@ -255,6 +271,13 @@ def _disturb(fault: str, folder: Path, hosts: Hosts) -> None:
         hosts.slow(1, SLOW)
     time.sleep(TIMEOUT + 5.0)
     hosts.mend(1)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    """Waits until it holds, or a cell's time is over: what comes of that shows."""
+    deadline = time.monotonic() + LIMIT
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarray, list[str]]) -> None:
@@ -265,6 +288,8 @@ def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarr
         outcome.wrong.append(f"rank {cell.rank} is not named with {named!r}:\n{text}")
     if cell.fault == "link cut" and "gave no answer" not in text:
         outcome.wrong.append(f"the link is not named:\n{text}")
+    if cell.fault == BACK and "a node has come" not in text:
+        outcome.wrong.append(f"the node was not taken back:\n{text}")
     if cell.fault == "link slow" and len(_attempts(folder)) > 1:
         outcome.wrong.append(f"a slow link is no failure:\n{text}")
     if not (folder / "struck").exists():
@@ -274,7 +299,7 @@ def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarr
         return
     weights, given = reference
     difference = float(np.abs(np.load(folder / "weights.npy") - weights).max())
-    if not difference <= 1e-6:
+    if not difference <= (1e-5 if cell.fault in (GONE, BACK) else 1e-6):
         outcome.wrong.append(f"weights differ by {difference:.2g}")
     if (found := _batches(folder, len(given) - STEPS, cell.backend == "tensorflow")) != given:
         outcome.wrong.append(f"batches: {found} instead of {given}")

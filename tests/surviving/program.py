@@ -42,8 +42,9 @@ def strike() -> None:
         os.kill(os.getpid(), getattr(signal, kind))
         # A signal to stop takes effect in a moment.
         time.sleep(0.2)
-    elif kind in ("launcher SIGTERM", "launcher SIGKILL"):
-        os.kill(int((FOLDER / "launcher").read_text()), getattr(signal, kind.split()[1]))
+    elif kind in ("launcher SIGTERM", "launcher SIGKILL", "node gone", "node back"):
+        name = "SIGTERM" if kind.endswith("SIGTERM") else "SIGKILL"
+        os.kill(int((FOLDER / "launcher").read_text()), getattr(signal, name))
     elif kind == "exit 0":
         os._exit(0)
     elif kind == "MemoryError":
@@ -104,6 +105,9 @@ def main() -> None:
             Late.is_training = True
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if CELL["fault"] == "node back" and ATTEMPT == 1:
+                # Another process is started meanwhile.
+                time.sleep(1.0)
             if happens("forward", rank) and Strikes.made == STEP - 1:
                 threading.Timer(0.002, strike).start()
 
@@ -125,7 +129,8 @@ def main() -> None:
     axes = {"data": -1} if CELL["world"] != "2x2" else {"data": 2, "model": 2}
     strategy = unidist.DataParallel() if len(axes) == 1 else unidist.ModelParallel(unidist.Mesh(axes))
     with strategy.scope():
-        layers = [keras.layers.Dense(16, activation="tanh"), Late(), keras.layers.Dropout(0.25), keras.layers.Dense(1)]
+        dropout = keras.layers.Dropout(0.25 if CELL["dropout"] else 0.0)
+        layers = [keras.layers.Dense(16, activation="tanh"), Late(), dropout, keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((8,)), *layers])
         model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), "mse", metrics=["mae"])
     how = {"every": 10**6, "memory_every": 5} if CELL["in_memory"] else {"every": 5}

@@ -32,6 +32,12 @@ def test_a_run_that_goes_on_from_memory(cell: Cell, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(NO_HOSTS), reason=f"two hosts cannot be made here: {NO_HOSTS}")
+def test_a_node_that_is_lost_and_comes_back(tmp_path: Path) -> None:
+    outcome = run(Cell("node back", "between steps", "torch", "two hosts", dropout=False), tmp_path)
+    assert not outcome.wrong, "\n".join([*outcome.wrong, *outcome.lines])
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=f"two hosts cannot be made here: {NO_HOSTS}")
 def test_a_link_that_is_cut_and_mended(tmp_path: Path) -> None:
     outcome = run(Cell("link cut", "between steps", "torch", "two hosts"), tmp_path)
     assert not outcome.wrong, "\n".join([*outcome.wrong, *outcome.lines])

@@ -121,7 +121,6 @@ class Attempt:
         self._stall: Stall | None = None
         self._stopped: str | None = None
         self._late: tuple[int, ...] = ()
-        self._done: tuple[int, ...] = ()
         self._reason: str | None = None
         self._stacks: list[str] = []
         self._looked = 0.0
@@ -169,8 +168,7 @@ class Attempt:
         is_leaving = False
         while not self._received and not self._console.closed.is_set():
             failures = self._failures = self._job.poll()
-            self._done = tuple(self._job.done())
-            self._judge.note(self._done)
+            self._judge.note(self._job.done())
             now = time.monotonic()
             if failures == []:
                 return
@@ -207,6 +205,10 @@ class Attempt:
         told = self._ended(flights)
         if told.code and self._stopped is None:
             self._nodes.failed(told.what)
+
+    @property
+    def _done(self) -> tuple[int, ...]:
+        return tuple(sorted(self._judge.done))
 
     @property
     def _timeout(self) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import re
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import unidist
 from unidist.keras import sessions
+from unidist.keras.torch.values import units
 
 RULES = {
     ".*(query|key|value)/kernel": (None, "model", None),
@@ -67,8 +71,8 @@ def train(name: str, strategy: Any, jit_compile: bool, rows: int = ROWS) -> tupl
 
 
 def strategy_of(kind: str) -> Any:
-    if kind == "data":
-        return unidist.DataParallel(zero=2)
+    if kind in ("data", "shards"):
+        return unidist.DataParallel(zero=2 if kind == "data" else 3)
     mesh = unidist.Mesh({"model": 2})
     rules = unidist.LayoutMap(mesh, RULES, strict=False)
     return unidist.ModelParallel(mesh, rules, sequence_parallel=kind == "sequence")
@@ -77,6 +81,9 @@ def strategy_of(kind: str) -> Any:
 def counted(traffic: unidist.Ledger, kind: str) -> Counter[tuple[str, str, Any]]:
     """What was sent. Of weights on parts of sequences programs sum each gradient alone."""
     events = [e for e in traffic.events if e.purpose != "proof of pairs"]
+    if kind == "shards":
+        # The weights that are looked at in the end have the names of another model's layers.
+        events = [dataclasses.replace(e, purpose=re.sub(r"_\d+/", "/", e.purpose)) for e in events]
     return Counter((e.op, e.purpose, e.bytes) for e in events if kind != "sequence" or e.op != "all_reduce")
 
 
@@ -100,10 +107,62 @@ def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, i
     assert sent
     if kind == "sequence":
         assert any(op == "reduce_scatter" for op, _, _ in sent)
-    if kind != "data":
+    if kind in ("data", "shards"):
+        assert any(not v._storage.is_kept for v in found[2].trainable_variables) == (kind == "shards")
+    else:
         assert unidist.describe(found[2]).sharded
         assert sessions.of(found[2]).engine.pairs
     return dict(counters["stats"]), dict(counters["graph_break"])
+
+
+def kept_for_backward(policy: str, jit_compile: bool) -> tuple[int, int]:
+    """(how many fetched weights backward keeps without their memory, how many tensors of a weight's size it keeps with
+    it), of a perceptron of four equal layers stored as shards."""
+    with strategy_of("shards").scope():
+        layers = [keras.layers.Dense(64, activation="relu", dtype=policy) for _ in range(4)]
+        model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+    x = np.ones((8, 64), "float32")
+    # Only what later steps keep is looked at: the first one makes what there is to look into.
+    model.train_on_batch(x, x[:, :1])
+    (fetcher,) = sessions.of(model).engine.traffic._fetchers.values()
+    saved: list[torch.Tensor] = []
+    alias = units._alias
+
+    def noting(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return alias(tensor)
+
+    with mock.patch.object(units, "_alias", noting):
+        model.train_on_batch(x, x[:, :1])
+    whole = [tensor for tensor in saved if tuple(tensor.shape) == (64, 64)]
+    ours = [t for t in whole if t.untyped_storage().size() == 0]
+    assert not any(unit.is_here for unit in fetcher.fetched)
+    return len(ours), len(whole) - len(ours)
+
+
+class Reads(keras.layers.Layer):
+    """Reads a variable that is another layer's."""
+
+    def __init__(self, layer: keras.layers.Layer) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(shape=(8, 8), name="own")
+        self._read = lambda: layer.kernel
+
+    def call(self, x):  # type: ignore[no-untyped-def]
+        return keras.ops.matmul(x, self._read() + self.kernel)
+
+
+def refused_to_read() -> str:
+    with strategy_of("shards").scope():
+        first = keras.layers.Dense(8)
+        model = keras.Sequential([keras.Input((8,)), first, Reads(first)])
+        model.compile("sgd", "mse", jit_compile=True)
+    try:
+        model.train_on_batch(np.ones((8, 8), "float32"), np.ones((8, 8), "float32"))
+    except unidist.CapabilityError as error:
+        return str(error)
+    return ""
 
 
 def equals_one_device(name: str) -> None:

@@ -28,7 +28,10 @@ CASES = [
     ("perceptron", "model", "inductor", programs.BATCH, 1),
     ("perceptron", "model", "aot_eager", programs.ROWS, 4),  # a full and a ragged batch, to train and not to
     ("perceptron", "data", "aot_eager", programs.ROWS, 4),
+    # Each layer with shards of its own: as many programs. Of the last row of nine one rank has none.
+    ("perceptron", "shards", "aot_eager", 9, 4 * 4),
     ("encoder", "model", "aot_eager", programs.BATCH, 1),
+    ("encoder", "shards", "aot_eager", programs.BATCH, 7),
     ("encoder", "sequence", "aot_eager", programs.BATCH, 1),
 ]
 
@@ -44,6 +47,19 @@ def test_one_graph_without_a_break(
 
 def test_it_is_what_one_device_computes(world: ProcessWorld) -> None:
     world.call(programs.equals_one_device, "encoder")
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_what_is_stored_as_shards_is_not_kept_for_backward(world: ProcessWorld, policy: str) -> None:
+    """The first layer's kernel is no part of its gradient."""
+    wanted = world.call(programs.kept_for_backward, policy, False)
+    assert wanted == [(3, 0)] * 2
+    assert world.call(programs.kept_for_backward, policy, True) == wanted
+
+
+def test_a_layer_that_reads_another_ones_shards_is_refused(world: ProcessWorld) -> None:
+    for message in world.call(programs.refused_to_read):
+        assert "/kernel', stored as shards over the data axis, is read in the call of a layer" in message
 
 
 def test_a_call_that_reads_values_is_refused(world: ProcessWorld) -> None:

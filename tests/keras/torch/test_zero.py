@@ -146,6 +146,30 @@ def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):
     assert_equal(found, wanted)
 
 
+def test_casts_of_layers_with_a_rule_are_let_go_too(monkeypatch):
+    """Backward keeps nothing of a kernel's size that has its memory."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    alias, sizes = units._alias, []
+
+    def noting(tensor):
+        sizes.append((tuple(tensor.shape), tensor.dtype, tensor))
+        return alias(tensor)
+
+    monkeypatch.setattr(units, "_alias", noting)
+
+    def build():
+        rest = [layers.Dense(n, name=name, dtype="mixed_bfloat16") for name, n in (("a", 64), ("b", 24))]
+        return keras.Sequential([layers.Input((12,)), layers.Dense(24), *rest, layers.Dense(3)])
+
+    x, y = features()
+    found, wanted = (train(build, x, y, strategy) for strategy in (grid(3), grid(0)))
+    assert_equal(found, wanted)
+    # Of 24 x 64 and 64 x 24 a rank of the model axis has half.
+    kept = [tensor for shape, dtype, tensor in sizes if shape in ((24, 32), (32, 24)) and dtype == torch.bfloat16]
+    assert kept
+    assert all(tensor.untyped_storage().size() == 0 for tensor in kept)
+
+
 def loosely(strategy, **options):
     """A training in which every tensor that can moves by itself, and what it sent."""
     x, y = features()
@@ -546,10 +570,19 @@ def test_a_bucket_size_that_is_none_is_refused(given, monkeypatch):
         reducer.bucket_bytes()
 
 
-def test_programs_compiled_by_torch_do_not_go_with_stored_shards():
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_steps_compiled_by_torch_do_not_go_with_stored_shards():
     x, y = features()
+
+    def build():
+        return OwnStep(inputs := layers.Input((12,)), layers.Dense(3)(inputs))
+
     with pytest.raises(unidist.CapabilityError, match=r"zero=2 or less, or jit_compile=False"):
-        train(mlp, x, y, unidist.DataParallel(zero=3), compiled={"loss": "mse", "jit_compile": True})
+        train(build, x, y, unidist.DataParallel(zero=3), compiled={"loss": "mse", "jit_compile": True})
 
 
 @pytest.mark.parametrize("kind", ["dp", "2x2"])

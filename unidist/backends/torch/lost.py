@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from unidist.errors import ProcessLostError
@@ -17,13 +18,24 @@ _WORDS = re.compile(
     r"|pair closure|socket|remote (process|worker)|peer|unhandled system error|communicator was aborted",
     re.IGNORECASE,
 )
+# NCCL's errors are all of one type. These classes are of this process: arguments, its GPU, its memory. Their words may
+# be those of a loss all the same, as "peer access is not supported".
+_NCCLS_OWN = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|ncclUnhandledCudaError")
+# Old versions say so of a connection that broke too.
+_NCCLS_EITHER = "ncclInternalError"
 
 
 def is_loss(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed means that another process ended or did not come in time."""
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or bool(
-        _WORDS.search(str(error))
-    )
+    text = str(error)
+    # CUDA's own: a kernel "timed out" too.
+    if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+        return False
+    if isinstance(error, dist.DistBackendError):
+        if _NCCLS_OWN.search(text):
+            return False
+        return _NCCLS_EITHER not in text or bool(_WORDS.search(text))
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or bool(_WORDS.search(text))
 
 
 @contextlib.contextmanager

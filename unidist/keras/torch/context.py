@@ -73,7 +73,9 @@ class Frame:
         world: its world.
         rows: the batch of this step; None outside of train, test and predict steps.
         overrides: id of a variable -> what it reads as at the moment.
-        inputs: while a program is traced, id of a place -> what stands in for its value (programs.py).
+        inputs: around a program, id of a place -> what its value reads as (programs.py).
+        reads: if somebody asks, id of a place -> the dtypes in which these values are read.
+        is_tracing: a program is being traced.
         local: variables read as the part that this rank updates (in optimizers).
         updating_whole: variables read whole, from the parts that optimizers write to.
         wholes: id of a storage -> its whole value, while one variable is updated; None: gathered for each read.
@@ -110,6 +112,8 @@ class Frame:
     rows: Rows | None = None
     overrides: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[int, torch.Tensor] | None = None
+    reads: dict[int, list[torch.dtype]] | None = None
+    is_tracing: bool = False
     local: bool = False
     updating_whole: bool = False
     wholes: dict[int, torch.Tensor] | None = None

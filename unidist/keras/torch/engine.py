@@ -107,7 +107,7 @@ class Engine:
         own_losses.adopt(model, self.world)
         self._watch_gradients()
         if programs.is_compiled(model):
-            programs.install_programs(model, self.world.backend)
+            programs.install_programs(model, self.world.backend, by_layer=self._traffic().fetches)
         self._looked.note(model._flatten_layers())
         self._prepared = self._state()
 

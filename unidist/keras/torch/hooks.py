@@ -237,6 +237,10 @@ def _zeroing(original: Any) -> Any:
         frame = context.frame()
         if frame is None:
             original(self, set_to_none)
+            # In a loop of the user's own reduced gradients may be elsewhere than where backward has put them.
+            for storage in [v._storage for v in self.trainable_variables if placing.is_placed(v)]:
+                for rank in storage.states:
+                    storage.forget_gradients(rank)
             return
         for variable in self.trainable_variables:
             if placing.is_placed(variable):

@@ -169,7 +169,8 @@ class Mixer:
 
 
 def check_program(model: Any, call: Call, args: Any, kwargs: Any) -> None:
-    """Calls a model once before it becomes a program, which computes with each shard's own rows alone.
+    """Calls a model, or a layer of it, once before it becomes a program, which computes with each shard's own rows
+    alone. All ranks come to it together: the call may send.
 
     Raises:
         CapabilityError: a layer or an operation looks at several rows.

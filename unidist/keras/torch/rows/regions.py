@@ -78,7 +78,7 @@ def can_begin(frame: Frame) -> bool:
         and frame.trial is None
         and not frame.wide
         and not frame.gathered_loss
-        and frame.inputs is None
+        and not frame.is_tracing
         and str(get_device()) != "meta"
     )
 

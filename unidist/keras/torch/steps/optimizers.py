@@ -144,12 +144,15 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
             "fit and train_on_batch: put the loop's body into the model's train_step"
         )
 
-    def reduced(grad: Any, variable: Any) -> Any:
-        storage = getattr(variable, "_storage", None)
-        return storage.own(None).grad if grad is None and storage is not None else grad
-
-    given = [reduced(g, v) for g, v in zip(grads, targets, strict=True)] if len(targets) == len(grads) else grads
-    return world.run(lambda frame: _apply(self, given, trainable_variables))
+    given, taken = grads, []
+    if len(targets) == len(grads):
+        missing = [v if g is None and placing.is_placed(v) else None for g, v in zip(grads, targets, strict=True)]
+        taken = [v._storage.own(None) for v in missing if v is not None]
+        given = [g if v is None else v._storage.own(None).grad for g, v in zip(grads, missing, strict=True)]
+    done = world.run(lambda frame: _apply(self, given, trainable_variables))
+    for parameter in taken:
+        parameter.grad = None  # a loop that forgets the gradients that it has seen knows nothing of this one
+    return done
 
 
 def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:

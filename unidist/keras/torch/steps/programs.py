@@ -4,16 +4,23 @@ torch.compile would look into Keras's and unidist's Python, which holds much tha
 into many programs. Here the whole call is entered into its graph as one function of the batch and the variables that
 the rank holds; the call then runs once on stand-ins of them, and what it does to tensors is the program: collectives
 included. Losses, metrics and the optimizer stay outside.
+
+Where values are stored as shards over the data axes (ZeRO-3), each layer that has some is a program of its own, as one
+compiles a model that FSDP wraps block by block: a program has all of its variables at once. They are fetched for it,
+and let go behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import torch
+from torch._subclasses import fake_tensor
 
 from unidist import events
 from unidist.errors import CapabilityError
@@ -23,10 +30,17 @@ from unidist.keras.torch import context
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.rows import mixing
+from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.values.variables import DistributedVariable
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _ATTRIBUTE = "_unidist_programs"
+# What cannot be computed without values.
+_NOT_OF_STAND_INS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 
 def is_compiled(model: Any) -> bool:
@@ -39,8 +53,13 @@ def is_compiled(model: Any) -> bool:
     )
 
 
-def install_programs(model: Any, backend: Any) -> None:
+def install_programs(model: Any, backend: Any, *, by_layer: bool = False) -> None:
     """Lets the model be called by programs in the steps of a trainer, while it is compiled with jit_compile=True.
+
+    Args:
+        model: the model.
+        backend: whose collectives are in the programs.
+        by_layer: each layer that has stored shards is a program, and not the model.
 
     Raises:
         CapabilityError: the backend's collectives cannot be part of a program.
@@ -50,34 +69,59 @@ def install_programs(model: Any, backend: Any) -> None:
             f"jit_compile=True: the collectives of {backend.name!r} cannot be part of torch.compile's programs. "
             "Compile the model with jit_compile=False, or use('torch')"
         )
-    if _ATTRIBUTE in vars(model):
-        return
+    for owner in _with_shards(model) if by_layer else (model,):
+        if _ATTRIBUTE not in vars(owner):
+            _install(model, owner)
+
+
+def _with_shards(model: Any) -> Iterator[Any]:
+    """The layers of a model, and of the models in it, that have stored shards."""
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _with_shards(layer)
+        elif any(not storage.is_kept for storage in _storages(layer)):
+            yield layer
+
+
+def _storages(layer: Any) -> list[Storage]:
+    return [v._storage for v in layer.variables if isinstance(v, DistributedVariable)]
+
+
+def _install(model: Any, owner: Any) -> None:
+    """Lets the owner, the model or a layer of it, be called by programs."""
     programs: dict[Any, Program] = {}
+    looked: dict[Any, list[torch.dtype | None]] = {}
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         if not _is_in_a_step(frame) or str(get_device()) == "meta" or not model.jit_compile:
             return rest(*args, **kwargs)
         shape, tensors = Shape((args, kwargs)), _with_masks((args, kwargs))
         seen = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
-        trained = tuple(v.trainable for v in model.variables)
-        key = (frame.rank, torch.is_grad_enabled(), shape.key, seen, trained)
-        if key not in programs:
-            mixing.check_program(model, rest, args, kwargs)
-            programs[key] = Program(model, rest, shape)
-        return programs[key](frame, tensors)
+        trained = tuple(v.trainable for v in owner.variables)
+        kind = (frame.rank, torch.is_grad_enabled(), shape.key, trained)
+        if (kind, seen) not in programs:
+            programs[kind, seen] = Program(model, owner, rest, shape)
+        program = programs[kind, seen]
+        with program.variables(frame) as held:
+            # Once for all shapes: others may be new to some ranks alone, and the call may send.
+            if kind not in looked:
+                looked[kind] = program.look(frame, held, tensors)
+            return program(frame, held, looked[kind], tensors)
 
-    object.__setattr__(model, _ATTRIBUTE, programs)
-    around_call(model, Stage.PROGRAM, inside)
+    object.__setattr__(owner, _ATTRIBUTE, (programs, looked))
+    around_call(owner, Stage.PROGRAM, inside)
 
 
 def forget(model: Any) -> None:
     """The model has changed: its programs are made anew."""
-    vars(model).get(_ATTRIBUTE, {}).clear()
+    for owner in (model, *model._flatten_layers()):
+        for known in vars(owner).get(_ATTRIBUTE, ()):
+            known.clear()
 
 
 def _is_in_a_step(frame: Frame) -> bool:
     """In a trainer's step, not proving pairs and not in a program already."""
-    return frame.rows is not None and frame.trial is None and frame.inputs is None
+    return frame.rows is not None and frame.trial is None and frame.inputs is None and frame.region is None
 
 
 class _Tensor:
@@ -127,29 +171,38 @@ def _with_masks(structure: Any) -> list[torch.Tensor]:
 
 
 class Program:
-    """A model's call for one structure and shape of its arguments. One for each rank."""
+    """The call of a model, or of a layer of it, for one structure and shape of its arguments. One for each rank."""
 
-    def __init__(self, model: Any, function: Callable[..., Any], given: Shape) -> None:
+    def __init__(self, model: Any, owner: Any, function: Callable[..., Any], given: Shape) -> None:
         self.function = function
-        self.name = model.name
-        self.layers = model._flatten_layers()
+        self.model, self.owner = model, owner
+        self.layers = owner._flatten_layers()
         self.given = given
-        self.storages = [v._storage for v in model.variables if isinstance(v, DistributedVariable)]
+        self.storages = _storages(owner)
         self.out: Shape | None = None
         self.losers: list[Any] = []  # the layers that added losses, once for each
         self.sent: list[events.Event] = []
         _programs[id(self)] = self
         self.compiled = torch.compile(_entry(id(self)), fullgraph=True, dynamic=False)
 
-    def __call__(self, frame: Frame, tensors: list[torch.Tensor]) -> Any:
-        held = [storage.local(frame) for storage in self.storages]
-        try:
-            found = self.compiled(*held, *tensors)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise CapabilityError(
-                f"jit_compile=True: torch.compile cannot make one program of the call of model {self.name!r}. "
-                f"Compile the model with jit_compile=False. It said: {error}"
-            ) from error
+    @contextlib.contextmanager
+    def variables(self, frame: Frame) -> Iterator[list[torch.Tensor]]:
+        """Gives what the call reads of the variables. Inside, what is fetched of them stays."""
+        with contextlib.ExitStack() as stack:
+            for storage in self.storages:
+                stack.enter_context(storage.in_use(frame))
+            yield [storage.local(frame) for storage in self.storages]
+
+    def __call__(
+        self,
+        frame: Frame,
+        held: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype | None],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """Args: what `variables` and `look` gave, and the tensors of the arguments with their masks."""
+        given = zip(self.storages, held, dtypes, strict=True)
+        found = self._run([*(_cast(frame, *one) for one in given), *tensors])
         if self.out is None:
             raise RuntimeError("a compiled program that was never traced")
         for event in self.sent if events.listening() else ():
@@ -159,26 +212,89 @@ class Program:
             layer._losses.append(loss)
         return self.out.filled(found[:count])
 
+    def _run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        try:
+            return self.compiled(*tensors)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> CapabilityError:
+        kind = "model" if self.owner is self.model else "layer"
+        return CapabilityError(
+            f"jit_compile=True: torch.compile cannot make one program of the call of {kind} {self.owner.name!r}. "
+            f"Compile the model with jit_compile=False. It said: {error}"
+        )
+
+    def look(
+        self, frame: Frame, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.dtype | None]:
+        """Of each variable that is fetched the dtype in which the call reads it, if that is always another than its
+        own. Nothing is fetched for it.
+
+        Raises:
+            CapabilityError: it looks at several rows.
+        """
+        args, kwargs = self.given.filled(tensors)
+        with self._given(frame, held):
+            mixing.check_program(self.model, self.function, args, kwargs)
+        of_one_dtype = all(layer.compute_dtype == layer.variable_dtype for layer in self.layers)
+        if of_one_dtype or all(storage.is_kept for storage in self.storages):
+            return [None] * len(held)
+        frame.reads = reads = dict[int, list[torch.dtype]]()
+        with fake_tensor.FakeTensorMode() as fakes, torch.no_grad():
+            stand_ins = tuple(fakes.from_tensor(tensor) for tensor in (*held, *tensors))
+            try:
+                self.trace(stand_ins)
+            except _NOT_OF_STAND_INS as error:
+                raise self._refused(error) from error
+            finally:
+                frame.reads = None
+        return [_dtype_of(storage, reads.get(id(storage), ())) for storage in self.storages]
+
+    @contextlib.contextmanager
+    def _given(self, frame: Frame, held: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, the variables read as these."""
+        frame.inputs = {id(storage): t for storage, t in zip(self.storages, held, strict=True)}
+        try:
+            yield
+        finally:
+            frame.inputs = None
+
     def trace(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The call on stand-ins of the variables and the arguments; its outputs, their masks and added losses."""
         frame = context.frame()
         if frame is None:
             raise RuntimeError("a program is traced outside of a step")
         count = len(self.storages)
-        frame.inputs = {id(storage): t for storage, t in zip(self.storages, tensors[:count], strict=True)}
         added = [len(layer._losses) for layer in self.layers]
         args, kwargs = self.given.filled(tensors[count:])
         try:
-            with frame.world.backend.into_program() as sent:
+            frame.is_tracing = True
+            with self._given(frame, tensors[:count]), frame.world.backend.into_program() as sent:
                 out = self.function(*args, **kwargs)
             losses = [(layer, loss) for layer, n in zip(self.layers, added, strict=True) for loss in layer._losses[n:]]
         finally:
-            frame.inputs = None
+            frame.is_tracing = False
             for layer, n in zip(self.layers, added, strict=True):
                 del layer._losses[n:]
         self.out, self.sent = Shape(out), sent
         self.losers = [layer for layer, _ in losses]
         return (*_with_masks(out), *(loss for _, loss in losses))
+
+
+def _dtype_of(storage: Storage, reads: Sequence[torch.dtype]) -> torch.dtype | None:
+    own = next(iter(storage.leaves.values())).dtype
+    return reads[0] if not storage.is_kept and len(set(reads)) == 1 and reads[0] != own else None
+
+
+def _cast(frame: Frame, storage: Storage, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """What a program is given of a value: of a fetched one that it reads in another dtype, that. A cast of its own it
+    would keep for backward, whole."""
+    if dtype is None:
+        return value
+    cast = value.to(dtype)
+    storage.note_cast(frame, value, cast)
+    return cast
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]

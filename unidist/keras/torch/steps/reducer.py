@@ -8,7 +8,9 @@ fills them, a small first one, launched strictly in order so that all ranks agre
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -109,6 +111,8 @@ class Reducer:
         self._next = 0
         self._finished = 0
         self._running = False
+        # What torch calls at the end of the backward that is going on: torch lets go of it, also where that breaks off.
+        self._at_end: Callable[[], object] = lambda: None
         self._divided: tuple[Reducer | None, int] = (None, -1)
         self._has_own = True
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
@@ -191,12 +195,19 @@ class Reducer:
 
     @_untraced
     def _arriving(self, grads: tuple[torch.Tensor, ...]) -> None:
-        if self._running or not self._divide_up():
+        if self._running:
+            if self._at_end() is not None:
+                return
+            self._break_off()
+        if not self._divide_up():
             return
         self._running = True
         self._is_own_loop = self.rank not in _at_work
         self.launched_early = 0
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        at_end = functools.partial(self._finish)
+        self._at_end = weakref.ref(at_end)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        del at_end  # a traceback that somebody keeps would hold it
         if not self.is_paused and not self.is_holding:
             self._set_aside()
 
@@ -256,16 +267,32 @@ class Reducer:
             bucket.give_away()  # a loop or a step of the user's own may keep gradients from step to step
         self._finished += 1
 
+    def _break_off(self) -> None:
+        """Forgets a backward that raised, as for want of memory, and what its gradients were to be added to.
+
+        What it had launched is waited for: the buffers are used again.
+        """
+        with events.for_purpose("gradient"), torch.no_grad():
+            for bucket in self.buckets:
+                bucket.finish()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+            for member in bucket.members:
+                if id(member.leaf) not in bucket.left:
+                    member.leaf.grad = member.target.grad = None
+        self._kept.clear()
+        self._next = self._finished = 0
+        self._running = self._is_own_loop = self.is_holding = False
+
     @_untraced
     def _finish(self) -> None:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
-        self._running = False
         frame = self.frame
         if frame is not None:
             frame.backward_done = frame.has_made_gradients = True
         if not self.is_paused:
             self.reduce()
-        self._is_own_loop = False
+        self._running = self._is_own_loop = False
         if self.buckets and frame is not None and frame.rows is not None and not frame.exact_loss:
             raise CapabilityError(losses.OWN_LOSS)
 

@@ -78,7 +78,7 @@ def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
             return found
     if here is not None and noise_shape is None and isinstance(seed, SeedGenerator):
         noise_shape = tuple(inputs.shape)
-    if here is not None and here.inputs is not None and seed is not None and 0 < rate < 1:
+    if here is not None and here.is_tracing and seed is not None and 0 < rate < 1:
         return _dropout_in_a_program(inputs, rate, noise_shape or tuple(inputs.shape), seed)
     return _originals["dropout"](inputs, rate, noise_shape=noise_shape, seed=seed)
 

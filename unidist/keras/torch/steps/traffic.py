@@ -12,6 +12,7 @@ import torch
 from unidist.errors import CapabilityError
 from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
 from unidist.keras.torch.context import Frame
+from unidist.keras.torch.steps import programs
 from unidist.keras.torch.steps.reducer import Reducer
 from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
 from unidist.keras.torch.values.buckets import Watched
@@ -136,10 +137,11 @@ class Traffic:
 
 
 def _check_fetched(model: Any, layers: list[Any]) -> None:
-    if layers and getattr(model, "jit_compile", False):
+    if layers and getattr(model, "jit_compile", False) and not programs.is_compiled(model):
         raise CapabilityError(
-            "jit_compile=True: programs compiled by torch keep whole parameters, so values stored as shards over the "
-            "data axis cannot be let go behind a layer. Use zero=2 or less, or jit_compile=False"
+            "jit_compile=True: of a model with a train_step of its own, or with torch modules, torch.compile has the "
+            "whole step, and keeps whole parameters: values stored as shards over the data axis cannot be let go "
+            "behind a layer. Use zero=2 or less, or jit_compile=False"
         )
     for layer in layers:
         if isinstance(layer, TorchModuleWrapper):

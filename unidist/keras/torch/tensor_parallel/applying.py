@@ -110,7 +110,7 @@ def _shard(frame: Frame, variable: Any, dim: int, axes: Axes) -> torch.Tensor:
     storage = variable._storage
     held, wanted = storage.layout, cut_dim(len(storage.sharding.shape), dim, axes)
     if held == wanted:
-        return variable._maybe_autocast(storage.local(frame))  # type: ignore[no-any-return]
+        return variable.computed(frame, storage.local(frame))  # type: ignore[no-any-return]
     fanned = tuple(a for a in held.sharded_axes if a in frame.world.data_axes)
     target = storage.sharding.with_layout(Layout(*wanted.dims, fanout=fanned))
     return variable._maybe_autocast(  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ class Bucket:
         raise NotImplementedError
 
     def finish(self) -> list[torch.Tensor]:
-        """Waits; the reduced gradients, valid until the next launch."""
+        """Waits for what is under way, if anything is; the reduced gradients, valid until the next launch."""
         raise NotImplementedError
 
 
@@ -137,8 +137,9 @@ class WholeBucket(Bucket):
         self._handle = backend.comm.all_reduce_inplace(self._flat, self.group, "sum")
 
     def finish(self) -> list[torch.Tensor]:
-        self._handle.wait()
-        self._handle = None
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
         return self._views
 
 

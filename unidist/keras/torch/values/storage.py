@@ -11,6 +11,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
+from unidist.errors import CapabilityError
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import norms, walks
@@ -175,7 +176,7 @@ class Storage:
     def local(self, frame: Frame | None) -> torch.Tensor:
         """What a layer computes with on the rank at work; fetched from the other data ranks if need be."""
         if frame is not None and frame.inputs is not None:
-            return frame.inputs[id(self)]
+            return self._given(frame, frame.inputs)
         rank = self.rank_at_work(frame)
         unit = self.units.get(rank)
         if unit is not None:
@@ -185,6 +186,17 @@ class Storage:
                 raise RuntimeError(f"{self.path!r} is read by a layer before its model was prepared for training")
             return self.shards[rank]
         return self.leaves[rank]
+
+    def _given(self, frame: Frame, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
+        if id(self) not in inputs:
+            raise CapabilityError(
+                f"jit_compile=True: {self.path!r}, stored as shards over the data axis, is read in the call of a layer "
+                "that does not have it. Give it to that layer as an attribute, use zero=2 or less, or "
+                "jit_compile=False"
+            )
+        if frame.reads is not None:
+            frame.reads.setdefault(id(self), []).append(inputs[id(self)].dtype)
+        return inputs[id(self)]
 
     def rank_at_work(self, frame: Frame | None) -> int:
         """That of a frame; outside of frames this process's (first) one."""
@@ -204,6 +216,8 @@ class Storage:
 
     def note_cast(self, frame: Frame, value: torch.Tensor, cast: torch.Tensor) -> None:
         """`cast` is `value` in the dtype of computation: it goes where the value goes."""
+        if frame.reads is not None and frame.inputs is not None and value is frame.inputs.get(id(self)):
+            frame.reads[id(self)][-1] = cast.dtype
         unit = self.units.get(frame.rank)
         leaf = self.leaves[frame.rank]
         if unit is not None and not unit.is_kept and value is leaf:

@@ -75,11 +75,14 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         if str(get_device()) == "meta":
             return self._symbolic(None)
         frame = context.frame()
-        value = self._read(frame)
-        cast = self._maybe_autocast(value)
+        return self.computed(frame, self._read(frame))
+
+    def computed(self, frame: Frame | None, value: torch.Tensor) -> torch.Tensor:
+        """A value of this variable in the dtype of computation."""
+        cast: torch.Tensor = self._maybe_autocast(value)
         if cast is not value and frame is not None:
             self._storage.note_cast(frame, value, cast)
-        return cast  # type: ignore[no-any-return]
+        return cast
 
     def _read(self, frame: Frame | None) -> torch.Tensor:
         storage = self._storage

@@ -1,0 +1,89 @@
+"""What the processes of test_held.py run: what a rank keeps of a model, and what a step makes beside it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import torch
+
+import unidist
+from tests.gpu.device import ON_GPU
+from tests.gpu.results import Held
+from unidist.keras import sessions
+from unidist.keras.torch.steps import reducer
+from unidist.keras.torch.values import flat, units
+
+# Kernels alone, which two ranks cut evenly: no padding.
+DEPTH, WIDTH, ROWS = (24, 2048, 8) if ON_GPU else (24, 256, 8)
+KERNEL = 4 * WIDTH * WIDTH
+# Two kernels fill a bucket, and one a unit: on a GPU as it is, on a CPU made so.
+_SIZES = ((reducer, "FIRST_BUCKET_BYTES"), (reducer, "BUCKET_BYTES"), (units, "UNIT_BYTES"), (units, "KEPT_UNIT_BYTES"))
+
+
+def held(zero: int) -> Held:
+    """After three steps of Adam under a stage of ZeRO."""
+    with ExitStack() as stack:
+        for module, name in () if ON_GPU else _SIZES:
+            stack.enter_context(mock.patch.object(module, name, (2 if module is reducer else 1) * KERNEL))
+        # On a GPU nothing is too large to be copied into a buffer.
+        stack.enter_context(mock.patch.object(flat, "LOOSE_BYTES", DEPTH * KERNEL + 1))
+        return _held(zero)
+
+
+def _held(zero: int) -> Held:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    gc.collect()
+    before = _allocated()
+    with unidist.DataParallel(zero=zero).scope():
+        stack = [keras.layers.Dense(WIDTH, use_bias=False) for _ in range(DEPTH)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *stack])
+        model.compile(keras.optimizers.Adam(1e-4), "mse")
+    x = np.ones((ROWS, WIDTH), "float32")
+    for _ in range(3):
+        model.train_on_batch(x, x)
+    traffic, rank = sessions.of(model).engine.traffic, unidist.process_index()
+    traffic.settle()
+    storages = [v._storage for v in model.trainable_variables]
+    slots = [v._storage for v in model.optimizer.variables if len(v.shape)]
+    buckets, fetched = traffic.reducer(rank).buckets, traffic._fetchers[rank].units
+    return Held(
+        model=DEPTH * KERNEL,
+        weights=_bytes(p for s in storages for p in (s.shards[rank], s.leaves[rank], s.states[rank])),
+        slots=_bytes(p for s in slots for p in (s.shards[rank], s.leaves[rank], s.states[rank])),
+        gradients=_bytes(
+            p.grad for s in storages for p in (s.shards[rank], s.leaves[rank], s.states[rank]) if p.grad is not None
+        ),
+        allocated=_allocated() - before,
+        made=_made(lambda: model.train_on_batch(x, x)),
+        units=max((unit.nbytes for unit in fetched), default=0),
+        buckets=max(bucket.nbytes for bucket in buckets),
+        bucket_count=len(buckets),
+        layer=KERNEL,
+        activations=DEPTH * 4 * WIDTH * ROWS // unidist.process_count(),
+    )
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the memory behind them, each piece counted once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in tensors) if s.nbytes()}.values())
+
+
+def _allocated() -> int:
+    return int(torch.cuda.memory_allocated()) if ON_GPU else 0
+
+
+def _made(call: Callable[[], Any]) -> int:
+    """Bytes of the GPU's memory that are made inside, at most at one time."""
+    if not ON_GPU:
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = _allocated()
+    call()
+    return int(torch.cuda.max_memory_allocated()) - before
