@@ -16,6 +16,7 @@ import pytest
 
 import unidist
 from tests import preloaded
+from tests.launch.runs import wait_until
 from tests.support import flights
 from tests.support.policies import threads
 from tests.visible import OF_KERAS
@@ -43,6 +44,8 @@ def join(timeout: float | None = None) -> None:
 
 # For processes that wait for seconds: how often Horovod's agree that there is nothing to do, in milliseconds.
 RARELY = {"HOROVOD_CYCLE_TIME": "20"}
+# How long processes that have lost one may take to end: Horovod waits for it until they are killed.
+SPENT = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +266,12 @@ def test_under_horovodrun_itself(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2", sys.executable, "program.py"]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    # With what hides frameworks: horovodrun would import TensorFlow too.
+    modules = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "KERAS_BACKEND": "torch"},
+        env={**os.environ, "PYTHONPATH": modules, "PATH": path, "KERAS_BACKEND": "torch"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -351,8 +356,12 @@ def test_ranks_that_disagree_are_told_and_go_on(two: ProcessWorld) -> None:
         assert text.startswith("all_reduce for 'net/kernel' over ranks [0, 1]: the ranks disagree: Mismatched")
 
 
-def lose(how: str) -> dict[str, tuple[float, str]]:
-    """Process 1 goes away; process 0 notices in each call: the seconds and the text."""
+def lose(how: str, noticed: str) -> dict[str, tuple[float, str]]:
+    """Process 1 goes away; process 0 notices in each call: the seconds and the text.
+
+    Args:
+        noticed: the file that process 0 makes then, which a process that stalls goes on for.
+    """
     import torch
 
     group, x = everyone(), torch.ones(2, 2)
@@ -360,7 +369,7 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
     if backend().rank == 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(12)
+        wait_until(Path(noticed).exists, "process 0 to notice")
         return {}
     calls = {
         "all_gather": lambda: backend().comm.all_gather(x[:1], group, 0, (1, 1)),
@@ -379,15 +388,17 @@ def lose(how: str) -> dict[str, tuple[float, str]]:
             call()
         assert flights.how(flights.here().entries[-1]) == "failed"
         found[name] = time.monotonic() - start, str(caught.value)
+    Path(noticed).touch()
     return found
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
-def test_a_lost_peer_is_told(how: str) -> None:
+def test_a_lost_peer_is_told(how: str, tmp_path: Path) -> None:
     """Horovod reports a process that ended. Of one that lives and does not come it says nothing: we do."""
     timeout = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(2, setup=join, setup_args=(timeout,), env=RARELY, preload=preloaded.TORCH) as processes:
-        outcomes = processes.outcomes(lose, how)
+        outcomes = processes.outcomes(lose, how, str(tmp_path / "noticed"))
+        processes.close(patience=SPENT)
     assert outcomes[0].failure is None, outcomes[0].failure
     assert len(outcomes[0].value) >= 4
     for name, (seconds, text) in outcomes[0].value.items():
@@ -403,14 +414,14 @@ def test_a_lost_peer_is_told(how: str) -> None:
         assert outcomes[1].failure.kind == "ended"
 
 
-def stall_in_fit(seconds: float) -> str:
-    """Rank 1 stops in the middle of fit, alive; rank 0 gets the error within the timeout."""
+def stall_in_fit(noticed: str) -> str:
+    """Rank 1 stops in the middle of fit, alive, until rank 0 has got the error within the timeout."""
     import keras
 
     class Stall(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 2 and unidist.process_index() == 1:
-                time.sleep(seconds)
+                wait_until(Path(noticed).exists, "process 0 to notice")
 
     with unidist.DataParallel().scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -421,15 +432,17 @@ def stall_in_fit(seconds: float) -> str:
         return ""
     with pytest.raises(ProcessLostError) as caught:
         model.fit(np.ones((32, 4)), np.ones((32, 3)), batch_size=4, verbose=0, callbacks=[Stall()])
+    Path(noticed).touch()
     unidist.shutdown()
     return str(caught.value)
 
 
-def test_a_rank_that_stalls_in_the_middle_of_fit_is_told() -> None:
+def test_a_rank_that_stalls_in_the_middle_of_fit_is_told(tmp_path: Path) -> None:
     with ProcessWorld(
         2, setup=join, setup_args=(3.0,), env={"KERAS_BACKEND": "torch"}, preload=preloaded.KERAS["torch"]
     ) as processes:
-        text = processes.call(stall_in_fit, 8.0)[0]
+        text = processes.call(stall_in_fit, str(tmp_path / "noticed"))[0]
+        processes.close(patience=SPENT)
     assert re.match(r"all_reduce for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
 
 
@@ -463,7 +476,7 @@ def eager_tensors_agree_or_are_told() -> str:
     return str(caught.value)
 
 
-def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
+def lose_over_tensorflow(how: str, limit: float, noticed: str) -> tuple[float, str]:
     import tensorflow as tf
 
     unidist.initialize(timeout=limit)  # of the world that the launcher's word has joined
@@ -472,23 +485,25 @@ def lose_over_tensorflow(how: str, limit: float) -> tuple[float, str]:
     if backend().rank == 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(6)
+        wait_until(Path(noticed).exists, "process 0 to notice")
         return 0.0, ""
     start = time.monotonic()
     with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
         backend().comm.all_gather(tf.ones(2), group, 0, (2, 2))
+    Path(noticed).touch()
     return time.monotonic() - start, str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
-def test_lost_peers_and_disagreement_over_tensorflow(how: str) -> None:
+def test_lost_peers_and_disagreement_over_tensorflow(how: str, tmp_path: Path) -> None:
     limit = 2.0 if how == "stalls" else 60.0
     with ProcessWorld(
         2, setup=join_tensorflow, env=OF_KERAS["tensorflow"], preload=preloaded.KERAS["tensorflow"]
     ) as processes:
         for text in processes.call(eager_tensors_agree_or_are_told):
             assert "the ranks disagree: Mismatched" in text, text
-        outcomes = processes.outcomes(lose_over_tensorflow, how, limit)
+        outcomes = processes.outcomes(lose_over_tensorflow, how, limit, str(tmp_path / "noticed"))
+        processes.close(patience=SPENT)
     assert outcomes[0].failure is None, outcomes[0].failure
     seconds, text = outcomes[0].value
     assert seconds < 10

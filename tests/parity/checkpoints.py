@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 
 from tests.parity.train import Spec
+from tests.support.clearing import cleared
 
 SHAPES = {"first": (6, 16), "odd": (16, 7), "last": (7, 4)}
 # Beside kernels and biases: (shape, dtype, trainable) of a layer's own.
@@ -56,7 +57,7 @@ def build(spec: Spec | None, *, sizes: dict[str, tuple[int, int]] | None = None)
         def call(self, x: Any) -> Any:
             return x
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7)
     with contextlib.nullcontext() if spec is None else strategy_of(spec).scope():
         layers: list[Any] = [keras.Input((6,)), keras.layers.Dropout(0.1, seed=3, name="drop")]
@@ -150,7 +151,7 @@ def amid_a_fit(folder: str, spec: Spec) -> tuple[list[Any], Any]:
     import unidist
     from unidist.checkpoint.reading import Reader
 
-    keras.utils.clear_session()
+    cleared()
     with strategy_of(spec).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="layer")], name="net")
         model.compile("sgd", "mse")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.parity.train import Spec
+from tests.support.clearing import cleared
 
 
 def _rows() -> Any:
@@ -20,7 +21,7 @@ def train(folder: str, spec: Spec) -> Any:
 
     import unidist
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(5)
     mesh = unidist.Mesh(dict(spec.axes), spec.devices)
     # The first layer is large enough to be read when it is written.
@@ -59,7 +60,7 @@ def write_large(folder: str) -> int:
 
     import unidist
 
-    keras.utils.clear_session()
+    cleared()
     model = keras.Sequential([keras.Input((512,)), *(keras.layers.Dense(512, use_bias=False) for _ in range(13))])
     model.compile(keras.optimizers.Adam(1e-3), "mse")
     model.optimizer.build(model.trainable_variables)
@@ -75,7 +76,7 @@ def restore_scaling(folder: str) -> tuple[Any, Any]:
 
     found = []
     for is_adapted in (True, False):
-        keras.utils.clear_session()
+        cleared()
         model = keras.Sequential([keras.Input((6,)), keras.layers.Normalization(name="scale")], name="scaling")
         if is_adapted:
             model.layers[0].adapt(3 * _rows() + 2)

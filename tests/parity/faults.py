@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 
 from tests.parity.train import Spec
+from tests.support.clearing import cleared
 
 # What changes a folder, or brings it to the disk.
 CHANGES = ("pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
@@ -32,7 +33,7 @@ def build(spec: Spec | None) -> Any:
 
     import unidist
 
-    keras.utils.clear_session()
+    cleared()
     scope: Any = contextlib.nullcontext()
     if spec is not None:
         mesh = unidist.Mesh(dict(spec.axes), spec.devices)

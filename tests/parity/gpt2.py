@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.parity.models import Case
 from tests.parity.train import Spec, Variable, Weights, fitted, variables_of, weights_from_numpy, weights_of
+from tests.support.clearing import cleared
 
 ROWS, LENGTH, VOCABULARY = 8, 6, 64
 
@@ -59,7 +60,7 @@ def train(spec: Spec | None, name: str = "gpt2", *, numpy_weights: bool = False,
 
     import unidist
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7)
     with contextlib.ExitStack() as stack:
         if spec is not None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.clearing import cleared
+
 BEHAVIOURS = (
     "numpy_in_and_out",
     "custom_train_step",
@@ -576,7 +578,7 @@ def seeded_apart() -> dict[str, Any]:
     import unidist
 
     x, y = _data()
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(5 + unidist.process_index())
     mesh = unidist.Mesh({"model": 4})
     with unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, {"net/up/kernel": (None, "model")})).scope():
@@ -595,7 +597,7 @@ def made_apart(place: int | None) -> dict[str, Any]:
     import unidist
 
     x, y = _data()
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(5 + (unidist.process_index() if place is None else place))
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(10)], name="net")
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

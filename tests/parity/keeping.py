@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.parity.memory import _copies
 from tests.parity.train import Spec
+from tests.support.clearing import cleared
 
 WORDS, OTHERS = ["a b", "b", "b c"], ["q b", "b", "b d"]
 TEXT = np.array([["a b"], ["b"], ["c q"], ["zz"]] * 2)
@@ -126,7 +127,7 @@ def _noted(spec: Spec, shift: int) -> Any:
     import unidist
     from tests.parity.checkpoints import strategy_of
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(shift)
     with strategy_of(spec).scope():
         layers = [keras.layers.Dense(8, name="first"), _noting(unidist.process_index() + shift)]
@@ -174,7 +175,7 @@ def texts(folder: str) -> dict[str, Any]:
     import unidist
 
     def build(words: list[str]) -> Any:
-        keras.utils.clear_session()
+        cleared()
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="net")
         # Keras does not follow what is kept so.
         object.__setattr__(model, "preprocessor", keras.layers.StringLookup(name="lookup"))

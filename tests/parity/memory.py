@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.parity import checkpoints
 from tests.parity.train import Spec
+from tests.support.clearing import cleared
 from unidist.backends.environment import MEMORY
 
 Told = list[str]
@@ -55,12 +56,11 @@ def keep(said: Told, folder: str, spec: Spec, steps: list[int]) -> tuple[int, di
 
 def take(said: Told, folder: str, spec: Spec, newer_than: int = 0) -> tuple[int, Any, dict[str, Any]] | None:
     """(step, the facts that were kept with it, path -> bits of the value), or None where nothing whole is there."""
-    import keras
 
     from unidist.keras.checkpoint import api as saving
     from unidist.keras.checkpoint.states import State
 
-    keras.utils.clear_session()
+    cleared()
     model = _model(spec)
     source = _copies(said, folder).find(State.of(model).holders, newer_than)
     if source is None:

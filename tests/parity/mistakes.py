@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.clearing import cleared
+
 Told = tuple[str, str]
 
 
@@ -73,7 +75,7 @@ def clear_session_in_a_scope() -> tuple[float, float]:
     with unidist.DataParallel().scope():
         for _ in range(2):
             model = _model()
-            keras.utils.clear_session()
+            cleared()
             with unidist.ledger() as book:
                 model.fit(x, np.ones((8, 8), "float32"), batch_size=4, verbose=0)
             sent.append(float(book.bytes()))

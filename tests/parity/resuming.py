@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.parity.models import CASES
 from tests.parity.train import Spec, Weights, build, compiled, distributed, weights_from_numpy, weights_of
+from tests.support.clearing import cleared
 
 NAME, STOP, END = "mlp_ragged_adam", 3, 6
 Told = tuple[list[float], Weights]
@@ -24,7 +25,7 @@ def start(spec: Spec | None, folder: str | None, end: int) -> Told:
     """From the first epoch; saved at the end if there is a folder. (Each Keras backend draws other first weights.)"""
     import keras
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7)
     case = CASES[NAME]
     with distributed(spec, case):
@@ -40,7 +41,7 @@ def start(spec: Spec | None, folder: str | None, end: int) -> Told:
 def go_on(spec: Spec | None, folder: str) -> Told:
     import keras
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(8)
     with distributed(spec, CASES[NAME]):
         model = keras.models.load_model(Path(folder) / "stopped.keras")

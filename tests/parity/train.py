@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.parity import models
 from tests.parity.models import CASES, Case
+from tests.support.clearing import cleared
 
 Weights = dict[str, Any]
 
@@ -130,7 +131,7 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **option
     """
     import keras
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7)
     case = CASES[name]
     data = case.data()
@@ -246,7 +247,7 @@ def save(name: str, spec: Spec | None, folder: str) -> Saved:
     """Trains and saves the model, its weights alone, and a checkpoint at each epoch."""
     import keras
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7)
     case, data = CASES[name], CASES[name].data()
     place = Path(folder)
@@ -265,7 +266,7 @@ def load_and_go_on(name: str, spec: Spec | None, folder: str) -> Result:
     """Loads the saved model, optimizer included, predicts, and trains it on."""
     import keras
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(8)
     case, data = CASES[name], CASES[name].data()
     with distributed(spec, case):
@@ -286,7 +287,7 @@ def load_and_go_on(name: str, spec: Spec | None, folder: str) -> Result:
 def load_weights(name: str, spec: Spec | None, folder: str) -> Weights:
     import keras
 
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(8)
     case, data = CASES[name], CASES[name].data()
     with distributed(spec, case):

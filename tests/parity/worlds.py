@@ -74,7 +74,7 @@ SETTINGS = {
             launcher="torchrun",
             specs=(DATA_2,),
             # Milliseconds: TensorFlow traces for long, while Horovod's threads agree that there is nothing to do.
-            environment=(("HOROVOD_CYCLE_TIME", "5"),),
+            environment=(("HOROVOD_CYCLE_TIME", "20"),),
         ),
         Setting("jax-4", "jax", "jax", devices=4, specs=FOUR),
         Setting("sim-tensorflow", "tensorflow", "sim", devices=4, specs=FOUR),

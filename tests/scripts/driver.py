@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 import unidist
+from tests.support.clearing import cleared
 
 STRATEGIES = {
     "data": lambda: unidist.DataParallel(),
@@ -21,7 +22,7 @@ def trained(program: str, kind: str | None) -> dict[str, Any]:
     """What `program` ("module" or "module:function") gives, and what was sent; None: on one device."""
     module, _, function = program.partition(":")
     run = getattr(importlib.import_module(f"tests.scripts.{module}"), function or "run")
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7)
     scope = contextlib.nullcontext() if kind is None else STRATEGIES[kind]().scope()
     with scope, unidist.ledger() as book:

@@ -17,7 +17,7 @@ REGISTER = Path(__file__).parents[2] / "ci" / "covered.toml"
 
 @dataclass(frozen=True)
 class Covered:
-    """Some cases of one test, or all of it.
+    """Some cases of one test, or all of it. A table of the register may name several tests of the same cases.
 
     Attributes:
         test: its file and name.
@@ -39,7 +39,11 @@ class Covered:
 @cache
 def register() -> tuple[Covered, ...]:
     tables = tomllib.loads(REGISTER.read_text())["covered"]
-    return tuple(Covered(t["test"], tuple(t["cases"]), tuple(t["by"]), t["why"]) for t in tables)
+    return tuple(
+        Covered(test, tuple(t["cases"]), tuple(t["by"]), t["why"])
+        for t in tables
+        for test in t.get("tests", [t.get("test")])
+    )
 
 
 @cache

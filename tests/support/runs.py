@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import unidist
+from tests.support.clearing import cleared
 from unidist.backends import registry
 
 Result = dict[str, Any]
@@ -41,7 +42,7 @@ def scope(distribution: Any) -> Any:
 
 def fresh() -> None:
     """Names and seeds as at a program's start; other seeds in the other processes, which the scope must align."""
-    keras.utils.clear_session()
+    cleared()
     keras.utils.set_random_seed(7 if is_first() else 1234)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import unidist
 from tests import preloaded
+from tests.launch.runs import wait_until
 from tests.support import flights
 from unidist import events
 from unidist.algebra import Group, Layout, Mesh, Sharding
@@ -541,15 +542,19 @@ def join_for_seconds(seconds: float) -> None:
     unidist.initialize(timeout=seconds)
 
 
-def lose(how: str) -> dict[str, tuple[float, str, str]]:
-    """Process 1 goes away; process 0 notices in each call: seconds, the text, the cause's type."""
+def lose(how: str, noticed: str) -> dict[str, tuple[float, str, str]]:
+    """Process 1 goes away; process 0 notices in each call: seconds, the text, the cause's type.
+
+    Args:
+        noticed: the file that process 0 makes then, which a process that sleeps wakes for.
+    """
     group, x = everyone(), torch.ones(backend().process_count(), 2)
     sizes = (1,) * group.size
     backend().comm.barrier(group)
     if backend().rank == 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(25)
+        wait_until(Path(noticed).exists, "process 0 to notice")
         return {}
     calls = {
         "all_gather": lambda: backend().comm.all_gather(x[:1], group, 0, sizes),
@@ -568,15 +573,16 @@ def lose(how: str) -> dict[str, tuple[float, str, str]]:
         found[name] = time.monotonic() - start, str(caught.value), type(caught.value.__cause__).__name__
         assert flights.how(flights.here().entries[-1]) == "failed"
         assert flights.here().open == ()
+    Path(noticed).touch()
     return found
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
-def test_a_lost_peer_is_told(how: str) -> None:
+def test_a_lost_peer_is_told(how: str, tmp_path: Path) -> None:
     with ProcessWorld(
-        2, setup=join_for_seconds, setup_args=(8.0 if how == "sleeps" else 60.0,), preload=preloaded.TORCH
+        2, setup=join_for_seconds, setup_args=(4.0 if how == "sleeps" else 60.0,), preload=preloaded.TORCH
     ) as processes:
-        outcomes = processes.outcomes(lose, how)
+        outcomes = processes.outcomes(lose, how, str(tmp_path / "noticed"))
         assert outcomes[0].failure is None, outcomes[0].failure
         for name, (seconds, text, cause) in outcomes[0].value.items():
             assert seconds < 30

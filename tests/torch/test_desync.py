@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 import unidist
 from tests import preloaded
 from tests.support import flights
+from tests.support.overlapping import found_by
 from unidist.algebra import Group, Mesh
 from unidist.backends.torch.backend import TorchBackend
 from unidist.backends.torch.exchange import SMALL
 from unidist.errors import CapabilityError, DesyncError, ProcessLostError
-from unidist.testing.processes import ProcessWorld
+from unidist.testing.processes import Outcome, ProcessWorld
 
 SOON = 15.0  # seconds, of a timeout of 60
 STAY = 6.0  # for how long a rank that lost another is still there
@@ -102,21 +104,6 @@ def disagree(name: str, rounds: int) -> tuple[float, str, tuple[int, ...], str |
     return time.monotonic() - begin, str(caught.value), caught.value.ranks, caught.value.collective
 
 
-@pytest.mark.parametrize("name", APART)
-def test_ranks_that_call_something_else_are_told(name: str) -> None:
-    count = 3 if name in ("large shapes", "roots") else 2
-    with ProcessWorld(count, setup=join, preload=preloaded.TORCH) as world:
-        for seconds, text, ranks, collective in world.call(disagree, name, 3 if name == "shapes" else 0):
-            assert seconds < SOON
-            assert all(words in text for words in APART[name][2])
-            assert "test_desync.py:" in text
-            # Of those that agree, the ones that have waited for long enough are named.
-            assert 0 in ranks
-            assert len(ranks) > 1
-            assert collective is not None
-            assert collective in APART[name][2][0] + text
-
-
 def cross() -> tuple[float, str, tuple[int, ...]]:
     """Ranks 0 and 1 wait for each other in different groups; 2 and 3 for them."""
     rank, comm = backend().rank, backend().comm
@@ -138,18 +125,6 @@ def new_groups() -> tuple[float, str, tuple[int, ...]]:
     return time.monotonic() - begin, str(caught.value), caught.value.ranks
 
 
-@pytest.mark.parametrize("program", [cross, new_groups])
-def test_ranks_that_wait_in_different_groups_are_told(
-    program: Callable[[], tuple[float, str, tuple[int, ...]]],
-) -> None:
-    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as world:
-        for seconds, text, ranks in world.call(program):
-            assert seconds < 2 * SOON
-            assert "stuck" in text
-            assert {0, 1} <= set(ranks)
-            assert "missing" in text
-
-
 def lose_one() -> tuple[float, str]:
     """Rank 3 ends; rank 0 is in no group with it, and waits for rank 1, which is."""
     mesh, rank, comm = Mesh({"a": 2, "b": 2}), backend().rank, backend().comm
@@ -167,16 +142,6 @@ def lose_one() -> tuple[float, str]:
     return seconds, str(caught.value)
 
 
-def test_a_loss_reaches_ranks_that_share_no_group_with_it() -> None:
-    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as world:
-        outcomes = world.outcomes(lose_one)
-        for rank in range(3):
-            assert outcomes[rank].failure is None, outcomes[rank].failure
-            seconds, text = outcomes[rank].value
-            assert seconds < STAY
-            assert "start all processes again" in text
-
-
 def wait_for_a_slow_one() -> float:
     """Rank 0 comes late, to a collective and to a group that is to be made; the others wait for it."""
     mesh, rank, comm = Mesh({"a": 2, "b": 2}), backend().rank, backend().comm
@@ -187,11 +152,6 @@ def wait_for_a_slow_one() -> float:
         total += comm.all_reduce(ones(1), mesh.group(axis, rank), "sum").item()
         total += comm.all_reduce(ones(1), mesh.group(("a", "b"), rank), "sum").item()
     return total
-
-
-def test_who_comes_late_is_waited_for() -> None:
-    with ProcessWorld(4, setup=join, preload=preloaded.TORCH) as world:
-        assert world.call(wait_for_a_slow_one) == [18.0] * 4
 
 
 def compare_all() -> str:
@@ -205,9 +165,85 @@ def compare_all() -> str:
     return str(caught.value)
 
 
-def test_all_calls_are_compared_where_that_is_asked_for() -> None:
-    with ProcessWorld(2, setup=join, preload=preloaded.TORCH, env={"UNIDIST_CHECK": "all"}) as world:
-        assert all("op=sum" in text and "op=prod" in text for text in world.call(compare_all))
+# Each in a world of its own, which waits for most of its time ---------------------------------------------------------
+
+
+def in_world(count: int, program: Callable[..., Any], *args: Any, check: str | None = None) -> dict[int, Outcome]:
+    with ProcessWorld(count, setup=join, preload=preloaded.TORCH, env={"UNIDIST_CHECK": check}) as world:
+        return world.outcomes(program, *args)
+
+
+def values(outcomes: dict[int, Outcome]) -> list[Any]:
+    for outcome in outcomes.values():
+        if outcome.failure is not None:
+            raise outcome.failure
+    return [outcomes[rank].value for rank in sorted(outcomes)]
+
+
+WORLDS: dict[str, Callable[[], dict[int, Outcome]]] = {
+    **{
+        f"test_ranks_that_call_something_else_are_told[{name}]": partial(
+            in_world, 3 if name in ("large shapes", "roots") else 2, disagree, name, 3 if name == "shapes" else 0
+        )
+        for name in APART
+    },
+    **{
+        f"test_ranks_that_wait_in_different_groups_are_told[{program.__name__}]": partial(in_world, 4, program)
+        for program in (cross, new_groups)
+    },
+    "test_a_loss_reaches_ranks_that_share_no_group_with_it": partial(in_world, 4, lose_one),
+    "test_who_comes_late_is_waited_for": partial(in_world, 4, wait_for_a_slow_one),
+    "test_all_calls_are_compared_where_that_is_asked_for": partial(in_world, 2, compare_all, check="all"),
+}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Callable[[str], dict[int, Outcome]]:
+    return found_by(request, WORLDS)
+
+
+@pytest.fixture
+def outcomes(request: pytest.FixtureRequest, results: Callable[[str], dict[int, Outcome]]) -> dict[int, Outcome]:
+    """What the processes of the test's own world came to."""
+    return results(request.node.name)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_call_something_else_are_told(name: str, outcomes: dict[int, Outcome]) -> None:
+    for seconds, text, ranks, collective in values(outcomes):
+        assert seconds < SOON
+        assert all(words in text for words in APART[name][2])
+        assert "test_desync.py:" in text
+        # Of those that agree, the ones that have waited for long enough are named.
+        assert 0 in ranks
+        assert len(ranks) > 1
+        assert collective is not None
+        assert collective in APART[name][2][0] + text
+
+
+@pytest.mark.parametrize("name", ["cross", "new_groups"])
+def test_ranks_that_wait_in_different_groups_are_told(name: str, outcomes: dict[int, Outcome]) -> None:
+    for seconds, text, ranks in values(outcomes):
+        assert seconds < 2 * SOON
+        assert "stuck" in text
+        assert {0, 1} <= set(ranks)
+        assert "missing" in text
+
+
+def test_a_loss_reaches_ranks_that_share_no_group_with_it(outcomes: dict[int, Outcome]) -> None:
+    for rank in range(3):
+        assert outcomes[rank].failure is None, outcomes[rank].failure
+        seconds, text = outcomes[rank].value
+        assert seconds < STAY
+        assert "start all processes again" in text
+
+
+def test_who_comes_late_is_waited_for(outcomes: dict[int, Outcome]) -> None:
+    assert values(outcomes) == [18.0] * 4
+
+
+def test_all_calls_are_compared_where_that_is_asked_for(outcomes: dict[int, Outcome]) -> None:
+    assert all("op=sum" in text and "op=prod" in text for text in values(outcomes))
 
 
 def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import unidist
+from tests.support.clearing import cleared
 from unidist.errors import BackendMismatchError
 from unidist.keras.compat import (
     READ,
@@ -78,7 +79,7 @@ def after_install() -> dict[str, Any]:
     before = JAXTrainer.fit
     hooks.install()
     again = JAXTrainer.fit is before
-    keras.utils.clear_session()
+    cleared()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     with unidist.ledger() as book:
