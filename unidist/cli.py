@@ -107,7 +107,9 @@ def _plan(parsed: argparse.Namespace) -> int:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "unidist run [options] (SCRIPT | -m MODULE) [arguments of the script]"
     _add_world(parser)
-    parser.add_argument("-n", "--processes", type=int, default=1, help="processes on this node (default: 1)")
+    parser.add_argument(
+        "-n", "--processes", default="1", metavar="N", help="processes on this node, or gpu: one for each (default: 1)"
+    )
     parser.add_argument("--grace", type=float, default=5.0, help="seconds from asking to end to killing (default: 5)")
     parser.add_argument(
         "--timeout", type=float, help="seconds that processes wait for each other (default: UNIDIST_TIMEOUT, else 300)"
@@ -144,7 +146,7 @@ def _run(parsed: argparse.Namespace) -> int:
     request = launch.Request(
         backend=parsed.backend,
         command=(*program, *parsed.arguments),
-        processes=parsed.processes,
+        processes=importlib.import_module("unidist.launch.counting").processes_of(parsed.processes),
         nodes=parsed.nodes,
         node_rank=parsed.node_rank,
         address=parsed.address,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from unidist.backends import registry
 from unidist.backends.environment import TORCHRUN, Launch, without_launcher
-from unidist.launch import program
+from unidist.launch import counting, program
 from unidist.launch.console import Console
 from unidist.launch.forkserver import Forked, ForkServer
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
@@ -58,8 +58,8 @@ class Job(ABC):
         self._lifeline: tuple[int, int] | None = None
 
     def defaults(self) -> dict[str, str]:
-        """For all processes, unless the environment says otherwise: the cores of the machine are shared by them."""
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.request.processes))}
+        """For all processes, unless the environment says otherwise: they share the cores on which they may run."""
+        return {"OMP_NUM_THREADS": str(max(1, counting.cores() // self.request.processes))}
 
     def common(self) -> dict[str, str]:
         """What the job adds to the environment of each process alike, whatever the attempt."""
