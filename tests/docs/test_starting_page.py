@@ -49,7 +49,7 @@ def test_the_batch_script_starts_one_launcher_a_node(tmp_path: Path) -> None:
     assert second == first.replace("--node-rank 0", "--node-rank 1")
     assert words[0] == "run"
     asked = _run_parser().parse_args(words[1:])
-    assert (asked.processes, asked.nodes, asked.node_rank, asked.address) == (8, 2, 0, "node7:29500")
+    assert (int(asked.processes), asked.nodes, asked.node_rank, asked.address) == (8, 2, 0, "node7:29500")
 
 
 def test_the_batch_script_puts_a_job_back_that_was_asked_to_end(tmp_path: Path) -> None:
