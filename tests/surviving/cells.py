@@ -33,7 +33,7 @@ ENDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "launcher SIGTERM", "launcher SIGKILL",
 RAISED = ("exception", "MemoryError")
 PLACES = ("joining", "first step", "forward", "between steps", "evaluating", "saving", "loading", "last step")
 # The launcher of a node is killed: the others go on without it, and with it when it comes back.
-GONE, BACK = "node gone", "node back"
+GONE, BACK = LOSES_A_NODE = "node gone", "node back"
 # Where each rank draws its own numbers, fewer ranks draw others: trainings that go on with fewer have no dropout there.
 DRAWS_APART = ("torch", "tensorflow", "horovod")
 # Seconds: what processes wait for each other, and what a cell may take.
@@ -51,8 +51,7 @@ MESSAGES = {
     "MemoryError": "exit code 1",
     "disk full": "exit code 1",
     "SIGTERM": "asked to leave|signal SIGTERM",
-    GONE: "has gone",
-    BACK: "has gone",
+    **dict.fromkeys(LOSES_A_NODE, "has gone"),
 }
 
 
@@ -245,7 +244,7 @@ def _launch(
     prefix: Sequence[str] = ()
     if hosts is not None:
         prefix = hosts.prefix(node)
-        options += ["--min-processes", "1"] if cell.fault in (GONE, BACK) else []
+        options += ["--min-processes", "1"] if cell.fault in LOSES_A_NODE else []
         options += ["--nodes", str(nodes), "--node-rank", str(node), "--address", f"{hosts.address(0)}:{port}"]
     hiding = path_with("tensorflow") if cell.backend == "tensorflow" else os.environ.get("PYTHONPATH", "")
     told = {"FAULT": json.dumps(asdict(cell)), "STARTED": str(started), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -299,7 +298,7 @@ def _judge(cell: Cell, folder: Path, outcome: Outcome, reference: tuple[np.ndarr
         return
     weights, given = reference
     difference = float(np.abs(np.load(folder / "weights.npy") - weights).max())
-    if not difference <= (1e-5 if cell.fault in (GONE, BACK) else 1e-6):
+    if not difference <= (1e-5 if cell.fault in LOSES_A_NODE else 1e-6):
         outcome.wrong.append(f"weights differ by {difference:.2g}")
     if (found := _batches(folder, len(given) - STEPS, cell.backend == "tensorflow")) != given:
         outcome.wrong.append(f"batches: {found} instead of {given}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unidist.doctor.check import Check, counted
+from unidist.launch import counting
 
 _GIB = 2**30
 # A process that has imported Keras and a framework.
@@ -46,7 +47,7 @@ def look(system: Path = _SYSTEM) -> Machine:
     """Reads all of it from this machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=counting.cores(),
         quota=_quota(system),
         memory=_available(Path("/proc/meminfo")),
         memory_limit=_limit(system),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from unidist.backends.noting import members_of
 from unidist.flight.form import SUFFIX, file_of
 from unidist.flight.reading import Entry, Flight
 from unidist.flight.recorder import STACKS
+from unidist.launch.ending import send
 
 # Ranks give up by themselves after their timeout, and that shall be seen as what it is.
 _EARLY = 0.1
@@ -160,8 +160,7 @@ def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) ->
     for flight in known:
         if flight.pid and files[flight.rank].exists():
             for number in (signal.SIGUSR2, signal.SIGCONT):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(flight.pid, number)
+                send(flight.pid, number)
     deadline = time.monotonic() + _STACKS_ARRIVE
     lines: list[str] = []
     for rank, path in files.items():

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -153,16 +154,24 @@ class Reads(keras.layers.Layer):
         return keras.ops.matmul(x, self._read() + self.kernel)
 
 
-def refused_to_read() -> str:
-    with strategy_of("shards").scope():
-        first = keras.layers.Dense(8)
-        model = keras.Sequential([keras.Input((8,)), first, Reads(first)])
+def _refusal(kind: str, stack: Callable[[], list[keras.layers.Layer]]) -> str:
+    """What is said of a compiled model of these layers."""
+    with strategy_of(kind).scope():
+        model = keras.Sequential([keras.Input((8,)), *stack()])
         model.compile("sgd", "mse", jit_compile=True)
     try:
         model.train_on_batch(np.ones((8, 8), "float32"), np.ones((8, 8), "float32"))
     except unidist.CapabilityError as error:
         return str(error)
     return ""
+
+
+def refused_to_read() -> str:
+    def stack() -> list[keras.layers.Layer]:
+        first = keras.layers.Dense(8)
+        return [first, Reads(first)]
+
+    return _refusal("shards", stack)
 
 
 def equals_one_device(name: str) -> None:
@@ -180,14 +189,7 @@ class Decides(keras.layers.Layer):
 
 
 def refused() -> str:
-    with strategy_of("data").scope():
-        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3), Decides()])
-        model.compile("sgd", "mse", jit_compile=True)
-    try:
-        model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 3), "float32"))
-    except unidist.CapabilityError as error:
-        return str(error)
-    return ""
+    return _refusal("data", lambda: [keras.layers.Dense(8), Decides()])
 
 
 def start() -> None:
