@@ -54,6 +54,7 @@ _PLACES = {
     "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",
     "Ftrl": "keras.src.optimizers.ftrl:Ftrl",
     "AutocastScope": "keras.src.backend.common.variables:AutocastScope",
+    "get_autocast_scope": "keras.src.backend.common.variables:get_autocast_scope",
     "LossScaleOptimizer": "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
     "GLOBAL_SEED_GENERATOR": "keras.src.random.seed_generator:GLOBAL_SEED_GENERATOR",
     "SeedGenerator": "keras.src.random.seed_generator:SeedGenerator",

@@ -134,11 +134,13 @@ def test_values_that_are_in_use_stay(reads_another, monkeypatch):
 
 
 def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):
-    """Backward opens what forward saved of a kernel that was cast, and its memory is free by then."""
+    """Backward opens what forward saved of a kernel that was cast, and its memory is free by then. A regularizer wants
+    it as it is stored, so that it is gathered so, and cast."""
     monkeypatch.setattr(units, "UNIT_BYTES", 1)
 
     def build():
-        stack = [layers.Dense(16, "tanh", dtype="mixed_bfloat16") for _ in range(5)]
+        options = {"dtype": "mixed_bfloat16", "kernel_regularizer": "l2"}
+        stack = [layers.Dense(16, "tanh", **options) for _ in range(5)]
         return keras.Sequential([layers.Input((12,)), *stack, layers.Dense(3)])
 
     x, y = features()

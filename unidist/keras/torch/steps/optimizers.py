@@ -98,7 +98,7 @@ def _join(frame: Frame, variables: Any) -> None:
     """What ranks have updated in parts becomes what is stored, where that is more than a part. What was fetched before
     is let go: a step may read it again."""
     placed = [v._storage for v in variables if placing.is_placed(v)]
-    for unit in {id(u): u for p in placed if not p.is_kept and (u := p.units.get(frame.rank))}.values():
+    for unit in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
         unit.is_pinned = False
         unit.free()
     apart = [storage for storage in placed if storage.shardings.state != storage.shardings.stored]

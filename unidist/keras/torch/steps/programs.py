@@ -102,7 +102,7 @@ def _install(model: Any, owner: Any) -> None:
         if (kind, seen) not in programs:
             programs[kind, seen] = Program(model, owner, rest, shape)
         program = programs[kind, seen]
-        with program.variables(frame) as held:
+        with program.variables(frame, looked.get(kind)) as held:
             # Once for all shapes: others may be new to some ranks alone, and the call may send.
             if kind not in looked:
                 looked[kind] = program.look(frame, held, tensors)
@@ -186,12 +186,17 @@ class Program:
         self.compiled = torch.compile(_entry(id(self)), fullgraph=True, dynamic=False)
 
     @contextlib.contextmanager
-    def variables(self, frame: Frame) -> Iterator[list[torch.Tensor]]:
-        """Gives what the call reads of the variables. Inside, what is fetched of them stays."""
+    def variables(self, frame: Frame, dtypes: Sequence[torch.dtype | None] | None) -> Iterator[list[torch.Tensor]]:
+        """Gives what the call reads of the variables. Inside, what is fetched of them stays.
+
+        Args:
+            dtypes: what `look` gave; None before that.
+        """
         with contextlib.ExitStack() as stack:
             for storage in self.storages:
                 stack.enter_context(storage.in_use(frame))
-            yield [storage.local(frame) for storage in self.storages]
+            wanted = dtypes or [None] * len(self.storages)
+            yield [storage.local(frame, dtype) for storage, dtype in zip(self.storages, wanted, strict=True)]
 
     def __call__(
         self,
@@ -290,7 +295,7 @@ def _dtype_of(storage: Storage, reads: Sequence[torch.dtype]) -> torch.dtype | N
 def _cast(frame: Frame, storage: Storage, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """What a program is given of a value: of a fetched one that it reads in another dtype, that. A cast of its own it
     would keep for backward, whole."""
-    if dtype is None:
+    if dtype is None or value.dtype == dtype:
         return value
     cast = value.to(dtype)
     storage.note_cast(frame, value, cast)

@@ -15,6 +15,7 @@ from unidist.keras.torch.context import Frame
 from unidist.keras.torch.steps import programs
 from unidist.keras.torch.steps.reducer import Reducer
 from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
+from unidist.keras.torch.values import low
 from unidist.keras.torch.values.buckets import Watched
 from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.values.units import Fetcher, use_in_calls
@@ -34,18 +35,20 @@ class Traffic:
         self.world = world
         self._in_parts = in_parts
         self._undo: list[Callable[[], None]] = []
-        by_layer = _storages_by_layer(model)
-        fetched = [(layer, storages) for layer, storages in by_layer if any(not p.is_kept for p in storages)]
+        by_layer = _variables_by_layer(model)
+        fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
         _check_fetched(model, [layer for layer, _ in fetched])
         trainable = [v._storage for v in model.trainable_variables]
         self._reducers = {
             rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
             for rank in world.ranks
         }
-        self._fetchers = {rank: Fetcher(world, rank, [storages for _, storages in by_layer]) for rank in world.ranks}
+        layers = [[v._storage for v in own] for _, own in by_layer]
+        lows = {id(v._storage): dtype for layer, own in by_layer for v in own if (dtype := low.expected(layer, v))}
+        self._fetchers = {rank: Fetcher(world, rank, layers, lows) for rank in world.ranks}
         self._make_ready()
-        for layer, storages in fetched:
-            self._undo.append(use_in_calls(layer, storages))
+        for layer, own in fetched:
+            self._undo.append(use_in_calls(layer, [v._storage for v in own]))
         self.fetches = bool(fetched)
         self._has_modules = any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
 
@@ -151,14 +154,14 @@ def _check_fetched(model: Any, layers: list[Any]) -> None:
             )
 
 
-def _storages_by_layer(model: Any) -> list[tuple[Any, list[Storage]]]:
-    """Each layer with the storages of its own variables, in the order of the model; a shared one counts once."""
+def _variables_by_layer(model: Any) -> list[tuple[Any, list[DistributedVariable]]]:
+    """Each layer with its own variables, in the order of the model; a shared one counts once."""
     seen: set[int] = set()
     found = []
     for layer in model._flatten_layers():
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        fresh = [v for v in own if isinstance(v, DistributedVariable) and id(v) not in seen]
-        seen.update(id(v) for v in fresh)
+        fresh = [v for v in own if isinstance(v, DistributedVariable) and id(v._storage) not in seen]
+        seen.update(id(v._storage) for v in fresh)
         if fresh:
-            found.append((layer, [v._storage for v in fresh]))
+            found.append((layer, fresh))
     return found

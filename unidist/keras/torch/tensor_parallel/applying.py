@@ -110,7 +110,7 @@ def _shard(frame: Frame, variable: Any, dim: int, axes: Axes) -> torch.Tensor:
     storage = variable._storage
     held, wanted = storage.layout, cut_dim(len(storage.sharding.shape), dim, axes)
     if held == wanted:
-        return variable.computed(frame, storage.local(frame))  # type: ignore[no-any-return]
+        return variable.local(frame)  # type: ignore[no-any-return]
     fanned = tuple(a for a in held.sharded_axes if a in frame.world.data_axes)
     target = storage.sharding.with_layout(Layout(*wanted.dims, fanout=fanned))
     return variable._maybe_autocast(  # type: ignore[no-any-return]
@@ -236,13 +236,13 @@ def _masked(layer: Any, inputs: Any, rows: Any) -> Any:
 
 
 def _whole(frame: Frame, variable: Any) -> torch.Tensor:
-    return variable._maybe_autocast(variable._storage.whole(frame, differentiable=True))  # type: ignore[no-any-return]
+    return variable.whole(frame)  # type: ignore[no-any-return]
 
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own sharded weights are gathered once for the call; gradients go back as shards."""
     layer = rule.layer
     own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if is_sharded(v)]
-    values = {id(v): v._storage.whole(frame, differentiable=True) for v in own}
+    values = {id(v): v.whole(frame) for v in own}
     with frame.reading(values):
         return rest(*args, **kwargs)

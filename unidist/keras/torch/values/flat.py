@@ -161,12 +161,12 @@ class FlatBuffer:
 
     def gather(self, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> Moving:
         """Starts to join the places' parts: loose ones into `wholes` (`parts` may be their memory), the others into
-        the buffer, from which `take` puts them there after the wait. S -> I over the axes; sends (n-1)/n of the
-        bytes."""
+        the buffer, from which `take` puts them there after the wait. Parts of another dtype are cast. S -> I over
+        the axes; sends (n-1)/n of the bytes."""
         handles, held = [], []
         buffer = self._buffer() if self.packed else None
         for k in self.loose:
-            held.append(parts[k].reshape(1, -1))
+            held.append(parts[k].to(self._dtype).reshape(1, -1))
             handles.append(self._gather(wholes[k].view(self.group.size, -1), held[-1]))
         if buffer is not None:
             row = buffer[self.group.index].unsqueeze(0)

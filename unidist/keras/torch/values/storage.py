@@ -16,6 +16,7 @@ from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import norms, walks
 from unidist.keras.torch.values.flat import is_nested
+from unidist.keras.torch.values.low import LowValue, without_memory
 from unidist.keras.torch.world import RankWorld
 from unidist.strategies import VariableLayouts
 
@@ -67,6 +68,7 @@ class Storage:
         is_sharded: whether layers see a shard.
         is_whole: whether layers see the whole value on every rank.
         is_kept: whether what layers compute with is what is stored.
+        units: what gathers it, by rank. lows: its gathered value in the dtype of computation, where it has one.
     """
 
     def __init__(self, world: RankWorld, shardings: Shardings, path: str) -> None:
@@ -77,6 +79,7 @@ class Storage:
         self.leaves: dict[int, torch.nn.Parameter] = {}
         self.states: dict[int, torch.nn.Parameter] = {}
         self.units: dict[int, Unit] = {}
+        self.lows: dict[int, LowValue] = {}
         self._trainable = False
         norms.watch(self)
         held = shardings.held.layout
@@ -123,8 +126,7 @@ class Storage:
             own = tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)
             self.states[rank] = torch.nn.Parameter(shard.detach()[own], requires_grad=shard.requires_grad)
         if held != stored:
-            leaf = shard.new_empty(held.local_shape(rank))
-            leaf.untyped_storage().resize_(0)
+            leaf = without_memory(shard.new_empty(held.local_shape(rank)), shard.dtype)
             self.leaves[rank] = torch.nn.Parameter(leaf, requires_grad=shard.requires_grad)
 
     def set_trainable(self, trainable: bool) -> None:
@@ -140,9 +142,12 @@ class Storage:
         frame = context.frame()
         with torch.no_grad():
             for rank in self.world.ranks if frame is None else (frame.rank,):
-                self.settled(rank).copy_(self._shard_of(value, rank))
-                if not self.is_kept and self.leaves[rank].untyped_storage().size():
-                    self.leaves[rank].data.copy_(value[self.sharding.slices(rank)])
+                units = self.gathered_by(rank)
+                for unit in units:
+                    unit.finish()
+                self.shards[rank].copy_(self._shard_of(value, rank))
+                for unit in [] if self.is_kept else units:
+                    unit.write(self, value[self.sharding.slices(rank)])
 
     def assign_parts(self, part: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
         """Writes each rank's shard of a value that is cut; `part` gives the slices."""
@@ -166,18 +171,31 @@ class Storage:
             self.units[rank].finish()
         return self.shards[rank]
 
+    def gathered_by(self, rank: int) -> list[Unit]:
+        """The units that it is in."""
+        units = [self.units[rank]] if rank in self.units else []
+        return [*units, self.lows[rank].unit] if rank in self.lows else units
+
     def forget_gathered(self) -> None:
         """What layers compute with is gathered anew from the stored shards when it is next needed."""
-        for unit in self.units.values():
-            unit.free()
+        for rank in self.units:
+            for unit in self.gathered_by(rank):
+                unit.free()
 
     # reading ------------------------------------------------------------------------------------------------------
 
-    def local(self, frame: Frame | None) -> torch.Tensor:
-        """What a layer computes with on the rank at work; fetched from the other data ranks if need be."""
+    def local(self, frame: Frame | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What a layer computes with on the rank at work; fetched from the other data ranks if need be.
+
+        Args:
+            dtype: in which it is about to be read. What is returned is in this dtype or in its own.
+        """
         if frame is not None and frame.inputs is not None:
             return self._given(frame, frame.inputs)
         rank = self.rank_at_work(frame)
+        low = self.lows.get(rank)
+        if low is not None and low.value.dtype == dtype:
+            return low.read()
         unit = self.units.get(rank)
         if unit is not None:
             unit.need()
@@ -226,21 +244,22 @@ class Storage:
     @contextlib.contextmanager
     def in_use(self, frame: Frame) -> Iterator[None]:
         """What a layer computes with stays where it is inside."""
-        unit = self.units.get(frame.rank)
-        if unit is None:
-            yield
-            return
-        with unit.in_use():
+        with contextlib.ExitStack() as stack:
+            for unit in self.gathered_by(frame.rank):
+                stack.enter_context(unit.in_use())
             yield
 
-    def whole(self, frame: Frame | None, *, differentiable: bool = False) -> torch.Tensor:
+    def whole(
+        self, frame: Frame | None, *, differentiable: bool = False, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """The whole value: a collective of the mesh, except where it is whole on every rank.
 
         In a frame it is differentiable on demand: model axes give each rank the same gradient (I), data axes
-        gradients of their own rows (F).
+        gradients of their own rows (F). `dtype` is as in `local`.
         """
         if frame is not None and (self.is_kept or frame.rank in self.units):
-            return self.local(frame) if self.is_whole else self._moved(self.local(frame), self.sharding, differentiable)
+            held = self.local(frame, dtype)
+            return held if self.is_whole else self._moved(held, self.sharding, differentiable)
         stored = self.shardings.stored
         if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
             return torch.as_tensor(self._assembled())

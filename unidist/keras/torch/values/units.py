@@ -11,7 +11,7 @@ that a tensor's memory is taken from under it and given back is FSDP's trick too
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from unidist.algebra import Axes
 from unidist.keras.calls import Call, Stage
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.values.flat import Cut, FlatBuffer, Moving, cut_between
+from unidist.keras.torch.values.flat import Cut, FlatBuffer, Moving
+from unidist.keras.torch.values.grouping import grouped
+from unidist.keras.torch.values.low import LowValue, without_memory
 from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.world import RankWorld
 
@@ -36,18 +38,26 @@ class Unit:
     """Variables that are gathered together, on one rank.
 
     Attributes:
+        values: what is gathered: the storages' leaves, or values beside them in the dtype of computation.
         is_kept: its leaves are the stored values and are never freed.
+
+    Args:
+        low: the dtype of computation, for values of their own.
     """
 
-    def __init__(self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], storages: list[Storage]) -> None:
+    def __init__(
+        self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], storages: list[Storage], low: torch.dtype | None = None
+    ) -> None:
         rank = fetcher.rank
         self.fetcher = fetcher
         self.storages = storages
         self.is_kept = storages[0].is_kept
-        self.leaves = [p.leaves[rank] for p in storages]
+        leaves: list[torch.Tensor] = [p.leaves[rank] for p in storages]
+        self.is_low = low is not None
+        self.values = leaves if low is None else [without_memory(leaf, low) for leaf in leaves]
         self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in storages]
-        self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.leaves)
-        self.nbytes = sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
+        self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.values)
+        self.nbytes = sum(value.numel() * value.element_size() for value in self.values)
         self.is_here = self.is_kept
         self.users = 0
         self.is_pinned = False
@@ -65,7 +75,7 @@ class Unit:
         with torch.no_grad(), events.for_purpose("parameters"):
             self._give_memory(self.buffer.loose)
             # `.data`: what backward saved of them must not look as if it had been changed.
-            self._coming = self.buffer.gather(self.parts, [leaf.data for leaf in self.leaves])
+            self._coming = self.buffer.gather(self.parts, [value.data for value in self.values])
         self.is_here = False
 
     def finish(self) -> None:
@@ -78,18 +88,18 @@ class Unit:
             with torch.no_grad():
                 self._give_memory(self.buffer.packed)
                 for k in self.buffer.packed:
-                    self.buffer.take(coming.buffer, k, self.leaves[k].data)
+                    self.buffer.take(coming.buffer, k, self.values[k].data)
         self.is_here = True
 
     def _give_memory(self, numbers: Iterable[int]) -> None:
-        for leaf in [] if self.is_kept else [self.leaves[k] for k in numbers]:
-            leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
+        for value in [] if self.is_kept else [self.values[k] for k in numbers]:
+            value.untyped_storage().resize_(value.numel() * value.element_size())
 
     def free(self) -> None:
         """Lets the gathered values go. What was saved of them for backward keeps its shape, without memory."""
         self.finish()
         if not self.is_kept and self.is_here:
-            for tensor in (*self.leaves, *(cast for _, cast in self._casts)):
+            for tensor in (*self.values, *(cast for _, cast in self._casts)):
                 tensor.untyped_storage().resize_(0)
             self.is_here = False
 
@@ -108,10 +118,28 @@ class Unit:
                 storage.resize_(cast.numel() * cast.element_size())
                 cast.copy_(leaf.data)
 
-    def forget_casts(self) -> None:
-        for _, cast in self._casts:
+    def forget_casts(self, of: torch.Tensor | None = None) -> None:
+        """Of a leaf, or all."""
+        gone = [cast for leaf, cast in self._casts if of is None or leaf is of]
+        self._casts = [(leaf, cast) for leaf, cast in self._casts if of is not None and leaf is not of]
+        for cast in gone:
             self.fetcher.by_memory.pop(cast.untyped_storage()._cdata, None)
-        self._casts.clear()
+
+    def write(self, storage: Storage, value: torch.Tensor) -> None:
+        """What is gathered becomes this, where it is there. What a layer made in low precision of it before, and
+        backward may have saved, stays as it was, as on one device."""
+        place = self.storages.index(storage)
+        held = self.values[place]
+        if not held.untyped_storage().size():
+            return
+        if not self.is_low:
+            self.forget_casts(held)
+            held.data.copy_(value)
+            return
+        self.values[place] = new = torch.empty_like(held)
+        new.copy_(value)
+        del self.fetcher.by_memory[held.untyped_storage()._cdata]
+        self.fetcher.by_memory[new.untyped_storage()._cdata] = self
 
     # reading ------------------------------------------------------------------------------------------------------
 
@@ -135,9 +163,15 @@ class Unit:
 
 
 class Fetcher:
-    """One rank's units, in the order of the model's layers; fetches the next one before it is needed."""
+    """One rank's units, in the order of the model's layers; fetches the next one before it is needed.
 
-    def __init__(self, world: RankWorld, rank: int, layers: Iterable[list[Storage]]) -> None:
+    Args:
+        lows: id of a storage -> the dtype in which its layer is expected to read it, where that is not its own.
+    """
+
+    def __init__(
+        self, world: RankWorld, rank: int, layers: Iterable[list[Storage]], lows: Mapping[int, torch.dtype]
+    ) -> None:
         self.world = world
         self.rank = rank
         self.last: Unit | None = None
@@ -145,15 +179,22 @@ class Fetcher:
         self._order: dict[str, list[Unit]] = {}
         self._before: list[Unit] = []
         self._seen: list[Unit] = []
-        for axes, cuts, storages in _merged(layers, rank):
-            unit = Unit(self, axes, cuts, storages)
+        for one in grouped(layers, rank, lows, UNIT_BYTES, KEPT_UNIT_BYTES):
+            unit = Unit(self, one.axes, one.cuts, one.storages)
             self.units.append(unit)
-            for storage in storages:
+            for storage in one.storages:
                 storage.units[rank] = unit
+            if one.low is not None:
+                self._gather_low(Unit(self, one.axes, one.cuts, one.storages, one.low))
         self.fetched = [unit for unit in self.units if not unit.is_kept]
-        self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.leaves}
+        self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.values}
         self._node: Any = None
         self._opened_for_node: list[Unit] = []
+
+    def _gather_low(self, unit: Unit) -> None:
+        self.units.append(unit)
+        for place, storage in enumerate(unit.storages):
+            storage.lows[self.rank] = LowValue(unit, place, storage.leaves[self.rank])
 
     def close(self) -> None:
         """Lets go of the variables."""
@@ -162,6 +203,7 @@ class Fetcher:
             unit.finish()
             for storage in unit.storages:
                 storage.units.pop(self.rank, None)
+                storage.lows.pop(self.rank, None)
 
     # stored shards ------------------------------------------------------------------------------------------------
 
@@ -275,42 +317,12 @@ def _alias(saved: torch.Tensor) -> torch.Tensor:
     return saved.detach()
 
 
-def _merged(layers: Iterable[list[Storage]], rank: int) -> list[tuple[Axes, list[Cut], list[Storage]]]:
-    """Units of whole layers; small neighbours share one. Each is of one dtype, one group and one kind."""
-    units: list[tuple[Axes, list[Cut], list[Storage]]] = []
-    open_units: dict[Any, tuple[Axes, list[Cut], list[Storage]]] = {}
-    sizes: dict[Any, int] = {}
-    for storages in layers:
-        touched = set()
-        for storage in storages:
-            found = cut_between(
-                storage.sharding, storage.shardings.state if storage.is_kept else storage.shardings.stored, rank
-            )
-            if found is None:
-                continue
-            axes, cut = found
-            key = (axes, storage.shards[rank].dtype, storage.is_kept)
-            if key not in open_units:
-                open_units[key] = (axes, [], [])
-                units.append(open_units[key])
-                sizes[key] = 0
-            open_units[key][1].append(cut)
-            open_units[key][2].append(storage)
-            leaf = storage.leaves[rank]
-            sizes[key] += leaf.numel() * leaf.element_size()
-            touched.add(key)
-        for key in touched:
-            if sizes[key] >= (KEPT_UNIT_BYTES if key[2] else UNIT_BYTES):
-                del open_units[key]
-    return units
-
-
 def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:
     """Keeps the layer's fetched variables in place while it is called. Returns what undoes it."""
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for unit in {id(u): u for p in storages if (u := p.units.get(frame.rank)) is not None}.values():
+            for unit in {id(u): u for p in storages for u in p.gathered_by(frame.rank)}.values():
                 stack.enter_context(unit.in_use())
             return rest(*args, **kwargs)
 

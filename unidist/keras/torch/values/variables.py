@@ -23,7 +23,7 @@ from unidist.keras.ranges import Stored
 from unidist.keras.strategy import keras_mesh
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.values import seen, torch_optimizers
+from unidist.keras.torch.values import low, seen, torch_optimizers
 from unidist.keras.torch.values.storage import Shardings, Storage
 from unidist.keras.torch.world import RankWorld
 
@@ -105,7 +105,22 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
                 return seen.Value.of(storage)
             if frame.backward_done:
                 return storage.own(frame)
-        return storage.whole(frame, differentiable=True) if storage.is_sharded else storage.local(frame)
+        return self._whole(frame) if storage.is_sharded else self._local(frame)
+
+    def local(self, frame: Frame) -> torch.Tensor:
+        """What a rank holds of it while it computes, in the dtype of computation."""
+        return self.computed(frame, self._local(frame))
+
+    def whole(self, frame: Frame) -> torch.Tensor:
+        """All of it, for layers of a rank, in the dtype of computation: a collective where it is cut."""
+        return self.computed(frame, self._whole(frame))
+
+    def _local(self, frame: Frame) -> torch.Tensor:
+        return self._storage.local(frame, low.read_now(self) if self._storage.lows else None)
+
+    def _whole(self, frame: Frame) -> torch.Tensor:
+        dtype = low.read_now(self) if self._storage.lows else None
+        return self._storage.whole(frame, differentiable=True, dtype=dtype)
 
     def _symbolic(self, value: torch.Tensor | None) -> torch.Tensor:
         """A stand-in of the whole shape for shape inference, which knows nothing of distribution."""
@@ -182,7 +197,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
     def regularizer(self) -> Any:
         """Behind the layers a regularizer fetches what it reads and lets it go again."""
         frame, found = context.frame(), self._regularizer
-        if frame is None or found is None or frame.rank not in self._storage.units:
+        if frame is None or found is None or not self._storage.gathered_by(frame.rank):
             return found
 
         def regularized(value: Any) -> Any:
