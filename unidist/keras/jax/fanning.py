@@ -5,6 +5,8 @@ whose gradients are the shards' own sums. Autodiff adds the gradients of several
 and one reduce_scatter takes them to where the optimizer works. Inside a region (regions.py), where the program is that
 of one data shard, it is an all_gather whose adjoint is that reduce_scatter.
 
+What layers read in low precision is gathered in it: `param_dtype` of PyTorch FSDP (Zhao et al., arXiv:2304.11277).
+
 Source: ZeRO (Rajbhandari et al., SC 2020, arXiv:1910.02054). Bytes a rank, of a variable of P bytes over n data shards:
 reduce_scatter (n-1)/n P, all_gather (n-1)/n P.
 """
@@ -89,9 +91,37 @@ def by_shard(cut: Cut, program: Callable[..., Any], takes: Any, gives: Any) -> C
     )
 
 
-def gathered(cut: Cut, shard: Any) -> Any:
-    """Inside a region: the whole value of a shard. S -> F; the adjoint is reduce_scatter."""
+def gathered(cut: Cut, shard: Any, dtype: Any = None) -> Any:
+    """Inside a region: the whole value of a shard. S -> F; the adjoint is reduce_scatter.
+
+    Args:
+        dtype: in which it is sent and given, where that is not its own. Gradients are summed in its own.
+    """
+    return _all_gather(cut, shard) if dtype is None else _gathering(cut, str(dtype), str(shard.dtype))(shard)
+
+
+def _all_gather(cut: Cut, shard: Any) -> Any:
     return cut.joined(jax.lax.all_gather(shard, cut.axes, axis=cut.side, tiled=True))
+
+
+@lru_cache(maxsize=1024)
+def _gathering(cut: Cut, dtype: str, own: str) -> Any:
+    @jax.custom_vjp
+    def gather(shard: Any) -> Any:
+        return _all_gather(cut, shard.astype(dtype))
+
+    def forward(shard: Any) -> tuple[Any, None]:
+        return gather(shard), None
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        return (_reduce_scatter(cut, gradient.astype(own)),)
+
+    gather.defvjp(forward, backward)
+    return gather
+
+
+def _reduce_scatter(cut: Cut, gradient: Any) -> Any:
+    return jax.lax.psum_scatter(cut.laid(gradient), cut.axes, scatter_dimension=cut.side, tiled=True)
 
 
 def stacked(cut: Cut, value: Any) -> Any:
@@ -113,7 +143,7 @@ def _stacking(cut: Cut) -> Any:
 
     def backward(_: None, gradients: Any) -> tuple[Any]:
         def reduced(own: Any) -> Any:
-            return jax.lax.psum_scatter(cut.laid(own[0]), cut.axes, scatter_dimension=cut.side, tiled=True)
+            return _reduce_scatter(cut, own[0])
 
         return (cut.joined(by_shard(cut, reduced, stack, cut.spec)(gradients)),)
 

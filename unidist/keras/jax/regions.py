@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import StatelessScope
 from keras.layers import RNN, Wrapper
@@ -78,8 +79,8 @@ def calling_layer(original: Any) -> Any:
         if region is None or not any(id(v) in region.cuts for v in _of_unit(self)):
             return original(self, *args, **kwargs)
         call = _Call.of(self, functools.partial(original, self), args, kwargs)
-        if call is not None and not region.was_written(self) and call.is_row_wise():
-            return call.on_shards(region)
+        if call is not None and not region.was_written(self) and (program := call.proven()) is not None:
+            return call.on_shards(region, program)
         # No collectives inside of a loop over time.
         with entering(None if isinstance(self, RNN) else region):
             return original(self, *args, **kwargs)
@@ -116,8 +117,10 @@ class _Scope(StatelessScope):  # type: ignore[misc]
     """A stateless scope that shows what an outer one holds of other variables."""
 
     def __init__(self, variables: list[Any], values: Any) -> None:
-        super().__init__(list(zip(variables, values, strict=True)), collect_losses=True)
-        self._given = dict(self.state_mapping)
+        super().__init__(collect_losses=True)
+        # As they are: Keras would cast them to the dtype of computation of the layer, and layers in it may have others.
+        self._given = {id(variable): value for variable, value in zip(variables, values, strict=True)}
+        self.state_mapping.update(self._given)
         self._outer = get_stateless_scope()
 
     def get_current_value(self, variable: Any) -> Any:
@@ -187,29 +190,30 @@ class _Call:
             raise _UnprovenError
         return outputs, [get_keras_mask(output) for output in outputs], tree
 
-    def is_row_wise(self) -> bool:
-        """Whether it is proven that each row of its outputs is made of that row of its inputs alone."""
+    def proven(self) -> Any:
+        """Its program, where it is proven that each row of its outputs is made of that row of its inputs alone; else
+        None."""
         try:
             programs = [jax.make_jaxpr(self._traced)(*self._abstract(rows)) for rows in rowwise.SIZES]
         except Exception:
             # Whatever it has against other numbers of rows than its own. The call itself raises what it has to raise.
-            return False
-        return rowwise.is_row_wise(*programs)
+            return None
+        return programs[0] if rowwise.is_row_wise(*programs) else None
 
     def _traced(self, values: Any, arrays: Any) -> Any:
         outputs, masks, _ = self.run(values, arrays)
         return outputs, masks
 
     def _abstract(self, rows: int) -> tuple[list[Any], list[Any]]:
-        values = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in self.variables]
+        values = [jax.ShapeDtypeStruct(tuple(v.shape), v._dtype) for v in self.variables]
         arrays = [jax.typeof(self.leaves[place]) for place in self.arrays]
         return values, [
             jax.ShapeDtypeStruct((rows, *a.shape[1:]) if own else a.shape, a.dtype, weak_type=a.weak_type)
             for a, own in zip(arrays, self.has_rows, strict=True)
         ]
 
-    def on_shards(self, region: Region) -> Any:
-        """The call as a program of each data shard on its rows."""
+    def on_shards(self, region: Region, program: Any) -> Any:
+        """The call, which is proven, as a program of each data shard on its rows."""
         cuts = [region.cuts.get(id(variable)) for variable in self.variables]
         cut = next(found for found in cuts if found is not None)
         values = [_given(variable, own, region) for variable, own in zip(self.variables, cuts, strict=True)]
@@ -218,10 +222,10 @@ class _Call:
             _padded(self.leaves[place], -self.rows % shards, cut.mesh) if own else self.leaves[place]
             for place, own in zip(self.arrays, self.has_rows, strict=True)
         ]
-        trees = []
+        dtypes, trees = _lows(program, len(self.variables)), []
 
         def local(values: Any, arrays: Any) -> Any:
-            whole = [_whole(own, value) for own, value in zip(cuts, values, strict=True)]
+            whole = [_whole(own, value, dtype) for own, value, dtype in zip(cuts, values, dtypes, strict=True)]
             outputs, masks, tree = self.run(whole, arrays)
             trees.append(tree)
             return outputs, masks
@@ -235,6 +239,26 @@ class _Call:
             if mask is not None:
                 set_keras_mask(output, mask)
         return jax.tree.unflatten(trees[-1], outputs)
+
+
+def _lows(program: Any, count: int) -> list[Any]:
+    """Of each of the first arguments of a program the dtype of fewer bits in which it is used, where all that is done
+    with it is one cast. Gradients of several uses, or of steps of a loop, would be added in that dtype.
+    """
+    uses: dict[Any, list[Any]] = {variable: [] for variable in program.jaxpr.invars[:count]}
+    for equation in program.jaxpr.eqns:
+        for variable in equation.invars:
+            if not isinstance(variable, Literal) and variable in uses:
+                uses[variable].append(equation)
+    return [_low(variable.aval.dtype, found) for variable, found in uses.items()]
+
+
+def _low(own: Any, uses: list[Any]) -> Any:
+    if len(uses) != 1 or uses[0].primitive.name != "convert_element_type":
+        return None
+    dtype = uses[0].params["new_dtype"]
+    both_float = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+    return dtype if both_float and dtype.itemsize < own.itemsize else None
 
 
 def _given(variable: Any, cut: fanning.Cut | None, region: Region) -> Any:
@@ -252,11 +276,11 @@ def _spec(cut: fanning.Cut | None) -> PartitionSpec:
     return cut.spec if cut.stored else PartitionSpec(cut.axes)
 
 
-def _whole(cut: fanning.Cut | None, value: Any) -> Any:
-    """Of what a shard holds of a variable."""
+def _whole(cut: fanning.Cut | None, value: Any, dtype: str | None) -> Any:
+    """Of what a shard holds of a variable; what is gathered is in this dtype."""
     if cut is None:
         return value
-    return fanning.gathered(cut, value) if cut.stored else value[0]
+    return fanning.gathered(cut, value, dtype) if cut.stored else value[0]
 
 
 def _padded(array: Any, missing: int, mesh: Any) -> Any:
@@ -279,5 +303,6 @@ def _even(array: Any, mesh: Any) -> Any:
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _NOT_KEPT
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    inside = getattr(params.get("call_jaxpr"), "eqns", ())  # of a function whose derivative is given
+    return primitive.name not in _NOT_KEPT and all(e.primitive.name != "all_gather" for e in inside)
