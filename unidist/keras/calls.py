@@ -27,6 +27,7 @@ class Stage(enum.IntEnum):
     WHOLE = enum.auto()  # a model gives no parts of sequences
     HEADS = enum.auto()  # an attention counts its rank's heads
     RULE = enum.auto()  # a layer computes with shards of its weights
+    GIVEN = enum.auto()  # what a layer gives is no view of what was fetched for it
 
 
 class _Calls:

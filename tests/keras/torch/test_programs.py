@@ -31,7 +31,7 @@ CASES = [
     # Each layer with shards of its own: as many programs. Of the last row of nine one rank has none.
     ("perceptron", "shards", "aot_eager", 9, 4 * 4),
     ("encoder", "model", "aot_eager", programs.BATCH, 1),
-    ("encoder", "shards", "aot_eager", programs.BATCH, 7),
+    ("encoder", "shards", "aot_eager", programs.BATCH, 8),
     ("encoder", "sequence", "aot_eager", programs.BATCH, 1),
 ]
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras import layers
+from keras import layers, ops
 
 import unidist
 from tests.keras import contract
@@ -131,6 +131,50 @@ def test_values_that_are_in_use_stay(reads_another, monkeypatch):
 
     x, y = features()
     assert_equal(train(build, x, y, unidist.DataParallel(zero=3)), train(build, x, y))
+
+
+class Given(layers.Layer):
+    """Gives views of its weights, and one as it is."""
+
+    def build(self, shape):
+        self.table = self.add_weight((shape[-1],), name="table")
+        self.masked = self.add_weight((1, shape[-1]), name="masked")
+
+    def call(self, x):
+        table = ops.broadcast_to(self.table, ops.shape(x))
+        return {"table": table, "row": ops.reshape(self.masked, (-1,)), "whole": ops.convert_to_tensor(self.masked)}
+
+
+class There(layers.Layer):
+    """What it takes has its memory: to read it would end the process, if not."""
+
+    def call(self, x):
+        plain = [t for t in x.values() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+        assert all(t.untyped_storage().size() for t in plain)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_what_a_layer_gives_of_its_weights_stays(policy, monkeypatch):
+    """As positions of KerasHub's models, which are a view of their table."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+
+    def build():
+        keras.config.set_dtype_policy(policy)
+        inputs = keras.Input((12,))
+        x = layers.Dense(16, "tanh")(inputs)
+        given = Given()(x)
+        x = layers.Dense(16, "tanh")(layers.Dense(16, "tanh")(x))
+        given = There()(given)
+        x = (x + given["table"]) * given["row"] + given["whole"]
+        return keras.Model(inputs, layers.Dense(3, dtype="float32")(x))
+
+    x, y = features()
+    try:
+        found, wanted = (train(build, x, y, unidist.DataParallel(zero=zero)) for zero in (3, 0))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert_equal(found, wanted)
 
 
 def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):

@@ -106,7 +106,8 @@ def _install(model: Any, owner: Any) -> None:
             # Once for all shapes: others may be new to some ranks alone, and the call may send.
             if kind not in looked:
                 looked[kind] = program.look(frame, held, tensors)
-            return program(frame, held, looked[kind], tensors)
+            out = program(frame, held, looked[kind], tensors)
+            return out if frame.fetcher is None else frame.fetcher.owned(out)
 
     object.__setattr__(owner, _ATTRIBUTE, (programs, looked))
     around_call(owner, Stage.PROGRAM, inside)

@@ -21,6 +21,7 @@ from unidist.algebra import Axes
 from unidist.keras.calls import Call, Stage
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
+from unidist.keras.torch.values import giving
 from unidist.keras.torch.values.flat import Cut, FlatBuffer, Moving
 from unidist.keras.torch.values.grouping import grouped
 from unidist.keras.torch.values.low import LowValue, without_memory
@@ -280,6 +281,10 @@ class Fetcher:
         unit.open_cast(memory)
         return saved
 
+    def owned(self, given: Any) -> Any:
+        """What a layer gives, in memory of its own."""
+        return giving.owned(given, lambda x: x.untyped_storage()._cdata in self.by_memory)
+
     def release(self) -> None:
         """Frees everything that was fetched."""
         for unit in self.fetched:
@@ -326,4 +331,14 @@ def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:
                 stack.enter_context(unit.in_use())
             return rest(*args, **kwargs)
 
-    return around_call(layer, Stage.FETCHED, inside)
+    def owned(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        out = rest(*args, **kwargs)
+        return out if frame.fetcher is None else frame.fetcher.owned(out)
+
+    undo = [around_call(layer, Stage.FETCHED, inside), around_call(layer, Stage.GIVEN, owned)]
+
+    def undo_all() -> None:
+        for one in undo:
+            one()
+
+    return undo_all

@@ -1,0 +1,39 @@
+"""What layers give of their weights. A table of positions is given as it is, as a view of the table; what was fetched
+for a layer is let go behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unidist.keras.compat import get_keras_mask, set_keras_mask, tree
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def owned(given: Any, is_fetched: Callable[[torch.Tensor], bool]) -> Any:
+    """A structure whose tensors have memory of their own.
+
+    Args:
+        is_fetched: whether a tensor's memory will be let go.
+    """
+
+    def own(x: Any) -> Any:
+        return _copy(x) if type(x) in _PLAIN and is_fetched(x) else x
+
+    return tree.map_structure(own, given)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy that repeats in memory no more than the tensor does."""
+    once = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    copied = once.clone().expand(x.shape)
+    if (mask := get_keras_mask(x)) is not None:
+        set_keras_mask(copied, mask)
+    return copied
