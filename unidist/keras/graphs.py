@@ -316,6 +316,7 @@ def _standing(functional: Any, run: Callable[[Any, Any], Any]) -> Iterator[None]
 
 def _run(functional: Any, inputs: Any, **how: Any) -> Any:
     run = vars(_here).get("runs", {}).get(id(functional))
-    if run is None or set(how) != {"operation_fn"}:
+    if run is None or set(how) - {"operation_fn"}:
         return getattr(type(functional), _RUN)(functional, inputs, **how)
-    return run(inputs, how["operation_fn"])
+    # From Keras 3.16 on a call gives none: operations are called as they are.
+    return run(inputs, how.get("operation_fn", lambda operation: operation))
