@@ -14,9 +14,12 @@ import pytest
 
 import unidist
 from tests.support.sampling import unless_all
+from unidist.keras import compat
 from unidist.keras.checkpoint import renaming
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
+# Keras's load_model from 3.16 on.
+KEEPS_NAMES = compat.nearest() != "3.15"
 Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")
 
 
@@ -253,7 +256,7 @@ def test_models_that_keras_has_loaded_take_it_and_give_it(
     with scope():
         loaded = keras.saving.load_model(tmp_path / "model.keras")
     names = [[v.path for v in (*one.weights, *one.optimizer.variables)] for one in (model, loaded)]
-    assert names[0] != names[1] or not counts_on
+    assert names[0] != names[1] or not counts_on or KEEPS_NAMES
     # A first fit draws random numbers while it makes what it needs.
     for is_first in (True, False):
         told = unidist.restore(loaded, tmp_path / "made")
@@ -267,6 +270,7 @@ def test_models_that_keras_has_loaded_take_it_and_give_it(
         np.testing.assert_array_equal(value, found)
 
 
+@pytest.mark.skipif(KEEPS_NAMES, reason="a loaded model has the names of the one that was saved")
 def test_names_that_a_user_gave_differ_in_a_loaded_model_too(tmp_path: Path) -> None:
     keras.utils.clear_session()
 

@@ -27,7 +27,7 @@ def in_checkpoint(
     They are where names differ in automatic numbers alone, and none is left over. Of several such, the one of the
     lowest number is that of the lowest: layers are counted as they are made. What the user has named stays as it is.
 
-    They are, too, where in the model's order each name ends as the other one does, but for automatic numbers.
+    They are, too, where in the model's order each name has the parts of the other one, but for automatic numbers.
 
     Args:
         ours: what each variable of the model is, by name, in the model's order: "model", "optimizer" or "state".
@@ -37,11 +37,17 @@ def in_checkpoint(
     automatic = frozenset(_automatic(model))
     mine, others = _of("model", ours), _of("model", theirs)
     weights, states = _paired(mine, others, automatic), _paired(_of("state", ours), _of("state", theirs), automatic)
+    # Metrics come and go with what a model was asked.
+    ordered = [name for name in order if name in theirs]
+    own, there = _of("state", ours), [name for name in ordered if theirs[name] == "state"]
     if not _is_whole(weights, mine, others):
-        ordered = [name for name in order if name in theirs]
         weights = _in_order(mine, [name for name in ordered if theirs[name] == "model"], automatic)
-        # Metrics come and go with what a model was asked.
-        states |= _by_ends(_of("state", ours), [name for name in ordered if theirs[name] == "state"], automatic)
+    else:
+        # From Keras 3.16 on a seed of a loaded model alone is called after its layer.
+        taken = {*states.values(), *own}
+        own = [name for name in own if name not in states and name not in theirs]
+        there = [name for name in there if name not in taken]
+    states |= _by_ends(own, there, automatic)
     if not _is_whole(weights, mine, others):
         return {}
     slots = _slots(_of("optimizer", ours), _of("optimizer", theirs), weights, automatic)
@@ -76,10 +82,13 @@ def _bare_parts(name: str, automatic: frozenset[str]) -> list[str]:
 
 
 def _ends_alike(one: str, other: str, automatic: frozenset[str]) -> bool:
-    """Whether one path is the end of the other, without automatic numbers."""
-    a, b = _bare_parts(one, automatic), _bare_parts(other, automatic)
-    count = min(len(a), len(b))
-    return a[-count:] == b[-count:]
+    """Whether two paths end alike and one has all parts of the other, in its order, without automatic numbers.
+
+    What `load_model` builds by itself lacks the first part, or a wrapper's in the middle.
+    """
+    short, long = sorted((_bare_parts(one, automatic), _bare_parts(other, automatic)), key=len)
+    left = iter(long)
+    return short[-1] == long[-1] and all(part in left for part in short)
 
 
 def of_layers(model: Any, ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:

@@ -25,7 +25,9 @@ _originals: dict[str, Any] = {}
 
 def hooks() -> tuple[Hook, ...]:
     """The torch backend's remat; without a frame it is as before."""
-    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), "recomputation is the call over again"),)
+    why = "recomputation is the call over again"
+    # From Keras 3.16 on it is read where it was imported to.
+    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), why, imported=True),)
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
