@@ -7,6 +7,7 @@ Source of the method: `param_dtype` of PyTorch FSDP's mixed precision (Zhao et a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ def read_now(variable: Any) -> torch.dtype | None:
     return None if scope is None or scope.dtype is None else to_torch_dtype(scope.dtype)
 
 
-def without_memory(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    made = torch.empty_like(like, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
 

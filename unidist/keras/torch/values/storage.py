@@ -126,7 +126,7 @@ class Storage:
             own = tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)
             self.states[rank] = torch.nn.Parameter(shard.detach()[own], requires_grad=shard.requires_grad)
         if held != stored:
-            leaf = without_memory(shard.new_empty(held.local_shape(rank)), shard.dtype)
+            leaf = without_memory(held.local_shape(rank), shard.dtype, shard.device)
             self.leaves[rank] = torch.nn.Parameter(leaf, requires_grad=shard.requires_grad)
 
     def set_trainable(self, trainable: bool) -> None:

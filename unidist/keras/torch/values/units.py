@@ -55,7 +55,7 @@ class Unit:
         self.is_kept = storages[0].is_kept
         leaves: list[torch.Tensor] = [p.leaves[rank] for p in storages]
         self.is_low = low is not None
-        self.values = leaves if low is None else [without_memory(leaf, low) for leaf in leaves]
+        self.values = leaves if low is None else [without_memory(leaf.shape, low, leaf.device) for leaf in leaves]
         self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in storages]
         self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.values)
         self.nbytes = sum(value.numel() * value.element_size() for value in self.values)
