@@ -62,7 +62,7 @@ def test_processes_of_two_nodes_are_forked_too(tmp_path: Path) -> None:
     nodes = [start([*both, "--node-rank", str(node), script], tmp_path) for node in (0, 1)]
     for rank, done in enumerate([finish(node) for node in nodes]):
         assert done.code == 0, done.err
-        assert "elastic" not in done.err  # torchrun's agent, which has no part in it
+        assert "elastic" not in done.err  # torchrun's agent has no part in it
         words = done.of_rank(rank)[-1].split()
         assert words[:4] == ["forked", "True", "steps", "6"]
         assert float(words[5]) < 1e-6

@@ -5,15 +5,13 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.launch import programs
-from tests.launch.runs import ROOT, alive, finish, only_prefixed, pids, run, start, wait_until
+from tests.launch.runs import alive, finish, only_prefixed, pids, run, start, wait_until
 from unidist.launch import Request
 from unidist.launch import run as launch_run
 from unidist.launch.attempt import GIVEN_UP
@@ -83,7 +81,6 @@ def test_a_program_that_ends_where_it_has_joined_is_not_aborted(tmp_path: Path) 
 
 @pytest.mark.parametrize(("backend", "each"), [("torch", 1), ("jax", 2), ("horovod", 2)])
 def test_two_nodes_meet_at_the_address(backend: str, each: int, tmp_path: Path) -> None:
-    """torchrun's agent counts the ranks of a node by itself."""
     script = program(tmp_path, WORKS[backend])
     address = f"127.0.0.1:{free_port()}"
     nodes = [
@@ -151,7 +148,7 @@ def parent(pid: int) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_launcher_that_is_killed_takes_all_with_it(backend: str, tmp_path: Path) -> None:
-    """With torchrun's agent, where there is one, at the same time: nobody is left who could end the ranks."""
+    """With what stands between, at the same time: nobody is left who could end the ranks."""
     process = start(["-n", "2", "--backend", backend, program(tmp_path, programs.HANGS), "stubborn"], tmp_path)
     wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
     between = {parent(int((tmp_path / f"rank{k}.pid").read_text())) for k in (0, 1)}
@@ -164,82 +161,6 @@ def test_a_launcher_that_is_killed_takes_all_with_it(backend: str, tmp_path: Pat
         for pid in filter(alive, pids(tmp_path)):
             os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=30)
-
-
-LOST = """
-import runpy, signal, sys, time, weakref
-agent = runpy.run_path(sys.argv[1], run_name="agent")
-from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
-
-class Thing: ...
-
-signal.signal(signal.SIGTERM, _terminate_process_handler)
-sys.unraisablehook = agent["sent_again"]
-thing = Thing()
-reference = weakref.ref(thing, lambda _: (signal.raise_signal(signal.SIGTERM), None))
-try:
-    del thing
-    time.sleep(20)
-except SignalException as error:
-    sys.exit(128 + error.sigval)
-"""
-
-
-def with_the_agent(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program that gets the path of torch's agent."""
-    agent = ROOT / "unidist" / "backends" / "torch" / "agent.py"
-    command = [sys.executable, "-P", "-c", code, str(agent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-def test_a_signal_whose_exception_is_lost_comes_again() -> None:
-    done = with_the_agent(LOST)
-    assert done.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in done.stderr
-
-
-TURNED = """
-import os, runpy, signal, sys, tempfile
-agent = runpy.run_path(sys.argv[1], run_name="agent")
-from torch.distributed.elastic.multiprocessing import api
-
-def launch(*_):
-    signal.signal(signal.SIGTERM, api._terminate_process_handler)
-    if sys.argv[2] == "after":
-        sys.settrace(call)
-        sys._getframe(2).f_trace = line
-        return
-    try:
-        signal.raise_signal(signal.SIGTERM)
-    except api.SignalException:
-        raise SystemError("a call in C returned a result with an exception set")
-
-def call(frame, event, _):
-    return line
-
-def line(frame, event, _):
-    print(frame.f_code.co_name)
-    signal.raise_signal(signal.SIGTERM)
-
-agent["main"].__globals__.update(launch_agent=launch, SubprocessContext=type("Workers", (), {"wait": None}))
-program = tempfile.NamedTemporaryFile("w", suffix=".py")
-print("def watch(descriptor): ...", file=program, flush=True)
-task = {"program": program.name, "ends": os.open(os.devnull, os.O_WRONLY), "node_rank": 0, "processes": 1}
-agent["main"].__globals__["configuration"] = lambda task: None
-sys.exit(agent["main"]({**task, "command": []}))
-"""
-
-
-def test_a_signal_whose_exception_became_another_is_known_by_its_code() -> None:
-    done = with_the_agent(TURNED, "within")
-    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
-
-
-def test_signals_at_each_line_after_the_workers_end_change_nothing() -> None:
-    """All is ended by then. An exception would be printed, and its exit code would replace the agent's own."""
-    done = with_the_agent(TURNED, "after")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("main") >= 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -55,7 +55,7 @@ _entries: dict[str, Entry] = {
         hint='pip install "keras-unidist[torch]"',
         requires=("torch",),
         keras_backends=("torch",),
-        job="unidist.launch.elastic:of_torch",
+        job="unidist.launch.around_store:TorchProcesses",
         accelerators=True,
     ),
     "jax": Entry(

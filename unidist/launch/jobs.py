@@ -1,5 +1,5 @@
 """How processes start, new ones or forked from a server: what all jobs share, and those of JAX, TensorFlow and Horovod.
-torch's are in elastic.py. An adapter's entry names its job."""
+torch's are in around_store.py. An adapter's entry names its job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("unidist.launch")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A process that failed. `exit_code` is negative where a signal ended it; `rank` is None for the agent itself."""
+    """A process that failed. `exit_code` is negative where a signal ended it; `rank` is None for one beside them."""
 
     rank: int | None
     exit_code: int
