@@ -58,7 +58,7 @@ def watch(lifeline: int) -> None:
     """Ends this process when nobody holds the other end of the pipe any more.
 
     A signal at the parent's death (prctl's PR_SET_PDEATHSIG) is Linux's alone, comes when the thread ends that has
-    started us, comes from the nearest process only (torchrun's agent), and comes never where that died before we asked.
+    started us, comes from the nearest process only (a fork server), and comes never where that died before we asked.
     """
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True, name="unidist-lifeline").start()
 

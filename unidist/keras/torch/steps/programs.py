@@ -30,6 +30,7 @@ from unidist.keras.torch import context
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.rows import mixing
+from unidist.keras.torch.values import giving
 from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.values.variables import DistributedVariable
 
@@ -106,8 +107,7 @@ def _install(model: Any, owner: Any) -> None:
             # Once for all shapes: others may be new to some ranks alone, and the call may send.
             if kind not in looked:
                 looked[kind] = program.look(frame, held, tensors)
-            out = program(frame, held, looked[kind], tensors)
-            return out if frame.fetcher is None else frame.fetcher.owned(out)
+            return giving.owned(frame, program(frame, held, looked[kind], tensors))
 
     object.__setattr__(owner, _ATTRIBUTE, (programs, looked))
     around_call(owner, Stage.PROGRAM, inside)

@@ -4,25 +4,24 @@ for a layer is let go behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from unidist.keras.compat import get_keras_mask, set_keras_mask, tree
+from unidist.keras.torch.context import Frame
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def owned(given: Any, is_fetched: Callable[[torch.Tensor], bool]) -> Any:
-    """A structure whose tensors have memory of their own.
-
-    Args:
-        is_fetched: whether a tensor's memory will be let go.
-    """
+def owned(frame: Frame, given: Any) -> Any:
+    """What a layer gives, in memory that is not let go."""
+    fetcher = frame.fetcher
+    if fetcher is None:
+        return given
 
     def own(x: Any) -> Any:
-        return _copy(x) if type(x) in _PLAIN and is_fetched(x) else x
+        return _copy(x) if type(x) in _PLAIN and x.untyped_storage()._cdata in fetcher.by_memory else x
 
     return tree.map_structure(own, given)
 

@@ -281,10 +281,6 @@ class Fetcher:
         unit.open_cast(memory)
         return saved
 
-    def owned(self, given: Any) -> Any:
-        """What a layer gives, in memory of its own."""
-        return giving.owned(given, lambda x: x.untyped_storage()._cdata in self.by_memory)
-
     def release(self) -> None:
         """Frees everything that was fetched."""
         for unit in self.fetched:
@@ -332,8 +328,7 @@ def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:
             return rest(*args, **kwargs)
 
     def owned(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-        out = rest(*args, **kwargs)
-        return out if frame.fetcher is None else frame.fetcher.owned(out)
+        return giving.owned(frame, rest(*args, **kwargs))
 
     undo = [around_call(layer, Stage.FETCHED, inside), around_call(layer, Stage.GIVEN, owned)]
 
