@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -111,3 +112,40 @@ def train_in_parts(spec: Spec | None) -> list[float]:
     x, y = draw.integers(0, 11, (12, 8)), draw.normal(size=(12, 8, 3)).astype("float32")
     found: list[float] = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
     return found
+
+
+def replicas() -> tuple[str, list[float]]:
+    """(digest of what both ranks have whole, losses) of a training whose gradients are added up by atomics."""
+    import keras
+
+    from unidist.keras import sessions
+    from unidist.keras.torch.world import RankWorld
+
+    class Lookup(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.table = self.add_weight((3, 16), name="table")
+
+        def call(self, x: torch.Tensor) -> torch.Tensor:
+            table = keras.ops.convert_to_tensor(self.table)
+            return torch.index_select(table, 0, x.reshape(-1)).reshape(*x.shape, 16)
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return (*shape, 16)
+
+    mesh = unidist.Mesh({"cut": 2})
+    rules = unidist.LayoutMap(
+        mesh, {".*up/kernel": (None, "cut"), ".*up/bias": ("cut",), ".*down/kernel": ("cut", None)}
+    )
+    on_gpu = contextlib.nullcontext() if ON_GPU else mock.patch.object(RankWorld, "rounds_alike", False)
+    keras.utils.set_random_seed(5)
+    draw = np.random.default_rng(1)
+    x, y = draw.integers(0, 3, (256, 16)), draw.normal(size=(256, 16, 3)).astype("float32")
+    with on_gpu, unidist.ModelParallel(mesh, rules, model_axis="cut").scope():
+        inner = [keras.layers.Dense(32, "gelu", name="up"), keras.layers.Dense(16, name="down")]
+        model = keras.Sequential([keras.Input((16,), dtype="int32"), Lookup(), *inner, keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        losses: list[float] = model.fit(x, y, batch_size=64, epochs=3, shuffle=False, verbose=0).history["loss"]
+        assert sessions.of(model).engine.world.drifting == ("cut",)
+    kept = [v for v in [*model.trainable_variables, *model.optimizer.variables] if v._storage.is_whole]
+    assert any("table" in v.path for v in kept)
+    return hashlib.sha256(b"".join(v.value.detach().cpu().numpy().tobytes() for v in kept)).hexdigest(), losses

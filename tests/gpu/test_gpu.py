@@ -78,6 +78,12 @@ def test_sequences_in_parts_train_as_one_device(alone: ProcessWorld, two: Proces
         assert found == pytest.approx(wanted, rel=TOLERANCE)
 
 
+def test_replicas_stay_the_same_bits(two: ProcessWorld) -> None:
+    first, second = two.call(f"{PROGRAMS}:replicas")
+    assert first == second
+    assert first[1][-1] < first[1][0]
+
+
 def test_a_compiled_model_trains_as_one_that_is_not(alone: ProcessWorld, one: ProcessWorld) -> None:
     (wanted,) = alone.call("tests.parity.train:train", "mlp_ragged_adam", None)
     (found,) = one.call("tests.parity.train:train", "mlp_ragged_adam", ONE, jit_compile=True)

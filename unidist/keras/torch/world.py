@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -52,6 +53,25 @@ class RankWorld:
         """A rank's place for random numbers on activations that `axes` cut as well: none of a data shard's own."""
         shards = self.mesh.axis_size(self.data_axes) if self.data_axes else 1
         return shards + self.mesh.group((*self.data_axes, *axes), rank).index
+
+    @functools.cached_property
+    def rounds_alike(self) -> bool:
+        """Whether ranks that compute the same get the same bits. Kernels of GPUs may add up in any order (atomics)."""
+        return torch.device(self.backend.torch_device() or "cpu").type == "cpu"
+
+    @functools.cached_property
+    def drifting(self) -> Axes:
+        """The axes of models, where ranks that compute the same may get other last bits."""
+        return self._drifting_beside(self.data_axes)
+
+    def _drifting_beside(self, axes: Axes) -> Axes:
+        if self.rounds_alike:
+            return ()
+        return tuple(a for a in self.mesh.axis_names if a not in axes and self.mesh.axis_size(a) > 1)
+
+    def is_first(self, rank: int, axes: Axes) -> bool:
+        """Whether a rank is the first of those that differ along the axes."""
+        return self.mesh.group(axes, rank).index == 0
 
     def frame_for(self, rank: int) -> Frame:
         return Frame(rank, self, seed_place=self.data_place(rank))
@@ -108,6 +128,12 @@ class RankWorld:
             for k, part in zip(alike, total.split([out[k].numel() for k in alike]), strict=True):
                 out[k] = part.view(out[k].shape)
         return out
+
+    def agreed(self, frame: Frame, tensors: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
+        """The sums over axes, the same bits on all ranks: along those that drift the first one's."""
+        drifting = self._drifting_beside(axes)
+        given = tensors if self.is_first(frame.rank, drifting) else [torch.zeros_like(x) for x in tensors]
+        return self.summed(given, (*axes, *drifting)) if axes or drifting else list(tensors)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> Sharding:
         return Sharding(self.mesh, Layout(self.data_axes), shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Axes, Sharding
+from unidist.algebra import Sharding
 from unidist.errors import CapabilityError
 from unidist.keras.interception import Hook
 from unidist.keras.torch import context
@@ -44,7 +44,8 @@ def _summed(original: Any) -> Callable[..., Any]:
             return original(outputs, inputs, *args, **kwargs)
         options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
         if frame is None:
-            _check_options(options, "in a loop of your own")
+            if any(s.summed_axes for s in of if s is not None):
+                _check_options(options, "in a loop of your own")
             found = original(outputs, given, **options)
             return tuple(g if s is None else _averaged(g, s) for g, s in zip(found, of, strict=True))
         roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
@@ -74,24 +75,27 @@ def _storages_in_a_loop(tensors: list[Any]) -> list[Storage | None]:
     its own."""
     if not any(isinstance(x, torch.nn.Parameter) for x in tensors):
         return [None] * len(tensors)
-    several = [one for one in norms.placed if not one.world.is_virtual and one.world.mesh.axis_size(_axes_of(one)) > 1]
+    several = [one for one in norms.placed if not one.world.is_virtual and (one.summed_axes or one.drifting_axes)]
     leaves_of = {id(one.leaf(one.world.ranks[0])): one for one in several}
     return [leaves_of.get(id(x)) for x in tensors]
 
 
-def _axes_of(storage: Storage) -> Axes:
-    """The axes over which its gradients are those of other rows."""
-    return tuple(axis for axis in storage.world.data_axes if storage.layout.state(axis) == "I")
-
-
 def _averaged(grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
-    if grad is None:
-        return None
-    held, axes = storage.sharding, _axes_of(storage)
-    partial = held.with_layout(held.layout.with_axis(axes, "P"))
+    if grad is None or grad.requires_grad:
+        return grad
+    held = storage.sharding
+    return _sum(grad, storage, storage.world.ranks[0], held) / held.mesh.axis_size(storage.summed_axes)
+
+
+def _sum(grad: torch.Tensor, storage: Storage, rank: int, target: Sharding) -> torch.Tensor:
+    """The sum of the data shards' gradients, as the first of the ranks has it that may have other last bits."""
+    held, axes, drifting = storage.sharding, storage.summed_axes, storage.drifting_axes
+    if not axes and not drifting:
+        return grad
+    partial = held.with_layout(held.layout.with_axis((*axes, *drifting), "P"))
+    own = grad.detach() if storage.world.is_first(rank, drifting) else torch.zeros_like(grad)
     with events.for_purpose("gradient"), torch.no_grad():
-        whole = storage.world.backend.redistribute(grad.detach(), partial, held)
-        return whole / held.mesh.axis_size(axes)
+        return storage.world.backend.redistribute(own, partial, target)
 
 
 def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
@@ -120,9 +124,7 @@ def _check_options(options: dict[str, Any], where: str) -> None:
 def _reduced(frame: Frame, grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
     if grad is None:
         return None
-    held, state = storage.sharding, storage.shardings.state
-    axes = _axes_of(storage)
-    partial = Sharding(held.mesh, held.layout.with_axis(axes, "P"), held.shape)
-    with events.for_purpose("gradient"), torch.no_grad():
-        part = frame.world.backend.redistribute(grad, partial, state) if axes else grad
+    state = storage.shardings.state
+    # With a graph of its own it stays this rank's: no collective of ours is part of one.
+    part = grad if grad.requires_grad else _sum(grad, storage, frame.rank, state)
     return seen.Gradient.of(storage, part) if state.layout.dims else part

@@ -55,12 +55,13 @@ def _get_metrics_result(self: Any) -> Any:
 def logs_of_all(here: Frame, logs: Any) -> Any:
     """The logs of a step as one device has them. Numbers that are no metric's results, as of a train_step of the
     model's own, are of this rank's rows: contributions to a loss are summed, others are means by the shares of the
-    rows. One all_reduce of scalars over the data axes, where there are any."""
-    if here.rows is None or not here.world.data_axes or not isinstance(logs, dict):
+    rows. One all_reduce of scalars, where the ranks' may differ."""
+    world = here.world
+    if here.rows is None or not (world.data_axes or world.drifting) or not isinstance(logs, dict):
         return logs
     if here.sees_rows:
-        return mapped(whole, logs)
-    own = {name: value for name, value in logs.items() if _is_of_own_rows(value)}
+        return _of_the_first(here, mapped(whole, logs))
+    own = _own_numbers(logs)
     numbers = [value for value in own.values() if _is_own_number(here, value)] + (here.numbers or [])
     if not own and not numbers:
         return logs
@@ -69,10 +70,21 @@ def logs_of_all(here: Frame, logs: Any) -> Any:
         parts = [_of_share(here, value, share).to(torch.float64) for value in own.values()]
         numbers = [number.detach().to(torch.float64) for number in numbers]
         squares = [number * number for number in numbers]
-        sums = here.world.summed([*parts, *numbers, *squares], here.world.data_axes)
+        sums = world.agreed(here, [*parts, *numbers, *squares], world.data_axes)
     totals, sums = sums[: len(parts)], sums[len(parts) :]
     here.tells_numbers |= _differ(here, sums[: len(numbers)], sums[len(numbers) :])
     return {**logs, **{name: total.to(own[name].dtype) for name, total in zip(own, totals, strict=True)}}
+
+
+def _of_the_first(here: Frame, logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs that all ranks have computed alike, the same bits."""
+    own = _own_numbers(logs)
+    with torch.no_grad(), events.for_purpose("logs"):
+        return {**logs, **dict(zip(own, here.world.agreed(here, list(own.values()), ()), strict=True))}
+
+
+def _own_numbers(logs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in logs.items() if _is_of_own_rows(value)}
 
 
 def _is_own_number(here: Frame, value: torch.Tensor) -> bool:
@@ -106,12 +118,20 @@ def _unmerged(model: Any, here: Frame) -> Any:
 
 
 def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """id -> value summed over the data axes, for the partial variables among these: one collective a dtype."""
+    """id -> value summed over the data axes, for those of the variables whose values ranks have in parts, or with other
+    last bits: one collective a dtype."""
     own = [v for v in variables if isinstance(v, DistributedVariable) and id(v) not in here.overrides]
-    partial = [v for v in own if v._storage.layout.partial]
+    apart = [v for v in own if v._storage.layout.partial or _drifts(here, v)]
     with events.for_purpose("metrics"):
-        totals = here.world.summed([v._storage.local(here) for v in partial], here.world.data_axes)
-    return {id(v): total for v, total in zip(partial, totals, strict=True)}
+        totals = here.world.agreed(here, [v._storage.local(here) for v in apart], here.world.data_axes)
+    return {id(v): total for v, total in zip(apart, totals, strict=True)}
+
+
+def _drifts(here: Frame, variable: Any) -> bool:
+    """Whether ranks that compute the same may get other values of it, where nothing is summed."""
+    world = here.world
+    is_real: bool = variable._storage.leaf(here.rank).is_floating_point()
+    return bool(world.drifting) and not world.data_axes and is_real
 
 
 def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:
@@ -292,7 +312,7 @@ def _is_of_all(here: Frame, value: torch.Tensor) -> bool:
         return True
     number = value.detach().to(torch.float64)
     with events.for_purpose("logs"):
-        total, squares = here.world.summed([number, number * number], here.world.data_axes)
+        total, squares = here.world.agreed(here, [number, number * number], here.world.data_axes)
     differs = _differ(here, [total], [squares])
     here.tells_numbers |= differs
     return not differs

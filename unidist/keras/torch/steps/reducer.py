@@ -122,6 +122,7 @@ class Reducer:
         self.watched = [w for w in watched if w.leaf.requires_grad]
         for members in self._by_kind():
             self._cut(members)
+        self._is_partial = any(member.axes for bucket in self.buckets for member in bucket.members)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
                 self._place_of[id(member.leaf)] = bucket, place
@@ -162,8 +163,8 @@ class Reducer:
     def _by_kind(self) -> list[list[Watched]]:
         kinds: dict[Any, list[Watched]] = {}
         for member in reversed(self.watched):
-            if member.axes:
-                kinds.setdefault((member.late, member.axes, member.cut_axes, member.leaf.dtype), []).append(member)
+            if member.axes or member.drifting:
+                kinds.setdefault(member.kind, []).append(member)
         return [members for _, members in sorted(kinds.items(), key=lambda kind: bool(kind[0][0]))]
 
     def _cut(self, members: list[Watched]) -> None:
@@ -249,7 +250,7 @@ class Reducer:
         views = bucket.finish()
         if self._is_own_loop:
             # A loop of the user's own, whose losses are means of its own rows: as in DistributedDataParallel.
-            torch._foreach_div_(views, float(bucket.group.size))
+            torch._foreach_div_(views, float(bucket.shards))
         used = _is_used(bucket, views)
         for k, (member, view) in enumerate(zip(bucket.members, views, strict=True)):
             if id(member.leaf) in bucket.left:
@@ -293,7 +294,7 @@ class Reducer:
         if not self.is_paused:
             self.reduce()
         self._running = self._is_own_loop = False
-        if self.buckets and frame is not None and frame.rows is not None and not frame.exact_loss:
+        if self._is_partial and frame is not None and frame.rows is not None and not frame.exact_loss:
             raise CapabilityError(losses.OWN_LOSS)
 
     def reduce(self) -> None:

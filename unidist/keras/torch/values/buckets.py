@@ -28,6 +28,7 @@ class Watched:
     Attributes:
         leaf: where backward puts the gradient. target: where the reduced one goes.
         axes: over which it arrives partial.
+        drifting: over which it arrives whole, with other last bits.
         cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
         late: it arrives at the end of backward, so that no other shall wait for it.
     """
@@ -35,27 +36,44 @@ class Watched:
     leaf: torch.nn.Parameter
     target: torch.nn.Parameter
     axes: Axes
+    drifting: Axes = ()
     cut_axes: Axes = ()
     cut: Cut | None = None
     late: bool = False
 
     @staticmethod
     def of(storage: Storage, rank: int, *, late: bool = False) -> Watched:
-        world = storage.world
-        axes = tuple(a for a in world.data_axes if storage.layout.state(a) == "I" and world.mesh.axis_size(a) > 1)
         found = cut_between(storage.sharding, storage.shardings.state, rank)
         cut_axes, cut = found or ((), None)
-        return Watched(storage.leaf(rank), storage.states[rank], axes, cut_axes, cut, late)
+        axes, drifting = storage.summed_axes, storage.drifting_axes
+        return Watched(storage.leaf(rank), storage.states[rank], axes, drifting, cut_axes, cut, late)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Gradients of one kind may share a buffer."""
+        return self.late, self.axes, self.drifting, self.cut_axes, self.leaf.dtype
 
 
 class Bucket:
-    """Gradients of one dtype that are reduced over one group, as one flat buffer."""
+    """Gradients of one dtype that are reduced over one group, as one flat buffer.
+
+    Along drifting axes the first rank's gradients count, so that replicas stay the same bits: the other ranks send
+    zeros.
+
+    Attributes:
+        axes, group: over which gradients are sent.
+        shards: how many data shards' gradients a sum is of.
+        counts: whether this rank's gradients do.
+    """
 
     def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
         self.world = world
         self.members = members
-        self.axes = members[0].axes
+        first = members[0]
+        self.axes = (*first.axes, *first.drifting)
         self.group = world.mesh.group(self.axes, rank)
+        self.shards = world.mesh.axis_size(first.axes)
+        self.counts = world.is_first(rank, first.drifting)
         self.nbytes = sum(m.leaf.numel() * m.leaf.element_size() for m in members)
         self.missing = len(members)
         self.had: list[bool] = []
@@ -132,6 +150,8 @@ class WholeBucket(Bucket):
             torch._foreach_copy_([v for _, v, _ in new], [g for _, _, g in new])
             for member, view, _ in new:
                 member.leaf.grad = view
+        if not self.counts:
+            self._flat.zero_()
         backend = self.world.backend
         backend.record("all_reduce", self.axes, self.group, self._flat)
         self._handle = backend.comm.all_reduce_inplace(self._flat, self.group, "sum")
@@ -148,8 +168,7 @@ class CutBucket(Bucket):
 
     def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
         super().__init__(world, rank, members)
-        first = members[0]
-        self.cut_axes = first.cut_axes
+        self.cut_axes = members[0].cut_axes
         self.rest: Axes = tuple(a for a in self.axes if a not in self.cut_axes)
         self.rest_group: Group | None = world.mesh.group(self.rest, rank) if self.rest else None
         cuts = [m.cut for m in members if m.cut is not None]
@@ -176,6 +195,8 @@ class CutBucket(Bucket):
             self._under_way.wait()
             self._under_way = None
             if self.rest_group is not None and self._row is not None:
+                if not self.counts:
+                    self._row.zero_()
                 backend.record("all_reduce", self.rest, self.rest_group, self._row)
                 backend.comm.all_reduce_inplace(self._row, self.rest_group, "sum").wait()
         row = self._row if self._row is not None else self._buffer.row()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unidist import events
-from unidist.algebra import Layout, Mesh, Sharding
+from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.errors import CapabilityError
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
@@ -105,6 +105,19 @@ class Storage:
     def is_cut(self) -> bool:
         """Whether each rank stores a part of the value."""
         return bool(self.shardings.stored.layout.dims) and not self.shardings.stored.layout.partial
+
+    @property
+    def summed_axes(self) -> Axes:
+        """The axes over which its gradient arrives partial: of other rows on each rank."""
+        return self._whole_over(self.world.data_axes)
+
+    @property
+    def drifting_axes(self) -> Axes:
+        """The axes over which its gradient arrives whole, with other last bits."""
+        return self._whole_over(self.world.drifting)
+
+    def _whole_over(self, axes: Axes) -> Axes:
+        return tuple(a for a in axes if self.layout.state(a) == "I" and self.world.mesh.axis_size(a) > 1)
 
     # values -------------------------------------------------------------------------------------------------------
 
