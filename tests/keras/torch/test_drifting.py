@@ -4,6 +4,7 @@ the logs that each rank decides by."""
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from tests.keras.torch import drifting
 from tests.keras.torch.drifting import CUT, adam, built, other_bits, strategy
 from tests.keras.torch.models import TOLERANCE, assert_equal, features, train
 from unidist.backends.sim.ranks import VirtualRanks
+from unidist.keras import sessions
 from unidist.keras.torch.steps import metrics
 from unidist.keras.torch.world import leave_worlds
 from unidist.testing.processes import ProcessWorld
@@ -144,6 +146,19 @@ def test_what_it_sends(on_gpus, axes):
     beside = 4 // axes["model"]
     once = Fraction(2 * 3, 4) * bytes_of(whole) + Fraction(2 * (beside - 1), beside) * bytes_of(cut)
     assert book.bytes("all_reduce", purpose="gradient") == 3 * once
+
+
+def test_buckets_of_two_kinds_are_launched_as_they_are_filled(on_gpus, monkeypatch):
+    """A weight in two is cut, and bucket by bucket each is full when backward has come so far."""
+    monkeypatch.setenv("UNIDIST_BUCKET_MB", "0.0001")
+    found = train(built, *features(), strategy(MESHES["both"]), optimizer=adam).model
+    reducer = sessions.of(found).engine.traffic.reducer(0)
+    places = {id(member.leaf): k for k, member in enumerate(reversed(reducer.watched))}
+    last = [max(places[id(member.leaf)] for member in bucket.members) for bucket in reducer.buckets]
+    kinds = [bucket.axes for bucket in reducer.buckets]
+    assert last == sorted(last)
+    assert sum(a != b for a, b in pairwise(kinds)) >= 2
+    assert reducer.launched_early == sum(bucket.nbytes for bucket in reducer.buckets)
 
 
 # in processes ---------------------------------------------------------------------------------------------------------

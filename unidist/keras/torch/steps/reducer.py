@@ -122,6 +122,7 @@ class Reducer:
         self.watched = [w for w in watched if w.leaf.requires_grad]
         for members in self._by_kind():
             self._cut(members)
+        self._order()
         self._is_partial = any(member.axes for bucket in self.buckets for member in bucket.members)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
@@ -181,6 +182,12 @@ class Reducer:
                 current, size, limit = [], 0, usual
         if current:
             self.buckets.append(kind(self.world, self.rank, current))
+
+    def _order(self) -> None:
+        """Buckets of several kinds are launched in the order in which backward fills them: none waits for another that
+        is full at the end alone."""
+        filled = {id(member): k for k, member in enumerate(reversed(self.watched))}
+        self.buckets.sort(key=lambda bucket: (bucket.members[0].late, filled[id(bucket.members[-1])]))
 
     def close(self) -> None:
         """Stops watching."""

@@ -28,25 +28,25 @@ class Watched:
     Attributes:
         leaf: where backward puts the gradient. target: where the reduced one goes.
         axes: over which it arrives partial.
-        drifting: over which it arrives whole, with other last bits.
         cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
         late: it arrives at the end of backward, so that no other shall wait for it.
+        drifting: the axes over which it arrives whole, with other last bits.
     """
 
     leaf: torch.nn.Parameter
     target: torch.nn.Parameter
     axes: Axes
-    drifting: Axes = ()
     cut_axes: Axes = ()
     cut: Cut | None = None
     late: bool = False
+    drifting: Axes = ()
 
     @staticmethod
     def of(storage: Storage, rank: int, *, late: bool = False) -> Watched:
         found = cut_between(storage.sharding, storage.shardings.state, rank)
         cut_axes, cut = found or ((), None)
         axes, drifting = storage.summed_axes, storage.drifting_axes
-        return Watched(storage.leaf(rank), storage.states[rank], axes, drifting, cut_axes, cut, late)
+        return Watched(storage.leaf(rank), storage.states[rank], axes, cut_axes, cut, late, drifting)
 
     @property
     def kind(self) -> tuple[Any, ...]:
