@@ -13,7 +13,7 @@ from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import drivers
+from unidist.keras import drivers, parting
 from unidist.keras.compat import Distribution
 from unidist.keras.maps import KerasRules, as_layout_map, mesh_of_map
 from unidist.planner.found import FoundLayouts
@@ -52,14 +52,18 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
     def num_model_replicas(self) -> int:
         return self.strategy.data_shards
 
-    def distribute_tf_dataset(self, dataset: Any) -> Any:
+    def distribute_dataset(self, dataset: Any) -> Any:
         """This process's rows of a batched tf.data.Dataset, by Keras's rule: the k-th process gets the k-th part.
 
+        In one process, and with `auto_shard_dataset=False`, the dataset itself.
+
         Raises:
+            ArgumentError: no batched tf.data.Dataset, or its batches do not divide.
             LayoutError: the devices of a process hold other rows than its part.
         """
-        _check_parts(self.strategy, self.num_processes)
-        return super().distribute_tf_dataset(dataset)
+        if not self._is_multi_process or not self.auto_shard_dataset:
+            return dataset
+        return parting.own_part(dataset, self.strategy, self._process_id, self._num_processes)
 
     def get_data_layout(self, data_shape: Any) -> Any:
         layout = self.strategy.batch() if len(data_shape) else Layout()
@@ -306,21 +310,3 @@ def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:
         return layout
 
     return even
-
-
-def _check_parts(strategy: Strategy, processes: int) -> None:
-    """Raises LayoutError unless the processes, in their order, hold equal parts of the data shards in theirs."""
-    each = len(session.list_devices()) // processes
-    shards, axes = strategy.data_shards, strategy.data_axes
-    parts = min(shards, processes)
-    held: list[set[int]] = [set() for _ in range(processes)]
-    for rank in strategy.mesh.devices:
-        held[rank // each].add(strategy.mesh.group(axes, rank).index if axes else 0)
-    for process, own in enumerate(held):
-        part = process * parts // processes
-        if own != {k for k in range(shards) if k * parts // shards == part}:
-            raise LayoutError(
-                f"distribute_dataset gives process {process} part {part} of {parts} of each batch, but on "
-                f"{strategy.mesh} its devices hold places {sorted(own)} of {shards} of the data: give fit the whole "
-                "data, which it cuts as the mesh says, or use a mesh with all devices in their order"
-            )

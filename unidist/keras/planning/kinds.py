@@ -6,6 +6,7 @@ shapes; names, places in the model and random seeds aside. What cannot be compar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ class Kinds:
             return type(value), tuple((self._described(k), self._described(x)) for k, x in value.items())
         if isinstance(value, _ON_VARIABLES):
             return type(value)
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            return type(value), tuple(self._described(getattr(value, field.name)) for field in fields)
         return type(value), id(value)
 
 
