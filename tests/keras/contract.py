@@ -136,9 +136,7 @@ def _adam(**options: Any) -> Any:
 
 
 def _decayed(**options: Any) -> Any:
-    optimizer = optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3, **options)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return optimizer
+    return optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3, **options)
 
 
 class OfAllGradients(optimizers.SGD):
@@ -272,7 +270,11 @@ def _fitted(model: Any, x: Any, y: Any, *, evaluated: int = EVALUATED, **options
 def optimized(kind: str | None, zero: int, name: str) -> Result:
     fresh()
     with scope(_strategy(kind, zero)):
-        model = _crossed(plain(), OPTIMIZERS[name]())
+        model, optimizer = plain(), OPTIMIZERS[name]()
+        if "decay" in name:
+            # By a name, and by itself, before it is placed.
+            optimizer.exclude_from_weight_decay(var_list=[model.layers[0].kernel], var_names=["bias"])
+        _crossed(model, optimizer)
     return _fitted_on_even(model)
 
 

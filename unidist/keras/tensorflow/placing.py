@@ -71,7 +71,6 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         if id(variable) in gathered:
             found = replace(found, compute=Layout())
         _place_variable(variable, found, distribution)
-    _key_anew(getattr(model, "optimizer", None))
     model.train_function = model.test_function = model.predict_function = None
     applied(model, distribution)
 
@@ -149,7 +148,11 @@ def _in_parts(variable: Any, host: Any, storage: dtensor.Layout) -> values.Sprea
     # TensorFlow's tapes watch what was made trainable. A layer that is frozen for now may be trained later.
     watched = variable.trainable if before is None else before.trainable
     with dtensor.default_mesh(storage.mesh):
-        return values.SpreadVariable(values.put(host, storage), trainable=watched, name=variable.name)
+        made = values.SpreadVariable(values.put(host, storage), trainable=watched, name=variable.name)
+    if before is not None:
+        # By it Keras's optimizers know the variable: whose slots are whose, and what shall not decay.
+        made._unique_id = before._unique_id
+    return made
 
 
 def initializing(original: Any) -> Any:
@@ -225,14 +228,6 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
         for variable in optimizer.variables:
             if not _is_spread(variable):
                 _place_variable(variable, _layouts_of(variable, distribution, False), distribution)
-        _key_anew(optimizer)
-
-
-def _key_anew(optimizer: Any) -> None:
-    """Keras finds a variable's slots by the identity of its tf.Variable, which is another now."""
-    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if one is not None and hasattr(one, "_trainable_variables_indices") and one.built:
-            one._trainable_variables_indices = {one._var_key(v): i for i, v in enumerate(one._trainable_variables)}
 
 
 def placed_under(model: Any) -> UnidistDistribution | None:
