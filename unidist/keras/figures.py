@@ -17,7 +17,7 @@ from unidist.events import Event
 from unidist.flight.reading import waited
 from unidist.flight.recorder import recorder
 from unidist.keras import drivers
-from unidist.keras.checkpoint.walking import innermost
+from unidist.keras.checkpoint.sources import innermost
 from unidist.keras.compat import tree
 from unidist.keras.lockstep import Part
 

@@ -32,12 +32,14 @@ class Course:
         source: that of the data's own attributes.
         first: the random state before its first batch, where it was made long before.
         taken: batches that were trained on.
+        first_source: the data's own attributes then.
     """
 
     random: str
     source: Attributes
     first: str | None = None
     taken: int = 0
+    first_source: Attributes = field(default_factory=dict)
 
 
 @dataclass

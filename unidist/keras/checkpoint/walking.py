@@ -7,23 +7,12 @@ again: from the random state at its beginning, batch after batch, until the plac
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from unidist.keras import seeds
-from unidist.keras.checkpoint import position
+from unidist.keras.checkpoint import position, sources
 from unidist.keras.checkpoint.position import Attributes, Course, Position
-from unidist.keras.compat import backend
-
-# Datasets of TensorFlow whose iterator draws from its shuffles when it is made, and never later.
-_DRAW_WHEN_MADE = {
-    *("_TensorSliceDataset", "_TensorDataset", "_RangeDataset", "_MapDataset", "_ParallelMapDataset", "_BatchDataset"),
-    *("_ParallelBatchDataset", "_PaddedBatchDataset", "_PrefetchDataset", "_ShuffleDataset", "_TakeDataset"),
-    *("_SkipDataset", "_OptionsDataset", "_FilterDataset", "_ZipDataset", "TFRecordDatasetV2", "_TFRecordDataset"),
-}
 
 
 def random_state() -> str:
@@ -57,9 +46,11 @@ class Walk:
         self._make_pass = iterator._get_iterator
         # Instead of the class's: this iterator alone is followed.
         vars(iterator).update(_enumerate_iterator=self._steps, _get_iterator=self._pass)
-        self._sources = sources_of(iterator.data_adapter)
+        self._sources = sources.sources_of(iterator.data_adapter)
         self._at_first: Attributes = {}
         self._is_early = False
+        self._stacked = 1
+        sources.follow_stacks(iterator.data_adapter, self._note_stacked)
         self._opening: tuple[str, Attributes] | None = None
         self._course: Course | None = None
         self._passes: list[int] = []
@@ -93,7 +84,7 @@ class Walk:
 
     @property
     def passes(self) -> list[int]:
-        return self._passes.copy() if tf_dataset_of(self._iterator.data_adapter) is not None else []
+        return self._passes.copy() if sources.tf_dataset_of(self._iterator.data_adapter) is not None else []
 
     def ends_here(self) -> bool:
         """Whether the epoch ends with the step that was made. Looks for another batch where the length is not known;
@@ -114,6 +105,10 @@ class Walk:
             self._is_early = opening is None
         return self._make_pass()
 
+    def _note_stacked(self, count: int) -> None:
+        """So many batches are drawn at once, as one stack."""
+        self._stacked = count
+
     def _snapshot(self) -> tuple[str, Attributes]:
         return random_state(), self.source()
 
@@ -126,7 +121,7 @@ class Walk:
             # Who is made from here on is made when an epoch ends.
             self._opening = None
             if self._is_early and self._course is not None and not self._course.taken:
-                self._course.first = random_state()
+                self._course.first, self._course.first_source = self._snapshot()
             self._passes[-1] += size
             yield begin, end, batches
             if self.in_training:
@@ -151,7 +146,7 @@ class Walk:
     def _looking_ahead(self, steps: Iterator[Any]) -> Iterator[Any]:
         """The steps, with batches that can be looked at before they are drawn where an epoch's length is not known."""
         for begin, end, batches in steps:
-            unknown = not (self._iterator.steps_per_epoch or self.batches) and not _draws_in_steps(batches)
+            unknown = not (self._iterator.steps_per_epoch or self.batches) and not sources.draws_in_steps(batches)
             if not unknown:
                 self._ahead = None
             elif self._ahead is None or self._ahead.batches is not batches:
@@ -185,15 +180,15 @@ class Walk:
     def _draw_earlier(self, wanted: Position) -> None:
         """Makes the iterators over a tf.data.Dataset that were made before the position's: shuffles count them, and
         some datasets what was drawn of each."""
-        dataset = tf_dataset_of(self._iterator.data_adapter)
+        dataset = sources.tf_dataset_of(self._iterator.data_adapter)
         if dataset is None:
             return
-        counted_when_made = all(type(one).__name__ in _DRAW_WHEN_MADE for one in _inside(dataset))
+        counted_when_made = all(type(one).__name__ in sources.DRAW_WHEN_MADE for one in sources.inside(dataset))
         for drawn in wanted.passes[len(self._passes) : len(wanted.passes) - (wanted.course is not None)]:
             batches = iter(self._make_pass())
             self._passes.append(drawn)
             # A generator makes TensorFlow's iterator with the first batch.
-            lazily = not _draws_in_steps(batches)
+            lazily = not sources.draws_in_steps(batches)
             for _ in range((min(drawn, 1) if lazily else 0) if counted_when_made else drawn):
                 next(batches, None)
 
@@ -215,21 +210,22 @@ class Walk:
         """Draws what earlier epochs have taken of the same iterator."""
         if course.first is not None:
             set_random_state(course.first)
+            position.set_attributes(self._sources, course.first_source)
         earlier = course.taken - wanted.step
         self._drop(batches, earlier)
         self._iterator._steps_seen += earlier
 
     def _drop(self, batches: Any, count: int) -> None:
-        with _unread(self._iterator.data_adapter):
-            for _ in range(count):
-                _skip(batches)
+        with sources.unread(self._iterator.data_adapter):
+            for _ in range(-(-count // self._stacked)):
+                sources.skip(batches)
         self._passes[-1] += count
 
     def _arrive(self, wanted: Position, course: Course) -> None:
         self._course = course
         self._is_early = not course.taken
         self.step = wanted.step
-        if _reads_in_step(self._iterator.data_adapter):
+        if sources.reads_in_step(self._iterator.data_adapter):
             position.set_attributes(self._sources, wanted.source)
         if wanted.step:
             self._arrived()
@@ -252,85 +248,3 @@ class _Ahead:
 
     def __next__(self) -> Any:
         return self._held.pop() if self._held else next(self.batches)
-
-
-# what the data is -----------------------------------------------------------------------------------------------------
-
-
-def innermost(adapter: Any) -> Any:
-    """Keras's own data adapter, which an engine may have put another around."""
-    while (inner := vars(adapter).get("adapter", vars(adapter).get("_adapter"))) is not None:
-        adapter = inner
-    return adapter
-
-
-def tf_dataset_of(adapter: Any) -> Any:
-    """The tf.data.Dataset that an adapter was given, or None."""
-    found = vars(innermost(adapter)).get("_dataset")
-    return found if type(found).__module__.startswith("tensorflow.") else None
-
-
-def _inside(dataset: Any) -> Iterator[Any]:
-    yield dataset
-    for one in dataset._inputs():
-        yield from _inside(one)
-
-
-def sources_of(adapter: Any) -> list[tuple[str, Any]]:
-    """What may hold numbers of its own on which the data's order hangs: (name, object)."""
-    adapter = innermost(adapter)
-    found = {"adapter": adapter, "dataset": vars(adapter).get("py_dataset")}
-    if (loader := vars(adapter).get("_dataloader")) is not None:
-        found |= {"loader": loader, "dataset": loader.dataset, "batch sampler": loader.batch_sampler}
-        found |= {"sampler": loader.sampler, "inner sampler": getattr(loader.batch_sampler, "sampler", None)}
-    once = {id(one): (name, one) for name, one in found.items() if hasattr(one, "__dict__")}
-    return list(once.values())
-
-
-def _skip(batches: Any) -> None:
-    """Draws a batch. A torch DataLoader draws the rows that it would have read."""
-    loads = type(batches).__name__ == "_SingleProcessDataLoaderIter"
-    if loads and type(batches._dataset_fetcher).__name__ == "_MapDatasetFetcher":
-        batches._next_index()
-    else:
-        next(batches)
-
-
-def _draws_in_steps(batches: Any) -> bool:
-    """Whether it is an iterator of TensorFlow, from which a compiled step draws by itself."""
-    return type(batches).__module__.startswith("tensorflow.")
-
-
-def _reads_in_step(adapter: Any) -> bool:
-    """Whether a batch is read when it is asked for, and not before: then what is read has drawn what was trained on."""
-    adapter = innermost(adapter)
-    workers = getattr(vars(adapter).get("_dataloader"), "num_workers", 0)
-    return backend.backend() != "tensorflow" and vars(adapter).get("enqueuer") is None and not workers
-
-
-@contextlib.contextmanager
-def _unread(adapter: Any) -> Iterator[None]:
-    """While this is entered a PyDataset's batches are counted, and not read, where nobody reads ahead."""
-    adapter = innermost(adapter)
-    dataset = vars(adapter).get("py_dataset")
-    if dataset is None or not _reads_in_step(adapter):
-        yield
-        return
-    adapter.py_dataset = _Unread(dataset)
-    try:
-        yield
-    finally:
-        adapter.py_dataset = dataset
-
-
-class _Unread:
-    """A PyDataset that gives nothing."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-    def __getitem__(self, index: int) -> Any:
-        return (np.zeros((1, 1), "float32"),)
