@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import keras
@@ -54,6 +55,20 @@ class Squeezes(layers.Layer):  # type: ignore[misc]
         return x * ops.sigmoid(ops.mean(x, axis=1, keepdims=True))
 
 
+class Reshaped(layers.Layer):  # type: ignore[misc]
+    """Takes its weights in a shape that is theirs, as layers do that may be given another one. Its tensors go through
+    the order of their dims that they have."""
+
+    def build(self, shape: tuple[int, ...]) -> None:
+        self.gain = self.add_weight(shape=(shape[-1],), initializer="ones", name="gain")
+        self.table = self.add_weight(shape=(2, shape[-1] // 2), initializer="ones", name="table")
+
+    def call(self, x):  # type: ignore[no-untyped-def]
+        gain = torch.reshape(ops.convert_to_tensor(self.gain), (x.shape[-1],))
+        table = torch.reshape(ops.convert_to_tensor(self.table), (x.shape[-1],))
+        return torch.permute(torch.permute(x, (0, 1, 2)) * gain, (0, 1, 2)) * table
+
+
 TRAPS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "nothing": lambda: lambda x: x,
     "cumulative sum": lambda: lambda x: ops.cumsum(x, axis=1),
@@ -76,6 +91,7 @@ TRAPS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "in place": InPlace,
     "squeezed": Squeezes,
     "own weights": Normed,
+    "reshaped weights": Reshaped,
     "penalty": lambda: layers.ActivityRegularization(l2=0.01),
     "replicated product": lambda: layers.Dense(WIDTH),
 }
@@ -129,6 +145,17 @@ def test_a_layer_that_mixes_places_is_given_all_of_them(trap: str, mesh: str) ->
     assert not sums["all_reduce"]
 
 
+def test_weights_in_their_own_shape_are_summed_with_all_others() -> None:
+    """Those in another one by themselves."""
+    with unidist.ledger() as traffic:
+        train(build("reshaped weights"), strategy({"model": 4}))
+    sums = Counter((e.purpose, e.bytes) for e in traffic.events if e.op == "all_reduce")
+    # A vector's bytes, by four ranks. Of each block: the bias behind the pair, the gain, the last norm's scale.
+    once, steps = Fraction(2 * 3, 4) * 4 * WIDTH, 2 * 3
+    assert sums["weights on parts of the sequence", 2 * 3 * once] == steps
+    assert sums["", once] == 2 * steps
+
+
 def test_a_sequence_shorter_than_the_devices_is_reduced_to_all() -> None:
     def short() -> keras.Model:
         x = given = keras.Input((LENGTH, WIDTH))
@@ -178,7 +205,8 @@ def _arguments(x: Any, y: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str,
     types = [((x, torch.float64), {}), ((x,), {}), ((), {"input": x})]
     losses = [((0.5 * x, 0.5 * y), {"reduction": how}) for how in ("none", "mean")]
     bits = [((x > 1.0,), {}), ((x > 1.0, y > 1.0), {})]
-    return [*losses, *types, *others, *by_dims, *named, *sizes, *three, *bits]
+    orders = [((x, 0, 1, 3, 2), {}), ((x, (0, -3, 3, 2)), {}), ((x, (1, 0, 2, 3)), {}), ((x, (0, 2, 1, 3)), {})]
+    return [*losses, *types, *others, *by_dims, *named, *sizes, *three, *bits, *orders, ((x,), {"dims": (0, 1, 2, 3)})]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of odd calls

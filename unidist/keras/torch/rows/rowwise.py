@@ -96,6 +96,13 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
+def _permuting(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Dims behind one alone."""
+    given = args[1:] or (kwargs.get("dims"),)
+    dims = given[0] if isinstance(given[0], (list, tuple)) else given
+    return all(map(_is_number, dims)) and [d % ndim for d in dims[: behind + 1]] == list(range(behind + 1))
+
+
 def _normalizing(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     return len(shape) < ndim - behind
@@ -117,6 +124,7 @@ def table(dim: int) -> dict[Any, Condition]:
         **dict.fromkeys(named(_ALONE), _alone),
         **dict.fromkeys(named(_ALONG), functools.partial(_along, dim)),
         **dict.fromkeys(named(_NORMALIZING), functools.partial(_normalizing, dim)),
+        **dict.fromkeys(named(["permute"]), functools.partial(_permuting, dim)),
         **{getattr(torch.nn.functional, name): _unreduced for name in _LOSSES},
         torch.where: _where,
     }

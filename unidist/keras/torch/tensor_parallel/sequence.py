@@ -36,6 +36,8 @@ from unidist.keras.torch.world import RankWorld
 DIM = 1
 # The purpose of what is sent where no layer with a cut kernel asks for it.
 _WHY = "parts of the sequence"
+# What torch notes of a cast, and of a view that keeps the order of the elements.
+_TAKING = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0")
 
 
 class SequencePart(Part):
@@ -167,8 +169,8 @@ class SharedWeights:
         self._fanned: dict[Axes, tuple[torch.Tensor, ...]] = {}
 
     def fanned_out(self, x: torch.Tensor, axes: Axes) -> torch.Tensor | None:
-        """I -> F of a weight, or of a weight that was cast; None where x is neither."""
-        leaf = x if id(x) in self._place else _cast_from(x)
+        """I -> F of a weight, or of one that was cast or laid in its own shape; None where x is neither."""
+        leaf = x if id(x) in self._place else _taken_from(x)
         place = None if leaf is None else self._place.get(id(leaf))
         if place is None:
             return None
@@ -179,12 +181,13 @@ class SharedWeights:
         return self._fanned[axes][place].to(x.dtype)
 
 
-def _cast_from(x: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that a tensor was cast from, if that is all that was done to it."""
+def _taken_from(x: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that a tensor was taken from, if that was cast at most, and has its shape."""
     node: Any = x.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return None
-    return getattr(node.next_functions[0][0], "variable", None)
+    while node is not None and node.name() in _TAKING:
+        node = node.next_functions[0][0]
+    leaf: torch.Tensor | None = getattr(node, "variable", None)
+    return leaf if leaf is not None and leaf.shape == x.shape else None
 
 
 class _FanOut(torch.autograd.Function):
