@@ -77,9 +77,14 @@ TRAPS = {
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_trap_is_gathered(trap):
-    x, y = features()
-    found = train(lambda: mlp(TRAPS[trap]), x, y, model_parallel())
-    assert_equal(found, train(lambda: mlp(TRAPS[trap]), x, y))
+    def trained(strategy=None):
+        # Sums of sixteen numbers are large: at a higher rate it depends on the order of the rows whether they end.
+        return train(
+            lambda: mlp(TRAPS[trap]), *features(), strategy, optimizer=lambda: keras.optimizers.SGD(0.005, momentum=0.9)
+        )
+
+    found = trained(model_parallel())
+    assert_equal(found, trained())
     assert pairs_of(found.model) == []
     assert unidist.describe(found.model).sharded
     said = said_of(found.model)
