@@ -191,6 +191,11 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "schedule free": lambda: optimizers.ScheduleFreeAdamW(0.01, epsilon=1e-3),
     "lamb": lambda: optimizers.Lamb(0.01, epsilon=1e-3),
     "muon": lambda: optimizers.Muon(0.01, epsilon=1e-3),
+    "several": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            _adam(global_clipnorm=0.1), {".*a/kernel": optimizers.Muon(0.01, epsilon=1e-3), ".*b/.*": _sgd(momentum=0.9)}
+        )
+    ),
     # Of all gradients:
     "own apply": lambda: OfAllGradients(0.1, momentum=0.9),
     "own gradients": lambda: OfWholeGradients(0.01, epsilon=1e-3),

@@ -44,7 +44,7 @@ PROMISES = [
     "overflow",
 ]
 # Which update their parts as ever, or are given whole variables.
-OTHERS = ["rmsprop", "lion", "adagrad", "nadam", "adafactor", "lamb", "muon", "schedule free"]
+OTHERS = ["rmsprop", "lion", "adagrad", "nadam", "adafactor", "lamb", "muon", "schedule free", "several"]
 # Which override what sees all gradients.
 OVERRIDDEN = ["own apply", "own gradients"]
 # Each promise everywhere, at every stage somewhere.

@@ -51,6 +51,7 @@ OPTIMIZERS = {
     "lamb": ("dp", 3),
     "muon": ("2x2", 3),
     "schedule free": ("dp", 3),
+    "several": ("2x2", 1),
 }
 
 
