@@ -193,7 +193,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "muon": lambda: optimizers.Muon(0.01, epsilon=1e-3),
     "several": lambda: optimizers.MultiOptimizer(
         optimizers.OptimizerMap(
-            _adam(global_clipnorm=0.1), {".*a/kernel": optimizers.Muon(0.01, epsilon=1e-3), ".*b/.*": _sgd(momentum=0.9)}
+            _adam(global_clipnorm=0.1),
+            {".*a/kernel": optimizers.Muon(0.01, epsilon=1e-3), ".*b/.*": _sgd(momentum=0.9)},
         )
     ),
     # Of all gradients:

@@ -6,17 +6,17 @@ import keras
 import numpy as np
 
 import unidist
-from tests.keras.contract import plain, rows
+from tests.keras.contract import RULES, plain, rows
 from tests.support.runs import Result, fresh, scope, strategy
 from unidist.keras import sessions
 
 
 def looped(
-    kind: str | None, before: str, own: bool, zero: int = 0, zeroes: bool = True, derived: bool = False
+    kind: str | None, before: str, own: bool, zero: int = 0, zeroes: str = "zero_grad", derived: bool = False
 ) -> Result:
     """Three steps; `before`: what was called before them; `own`: each process has its own half of each batch; `zeroes`:
-    gradients are forgotten by `zero_grad`, those of a step that is not taken too; else by hand; `derived`: those of
-    every second step are torch.autograd.grad's."""
+    gradients are forgotten by `zero_grad`, those of a step that is not taken too, or by hand, on the `variables` or the
+    `parameters`; `derived`: those of every second step are torch.autograd.grad's."""
     import torch
 
     fresh()
@@ -41,13 +41,14 @@ def looped(
     losses: list[float] = []
     for start in range(0, 12, 4):
         batch = x[start : start + 4][part], y[start : start + 4][part]
-        if zeroes:
+        if zeroes == "zero_grad":
             if zero:
                 loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True)).backward()
             model.zero_grad()
         else:
-            for v in model.trainable_variables:
-                v.value.grad = None
+            held = model.parameters() if zeroes == "parameters" else [v.value for v in model.trainable_variables]
+            for one in held:
+                one.grad = None
         value = loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True))
         if derived and start != 4:
             gradients = list(torch.autograd.grad(value, [v.value for v in model.trainable_variables]))
@@ -59,6 +60,51 @@ def looped(
         losses.append(float(value.detach()))
     weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
     return {"weights": weights, "losses": losses}
+
+
+def _clip_by_hand(model: keras.Model, scale: float, by: str) -> None:
+    for v in model.trainable_variables:
+        if by == "norm":
+            v.value.grad.mul_(scale)
+        elif by == "views":
+            v.value.grad.reshape(-1)[::2].mul_(scale)
+        else:
+            v.value.grad = v.value.grad.flip(0) * scale
+
+
+def clipped(kind: str | None, zero: int, by: str) -> Result:
+    """Three steps, whose gradients torch clips, of a model's `parameters`, or of the values of its `variables`; or the
+    loop itself: by their norm (`norm`), in views of them (`views`), or it puts others in their place (`set`), those
+    of torch.autograd.grad too (`derived`)."""
+    import torch
+
+    fresh()
+    x, y = rows(12)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with scope(None if kind is None else strategy(kind, RULES, zero=zero)):
+        model = plain()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    norms: list[float] = []
+    for start in range(0, 12, 4):
+        part = slice(start, start + 4)
+        model.zero_grad()
+        loss(torch.as_tensor(y[part]), model(torch.as_tensor(x[part]), training=True)).backward()
+        values = [v.value for v in model.trainable_variables]
+        if by == "derived":
+            value = loss(torch.as_tensor(y[part]), model(torch.as_tensor(x[part]), training=True))
+            for v, more in zip(model.trainable_variables, torch.autograd.grad(value, values), strict=True):
+                v.value.grad = v.value.grad - 0.5 * more
+        if by in ("parameters", "variables"):
+            given = model.parameters() if by == "parameters" else values
+            norms.append(float(torch.nn.utils.clip_grad_norm_(given, 0.1)))
+        else:
+            norms.append(float(sum(torch.sum(v.grad**2) for v in values)) ** 0.5)
+            _clip_by_hand(model, 0.1 / norms[-1], by)
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+    weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
+    return {"weights": weights, "norms": norms}
 
 
 def penalized() -> str:

@@ -26,11 +26,9 @@ def test_gradients_are_averaged_over_the_processes(
     np.testing.assert_allclose(np.mean([one["losses"] for one in found], 0), wanted["losses"], atol=1e-5)
 
 
-@pytest.mark.parametrize("zeroes", [True, False], ids=["zero_grad", "by hand"])
+@pytest.mark.parametrize("zeroes", ["zero_grad", "variables", "parameters"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_gradients_that_are_kept_in_parts_are_of_one_step(
-    zero: int, zeroes: bool, alone: Alone, worlds: Worlds
-) -> None:
+def test_gradients_that_are_kept_in_parts_are_of_one_step(zero: int, zeroes: str, alone: Alone, worlds: Worlds) -> None:
     wanted = alone.world("torch").call(RUN, None, "nothing", True)[0]
     for one in worlds.get("torch-2").call(RUN, "dp", "nothing", True, zero, zeroes):
         same(one, wanted)
@@ -38,9 +36,21 @@ def test_gradients_that_are_kept_in_parts_are_of_one_step(
 
 @pytest.mark.parametrize(("setting", "zero"), [("torch-2", 0), ("torch-2", 2), ("horovod-2", 0)])
 def test_gradients_of_autograd_grad_are_averaged_too(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
-    given = (True, zero, True, True)
+    given = (True, zero, "zero_grad", True)
     wanted = alone.world("torch").call(RUN, None, "nothing", *given)[0]
     for found in worlds.get(setting).call(RUN, "dp", "nothing", *given):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("by", ["parameters", "variables", "norm", "views", "set", "derived"])
+@pytest.mark.parametrize(("kind", "zero"), [*(("dp", zero) for zero in range(4)), ("mp", 0), ("2x2", 1), ("2x2", 3)])
+def test_gradients_are_clipped_by_norms_of_whole_variables(
+    kind: str, zero: int, by: str, alone: Alone, worlds: Worlds
+) -> None:
+    program = "tests.keras.loops:clipped"
+    wanted = alone.world("torch").call(program, None, zero, by)[0]
+    assert min(wanted["norms"]) > 0.1
+    for found in worlds.get("torch-2" if kind == "dp" else "torch-4").call(program, kind, zero, by):
         same(found, wanted)
 
 

@@ -46,8 +46,9 @@ def _summed(original: Any) -> Callable[..., Any]:
         if frame is None:
             if any(s.summed_axes for s in of if s is not None):
                 _check_options(options, "in a loop of your own")
-            found = original(outputs, given, **options)
-            return tuple(g if s is None else _averaged(g, s) for g, s in zip(found, of, strict=True))
+            leaves = [x.kept.parameter() if isinstance(x, seen.Value) else x for x in given]
+            found = original(outputs, leaves, **options)
+            return tuple(g if s is None else _averaged(g, s, x) for g, s, x in zip(found, of, given, strict=True))
         roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if any(of):
             _check(frame, roots, options)
@@ -73,18 +74,23 @@ def _storages(frame: Frame, tensors: list[Any]) -> list[Storage | None]:
 def _storages_in_a_loop(tensors: list[Any]) -> list[Storage | None]:
     """Of what tensors are the values, where no rank of a trainer is at work: of which each process has a gradient of
     its own."""
-    if not any(isinstance(x, torch.nn.Parameter) for x in tensors):
+    if not any(isinstance(x, torch.nn.Parameter | seen.Value) for x in tensors):
         return [None] * len(tensors)
     several = [one for one in norms.placed if not one.world.is_virtual and (one.summed_axes or one.drifting_axes)]
     leaves_of = {id(one.leaf(one.world.ranks[0])): one for one in several}
-    return [leaves_of.get(id(x)) for x in tensors]
+    return [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in tensors]
 
 
-def _averaged(grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
+def _averaged(grad: torch.Tensor | None, storage: Storage, of: torch.Tensor) -> torch.Tensor | None:
+    """In a loop of the user's own; `of`: what was given as the variable's value."""
     if grad is None or grad.requires_grad:
         return grad
-    held = storage.sharding
-    return _sum(grad, storage, storage.world.ranks[0], held) / held.mesh.axis_size(storage.summed_axes)
+    shards, rank = storage.world.mesh.axis_size(storage.summed_axes), storage.world.ranks[0]
+    if not isinstance(of, seen.Value):
+        return _sum(grad, storage, rank, storage.sharding) / shards
+    if not storage.is_kept:
+        return seen.Gradient.of(storage, grad)  # of what this process stores, and averaged where it was gathered
+    return seen.Gradient.of(storage, _sum(grad, storage, rank, storage.shardings.state) / shards)
 
 
 def _sum(grad: torch.Tensor, storage: Storage, rank: int, target: Sharding) -> torch.Tensor:

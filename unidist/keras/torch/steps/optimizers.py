@@ -144,14 +144,15 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
             "fit and train_on_batch: put the loop's body into the model's train_step"
         )
 
-    given, taken = grads, []
+    seen.settle()
+    given = grads
     if len(targets) == len(grads):
         missing = [v if g is None and placing.is_placed(v) else None for g, v in zip(grads, targets, strict=True)]
-        taken = [v._storage.own(None) for v in missing if v is not None]
         given = [g if v is None else v._storage.own(None).grad for g, v in zip(grads, missing, strict=True)]
     done = world.run(lambda frame: _apply(self, given, trainable_variables))
-    for parameter in taken:
-        parameter.grad = None  # a loop that forgets the gradients that it has seen knows nothing of this one
+    for storage in [v._storage for v in targets if placing.is_placed(v)]:
+        if storage.shardings.state.layout.dims or not storage.is_kept:
+            storage.own(None).grad = None  # a loop that forgets the gradients of parameters() knows nothing of this one
     return done
 
 

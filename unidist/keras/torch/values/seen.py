@@ -23,6 +23,7 @@ from unidist.keras.torch.values.storage import Storage
 
 _EACH = rowwise.each()
 _EACH_IN_PLACE = rowwise.each_in_place()
+_of_a_loop: list[tuple[Any, torch.Tensor, int]] = []
 _NOTES = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
 
 
@@ -110,6 +111,8 @@ class Value(Seen):
     def whole(self) -> torch.Tensor:
         frame, storage = context.frame(), self.kept
         if not self._is_detached and torch.is_grad_enabled():
+            if frame is None:
+                return storage.whole(None, differentiable=True)
             return storage.whole(frame, differentiable=True) if storage.is_sharded else storage.local(frame)
         with torch.no_grad():
             found = storage.whole(frame)
@@ -192,11 +195,10 @@ def part_of(grad: torch.Tensor, storage: Storage) -> torch.Tensor:
 
 def settle() -> None:
     """What was written into a view of a whole tensor goes back to where the ranks keep it."""
-    frame = context.frame()
-    if frame is None or not frame.lent:
-        return
-    lent, frame.lent = frame.lent, []
-    for seen, tensor, version in lent:
+    lent = _lent()
+    given = lent.copy()
+    lent.clear()
+    for seen, tensor, version in given:
         if tensor._version != version:
             seen.write(tensor)
 
@@ -219,10 +221,15 @@ def _on_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         return x
 
     out = func(*mapped(fetched, args), **mapped(fetched, kwargs))
-    if (frame := context.frame()) is not None:
-        found = [x for x in tree.flatten(out) if isinstance(x, torch.Tensor)]
-        frame.lent += [(seen, tensor, tensor._version) for seen, tensor in read if _is_shared(tensor, found)]
+    found = [x for x in tree.flatten(out) if isinstance(x, torch.Tensor)]
+    _lent().extend((seen, tensor, tensor._version) for seen, tensor in read if _is_shared(tensor, found))
     return out
+
+
+def _lent() -> list[tuple[Seen, torch.Tensor, int]]:
+    """Whole tensors of which somebody has views, and their versions: of the rank at work, or of a loop."""
+    frame = context.frame()
+    return _of_a_loop if frame is None else frame.lent
 
 
 def _is_shared(tensor: torch.Tensor, found: Sequence[torch.Tensor]) -> bool:

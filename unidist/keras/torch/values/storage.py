@@ -107,6 +107,12 @@ class Storage:
         return bool(self.shardings.stored.layout.dims) and not self.shardings.stored.layout.partial
 
     @property
+    def has_part_of_gradient(self) -> bool:
+        """Whether a loop of the user's own has made a gradient of it, of which this process keeps a part."""
+        is_cut = bool(self.shardings.state.layout.dims) and not self.world.is_virtual
+        return is_cut and self.own(None).grad is not None
+
+    @property
     def summed_axes(self) -> Axes:
         """The axes over which its gradient arrives partial: of other rows on each rank."""
         return self._whole_over(self.world.data_axes)

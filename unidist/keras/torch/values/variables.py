@@ -88,6 +88,8 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         storage = self._storage
         if frame is None:
             storage.world.check()
+            if storage.has_part_of_gradient and not _in_layer():
+                return seen.Value.of(storage)
             return storage.whole(None, differentiable=torch.is_grad_enabled() and not storage.world.is_virtual)
         override = frame.overrides.get(id(self))
         if override is not None:
