@@ -207,3 +207,39 @@ def refused() -> str:
 
 def start() -> None:
     unidist.use("torch")
+
+
+class OwnOfPairs(keras.Sequential):
+    """A loss that compares rows with each other, and a step that hands it on as a log."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        apart = keras.ops.sum(keras.ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
+        return keras.ops.mean(keras.ops.square(y - y_pred)) + 0.1 * keras.ops.mean(apart)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return {"loss": loss, "twice": 2.0 * loss.detach()}
+
+
+def of_pairs_of_rows() -> tuple[Any, Any]:
+    """(losses and weights of a step of its own as a program in two processes, those of one device as is)."""
+
+    def trained(strategy: Any, jit_compile: bool) -> list[Any]:
+        keras.utils.set_random_seed(2)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = OwnOfPairs([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.1), jit_compile=jit_compile)
+        x = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
+        found = model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        return [*(np.asarray(found[name]) for name in ("loss", "twice")), *map(np.asarray, model.weights)]
+
+    original = torch.compile
+    with mock.patch.object(torch, "compile", functools.partial(original, backend="aot_eager")):
+        found = trained(unidist.DataParallel(), True)
+    return found, trained(None, False)

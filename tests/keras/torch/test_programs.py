@@ -67,6 +67,12 @@ def test_a_call_that_reads_values_is_refused(world: ProcessWorld) -> None:
         assert "jit_compile=False" in message
 
 
+def test_a_loss_of_pairs_of_rows_in_a_step_of_ones_own_is_that_of_all(world: ProcessWorld) -> None:
+    for found, wanted in world.call(programs.of_pairs_of_rows):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_the_simulator_cannot_compile() -> None:
     with unidist.DataParallel().scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])

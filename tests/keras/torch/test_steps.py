@@ -557,3 +557,47 @@ def test_a_predict_step_of_ones_own_sees_all_rows(kind, strategy):
     if strategy.strategy.data_axes:
         (says,) = (why for name, why in unidist.describe(found).why.items() if name.startswith("predict_step of"))
         assert says.startswith("given the rows of all" if kind is Centred else "called with each shard's own rows")
+
+
+class OwnOfPairs(OwnStep):
+    """A loss that compares rows with each other, and a step that hands it on as a log."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        apart = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
+        return ops.mean(ops.square(y - y_pred)) + 0.1 * ops.mean(apart)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return {"loss": loss, "twice": 2.0 * loss.detach()}
+
+
+@pytest.mark.parametrize("rows", [10, 8])
+def test_a_loss_of_pairs_of_rows_is_told_whole_in_every_step(strategy, rows):
+    def made():
+        return OwnOfPairs([layers.Input((12,)), layers.Dense(16, "tanh", name="a"), layers.Dense(3, name="b")])
+
+    x, y = features(rows=rows)
+    assert_equal(train(made, x, y, strategy, epochs=3), train(made, x, y, epochs=3))
+
+
+class Mixed(OwnStep):
+    """Gives the loss's tracker one number without a weight and another with that of the batch."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        tracker = self.metrics[0]
+        tracker.reset_state()
+        tracker.update_state(3.0 * logs["loss"])
+        tracker.update_state(logs["loss"], sample_weight=2.5)
+        return {"loss": logs["loss"], "mixed": tracker.result()}
+
+
+def test_a_number_without_a_weight_counts_once(strategy):
+    x, y = features(rows=8)
+    assert_equal(train(own(Mixed), x, y, strategy), train(own(Mixed), x, y))

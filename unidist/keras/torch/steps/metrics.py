@@ -333,11 +333,14 @@ def _contributing(tracker: Any, original: Callable[..., Any]) -> Callable[..., A
         here = frame()
         if here is None or here.rows is None or not here.world.data_axes or values.is_meta:
             return original(values, sample_weight=sample_weight)
-        shards = here.world.mesh.axis_size(here.world.data_axes)
-        weight, count = (1.0, 1 / shards) if sample_weight is None else (here.rows.total, here.rows.local)
+        shards, rows = here.world.mesh.axis_size(here.world.data_axes), here.rows
+        given = 1.0 if sample_weight is None else sample_weight
+        # Keras's own steps give the number of the batch's rows.
+        is_of_rows = given is sample_weight and not torch.is_tensor(given) and given in (rows.local, rows.total)
+        count, weight = (rows.local, rows.total) if is_of_rows else (given / shards, given)
         with torch.no_grad():
             tracker.total.assign_add(values.detach() * (count if here.tells_losses else weight))
-            tracker.count.assign_add(devices.filled(count, tracker.count.value))
+            tracker.count.assign_add(torch.zeros_like(tracker.count.value) + count)
         return None
 
     return update_state
