@@ -12,6 +12,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, train
+from unidist.keras.torch.values import units
 
 
 class Rounded(torch.autograd.Function):
@@ -101,8 +102,67 @@ class Applied(layers.Layer):
         return self._function(x)
 
 
-# torch.func does not go with the hooks on saved tensors by which stage 3 fetches values again.
-CASES = [(name, zero) for name in FUNCTIONS for zero in (0, 3) if not (zero and name.startswith("torch.func"))]
+class Potential(layers.Layer):
+    """Gives the slope of an energy of each row, which weights of its own make, and those of a layer inside."""
+
+    def __init__(self, transform):
+        super().__init__()
+        self.inner = layers.Dense(6, "tanh")
+        self.transform = transform
+
+    def build(self, shape):
+        self.kernel = self.add_weight((6, 6), initializer="orthogonal", name="kernel")
+        self.inner.build(shape)
+
+    def call(self, x):
+        kernel = ops.convert_to_tensor(self.kernel)
+
+        def energy(row):
+            return torch.sum(torch.tanh(self.inner(row[None]) @ kernel) ** 3)
+
+        return x - 0.1 * torch.vmap(self.transform(energy))(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def slopes(energy):
+    return lambda row: torch.func.vjp(energy, row)[1](torch.ones(()))[0]
+
+
+# Looked up when they are called: they are replaced in a step.
+TRANSFORMS = {
+    "grad": lambda energy: torch.func.grad(energy),
+    "jacrev": lambda energy: torch.func.jacrev(energy),
+    "vjp": slopes,
+}
+
+
+@pytest.fixture(params=["float32", "mixed_bfloat16"])
+def policy(request):
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_slopes_of_what_weights_make_train(name, zero, policy, monkeypatch):
+    """Units of one layer each: what backward needs of them is let go by others."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+
+    def build():
+        inputs = layers.Input((12,))
+        x = Potential(TRANSFORMS[name])(layers.Dense(8, "tanh")(inputs))
+        return keras.Model(inputs, layers.Dense(3)(layers.Dense(8, "tanh")(x)))
+
+    x, y = features()
+    # Of 16 bits the casts are those of whole values, to the bit.
+    wanted = train(build, x, y, None if policy == "float32" else unidist.DataParallel())
+    assert_equal(train(build, x, y, unidist.DataParallel(zero=zero)), wanted)
+
+
+CASES = [(name, zero) for name in FUNCTIONS for zero in (0, 3)]
 
 
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")  # where Keras infers shapes

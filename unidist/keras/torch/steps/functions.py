@@ -16,7 +16,7 @@ from unidist.errors import CapabilityError
 from unidist.keras.interception import Hook
 from unidist.keras.torch import context
 from unidist.keras.torch.rows.parts import Part, mapped, whole
-from unidist.keras.torch.values import seen
+from unidist.keras.torch.values import saved, seen
 from unidist.keras.torch.values.seen import Seen
 
 # Of torch.func: what gives a function, and what computes at once.
@@ -26,7 +26,7 @@ _DERIVATIVES = ("vjp", "jvp", "linearize")
 
 def hooks() -> Iterator[Hook]:
     why = "torch's transforms know nothing of parts"
-    yield Hook(torch, "vmap", _of_wholes, why, imported=True)
+    yield Hook(torch, "vmap", functools.partial(_of_wholes, differentiates=False), why, imported=True)
     for name in _TRANSFORMS:
         yield Hook(torch.func, name, _of_wholes, why, imported=True)
     for name in _DERIVATIVES:
@@ -68,21 +68,27 @@ def _without_parts(original: Any) -> Callable[..., Any]:
     return unwrap_dead_wrappers
 
 
-def _of_wholes(original: Any) -> Callable[..., Any]:
+def _of_wholes(original: Any, differentiates: bool = True) -> Callable[..., Any]:
     @functools.wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
         function = original(*args, **kwargs)
-        return function if context.frame() is None else _given_wholes(function)
+        return function if context.frame() is None else _given_wholes(function, differentiates)
 
     return transform
 
 
-def _given_wholes(original: Any) -> Callable[..., Any]:
+def _given_wholes(original: Any, differentiates: bool = True) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if context.frame() is None:
+        frame = context.frame()
+        if frame is None:
             return original(*args, **kwargs)
-        return original(*mapped(_whole, args), **mapped(_whole, kwargs))
+        args, kwargs = mapped(_whole, args), mapped(_whole, kwargs)
+        fetcher = frame.fetcher
+        if not differentiates or fetcher is None or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        with saved.without(fetcher):
+            return original(*args, **kwargs)
 
     return function
 

@@ -18,6 +18,7 @@ from unidist.keras.interception import Hook, kept
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Before, Frame
 from unidist.keras.torch.rows import mixing, regions
+from unidist.keras.torch.values import saved
 from unidist.keras.torch.world import keras_state, restore_keras_state
 
 _originals: dict[str, Any] = {}
@@ -60,7 +61,7 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fetcher = self._frame.fetcher
-        with fetcher.besides() if fetcher is not None else contextlib.nullcontext():
+        with saved.besides(fetcher) if fetcher is not None else contextlib.nullcontext():
             if self._before is None:
                 return self._first(args, kwargs)
             # A context that is entered cannot be entered again, as by a backward within the recomputation.

@@ -10,6 +10,7 @@ import torch
 
 from unidist.keras.compat import get_keras_mask, set_keras_mask, tree
 from unidist.keras.torch.context import Frame
+from unidist.keras.torch.values.saved import is_in_transforms
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -17,7 +18,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def owned(frame: Frame, given: Any) -> Any:
     """What a layer gives, in memory that is not let go."""
     fetcher = frame.fetcher
-    if fetcher is None:
+    if fetcher is None or is_in_transforms():
         return given
 
     def own(x: Any) -> Any:

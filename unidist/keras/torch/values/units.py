@@ -21,7 +21,7 @@ from unidist.algebra import Axes
 from unidist.keras.calls import Call, Stage
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.values import giving
+from unidist.keras.torch.values import giving, saved
 from unidist.keras.torch.values.flat import Cut, FlatBuffer, Moving
 from unidist.keras.torch.values.grouping import grouped
 from unidist.keras.torch.values.low import LowValue, without_memory
@@ -107,7 +107,7 @@ class Unit:
     def note_cast(self, leaf: torch.nn.Parameter, cast: torch.Tensor) -> None:
         """A leaf's value in the dtype of computation, which backward may save instead: it is freed and made anew with
         the leaf."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not saved.is_in_transforms():
             self._casts.append((leaf, cast.data))
             self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
 
@@ -145,11 +145,12 @@ class Unit:
     # reading ------------------------------------------------------------------------------------------------------
 
     def need(self) -> None:
-        """The values are to be read now. Read outside of their layer's call, they stay to the end of the step."""
+        """The values are to be read now. Read outside of their layer's call, or by torch.func, they stay to the end of
+        the step."""
         if self.is_kept:
             self.finish()
             return
-        if not self.users:
+        if not self.users or saved.is_in_transforms():
             self.is_pinned = True
         if not self.is_here or self.fetcher.last is not self:
             self.fetcher.fetch(self)
@@ -210,6 +211,10 @@ class Fetcher:
 
     def fetch(self, unit: Unit) -> None:
         """Makes a unit's values be there, frees those that are not in use, and starts the next."""
+        with saved.outside_of_transforms():
+            self._fetch(unit)
+
+    def _fetch(self, unit: Unit) -> None:
         self._seen.append(unit)
         self.last = unit
         following = self._next()
@@ -239,38 +244,18 @@ class Fetcher:
             return
         self._before, self._seen, self.last = self._order.get(kind, []), [], None
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_alias, self._opened):
+            with torch.autograd.graph.saved_tensors_hooks(saved.alias, self.opened):
                 yield
             self._order[kind] = self._seen
         finally:
             self.release()
 
-    @contextlib.contextmanager
-    def besides(self) -> Iterator[None]:
-        """Inside of hooks that keep what backward needs in a way of their own, fetched values are still kept here:
-        another way would open them without fetching them."""
-        other: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if other is None:
-            yield
-            return
-        keep, give = other
-
-        def pack(saved: torch.Tensor) -> tuple[bool, Any]:
-            ours = saved.untyped_storage()._cdata in self.by_memory
-            return ours, _alias(saved) if ours else keep(saved)
-
-        def unpack(packed: tuple[bool, Any]) -> torch.Tensor:
-            ours, kept = packed
-            return self._opened(kept) if ours else give(kept)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
-    def _opened(self, saved: torch.Tensor) -> torch.Tensor:
-        memory = saved.untyped_storage()._cdata
+    def opened(self, kept: torch.Tensor) -> torch.Tensor:
+        """What was saved for backward, fetched again."""
+        memory = kept.untyped_storage()._cdata
         unit = self.by_memory.get(memory)
         if unit is None:
-            return saved
+            return kept
         node = torch._C._current_autograd_node()
         if node is None or node is not self._node:
             self._node, self._opened_for_node = node, []
@@ -279,7 +264,7 @@ class Fetcher:
         if not unit.is_here or self.last is not unit:
             self.fetch(unit)
         unit.open_cast(memory)
-        return saved
+        return kept
 
     def release(self) -> None:
         """Frees everything that was fetched."""
@@ -311,11 +296,6 @@ class Fetcher:
         for unit in self.units:
             if unit.is_kept:
                 unit.finish()
-
-
-def _alias(saved: torch.Tensor) -> torch.Tensor:
-    # The tensor itself would hold the graph that holds it.
-    return saved.detach()
 
 
 def use_in_calls(layer: Any, storages: list[Storage]) -> Callable[[], None]:

@@ -1,0 +1,69 @@
+"""What backward needs of fetched values: torch's hooks on saved tensors fetch them again, where it lets them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch import pyfunctorch
+
+if TYPE_CHECKING:
+    from unidist.keras.torch.values.units import Fetcher
+
+
+def alias(saved: torch.Tensor) -> torch.Tensor:
+    # The tensor itself would hold the graph that holds it.
+    return saved.detach()
+
+
+@contextlib.contextmanager
+def besides(fetcher: Fetcher) -> Iterator[None]:
+    """Inside of hooks that keep what backward needs in a way of their own, fetched values are still kept by the
+    fetcher: another way would open them without fetching them."""
+    other: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if other is None:
+        yield
+        return
+    keep, give = other
+
+    def pack(saved: torch.Tensor) -> tuple[bool, Any]:
+        ours = saved.untyped_storage()._cdata in fetcher.by_memory
+        return ours, alias(saved) if ours else keep(saved)
+
+    def unpack(packed: tuple[bool, Any]) -> torch.Tensor:
+        ours, kept = packed
+        return fetcher.opened(kept) if ours else give(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def is_in_transforms() -> bool:
+    """Whether torch.func is computing. Its tensors have no memory of their own, and none of what it reads may go."""
+    found: bool = torch._C._are_functorch_transforms_active()
+    return found
+
+
+def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside torch.func's transforms, which a layer has begun, see nothing of what is computed."""
+    if not is_in_transforms():
+        return contextlib.nullcontext()
+    return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+@contextlib.contextmanager
+def without(fetcher: Fetcher) -> Iterator[None]:
+    """Inside torch takes no hooks, as in torch.func's derivatives. What has been fetched stays until the step's end."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[1] != fetcher.opened:
+        yield
+        return
+    for unit in fetcher.fetched:
+        unit.is_pinned |= unit.is_here
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
