@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import unidist
 from unidist.keras import sessions
-from unidist.keras.torch.values import units
+from unidist.keras.torch.values import saved, units
 
 RULES = {
     ".*(query|key|value)/kernel": (None, "model", None),
@@ -140,16 +140,16 @@ def kept_for_backward(policy: str, jit_compile: bool) -> tuple[int, int]:
     # Only what later steps keep is looked at: the first one makes what there is to look into.
     model.train_on_batch(x, x[:, :1])
     (fetcher,) = sessions.of(model).engine.traffic._fetchers.values()
-    saved: list[torch.Tensor] = []
-    alias = units._alias
+    found: list[torch.Tensor] = []
+    alias = saved.alias
 
     def noting(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
+        found.append(tensor)
         return alias(tensor)
 
-    with mock.patch.object(units, "_alias", noting):
+    with mock.patch.object(saved, "alias", noting):
         model.train_on_batch(x, x[:, :1])
-    whole = [tensor for tensor in saved if tuple(tensor.shape) == (64, 64)]
+    whole = [tensor for tensor in found if tuple(tensor.shape) == (64, 64)]
     ours = [t for t in whole if t.untyped_storage().size() == 0]
     assert not any(unit.is_here for unit in fetcher.fetched)
     return len(ours), len(whole) - len(ours)

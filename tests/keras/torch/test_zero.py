@@ -15,7 +15,7 @@ from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
 from unidist.keras.torch.steps import fused, optimizers, reducer
-from unidist.keras.torch.values import flat, units
+from unidist.keras.torch.values import flat, saved, units
 
 STAGES = (1, 2, 3)
 
@@ -195,13 +195,13 @@ def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):
 def test_casts_of_layers_with_a_rule_are_let_go_too(monkeypatch):
     """Backward keeps nothing of a kernel's size that has its memory."""
     monkeypatch.setattr(units, "UNIT_BYTES", 1)
-    alias, sizes = units._alias, []
+    alias, sizes = saved.alias, []
 
     def noting(tensor):
         sizes.append((tuple(tensor.shape), tensor.dtype, tensor))
         return alias(tensor)
 
-    monkeypatch.setattr(units, "_alias", noting)
+    monkeypatch.setattr(saved, "alias", noting)
 
     def build():
         rest = [layers.Dense(n, name=name, dtype="mixed_bfloat16") for name, n in (("a", 64), ("b", 24))]
