@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -227,8 +228,9 @@ class OwnOfPairs(keras.Sequential):
         return {"loss": loss, "twice": 2.0 * loss.detach()}
 
 
-def of_pairs_of_rows() -> tuple[Any, Any]:
-    """(losses and weights of a step of its own as a program in two processes, those of one device as is)."""
+def of_pairs_of_rows() -> tuple[Any, Any, list[str]]:
+    """(losses and weights of a step of its own as a program in two processes, those of one device as is, what torch
+    warns of in unidist)."""
 
     def trained(strategy: Any, jit_compile: bool) -> list[Any]:
         keras.utils.set_random_seed(2)
@@ -241,5 +243,8 @@ def of_pairs_of_rows() -> tuple[Any, Any]:
 
     original = torch.compile
     with mock.patch.object(torch, "compile", functools.partial(original, backend="aot_eager")):
-        found = trained(unidist.DataParallel(), True)
-    return found, trained(None, False)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = trained(unidist.DataParallel(), True)
+    ours = [text for one in said if "unidist" in (text := str(one.message))]
+    return found, trained(None, False), ours

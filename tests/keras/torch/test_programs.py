@@ -68,7 +68,8 @@ def test_a_call_that_reads_values_is_refused(world: ProcessWorld) -> None:
 
 
 def test_a_loss_of_pairs_of_rows_in_a_step_of_ones_own_is_that_of_all(world: ProcessWorld) -> None:
-    for found, wanted in world.call(programs.of_pairs_of_rows):
+    for found, wanted, said in world.call(programs.of_pairs_of_rows):
+        assert said == []
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
 

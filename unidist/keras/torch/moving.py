@@ -15,14 +15,18 @@ WHOLE = Layout()
 def move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
     """A tensor of the global `shape` from one layout to another; its gradient goes the other way."""
     # A size that a tracer holds open is fixed here: a move is made for one shape.
-    ends = _ends(frame.world.mesh, tuple(map(int, shape)), src, dst)
+    # torch.compile warns of caches, and goes past them.
+    find = _ends if torch.compiler.is_compiling() else _known_ends
+    ends = find(frame.world.mesh, tuple(map(int, shape)), src, dst)
     return frame.world.backend.redistribute(x, *ends)
 
 
-@functools.lru_cache(maxsize=4096)
 def _ends(mesh: Mesh, shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Sharding, Sharding]:
     sharding = Sharding(mesh, src, shape)
     return sharding, sharding.with_layout(dst)
+
+
+_known_ends = functools.lru_cache(maxsize=4096)(_ends)
 
 
 @functools.cache
