@@ -241,10 +241,9 @@ def of_pairs_of_rows() -> tuple[Any, Any, list[str]]:
         found = model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history
         return [*(np.asarray(found[name]) for name in ("loss", "twice")), *map(np.asarray, model.weights)]
 
-    original = torch.compile
-    with mock.patch.object(torch, "compile", functools.partial(original, backend="aot_eager")):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found = trained(unidist.DataParallel(), True)
+    simple = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with simple, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = trained(unidist.DataParallel(), True)
     ours = [text for one in said if "unidist" in (text := str(one.message))]
     return found, trained(None, False), ours
