@@ -143,7 +143,11 @@ def test_a_processs_own_timeout_counts() -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    # One that begins may wait for a disk.
+    waiting = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield process
         process.kill()
 
