@@ -58,8 +58,11 @@ def looped(
         with torch.no_grad():
             optimizer.apply(gradients, model.trainable_variables)
         losses.append(float(value.detach()))
-    weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
-    return {"weights": weights, "losses": losses}
+    return {"weights": _weights(model, kind), "losses": losses}
+
+
+def _weights(model: keras.Model, kind: str | None) -> dict[str, np.ndarray]:
+    return unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
 
 
 def _clip_by_hand(model: keras.Model, scale: float, by: str) -> None:
@@ -103,8 +106,7 @@ def clipped(kind: str | None, zero: int, by: str) -> Result:
             _clip_by_hand(model, 0.1 / norms[-1], by)
         with torch.no_grad():
             optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
-    weights = unidist.gather_weights(model) if kind is not None else {v.path: np.array(v) for v in model.weights}
-    return {"weights": weights, "norms": norms}
+    return {"weights": _weights(model, kind), "norms": norms}
 
 
 def penalized() -> str:

@@ -317,7 +317,7 @@ def own_loop():
     import torch
 
     import unidist
-    from tests.keras.torch.models import features, mlp, model_parallel
+    from tests.keras.torch.models import features, held, mlp, model_parallel
 
     x, y = features()
 
@@ -333,12 +333,8 @@ def own_loop():
             loss.backward()
             trainable = list(model.trainable_weights)
             with torch.no_grad():
-                optimizer.apply([local(v).grad for v in trainable], trainable)
+                optimizer.apply([held(v).grad for v in trainable], trainable)
         return [np.asarray(v) for v in model.weights]
-
-    def local(variable):
-        storage = getattr(variable, "_storage", None)
-        return variable.value if storage is None else storage.local(None)
 
     wanted = run(None)
     for a, b in zip(run(model_parallel(mesh=unidist.Mesh({"model": 2}))), wanted, strict=True):

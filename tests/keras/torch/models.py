@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
+from unittest import mock
 
 import keras
 import numpy as np
-from keras import layers
+import torch
+from keras import layers, ops
 
 import unidist
 from unidist.keras import sessions
@@ -96,3 +99,32 @@ def said_of(model):
     """layer -> what the proof of pairs said of it."""
     engine = sessions.of(model).engine
     return {rule.layer.name: str(engine.verdicts[id(rule)]) for rule in engine.rules if id(rule) in engine.verdicts}
+
+
+def held(variable):
+    """What this process has of a variable, where its gradient comes; of one that is not distributed, all."""
+    storage = getattr(variable, "_storage", None)
+    return variable.value if storage is None else storage.local(None)
+
+
+def compiling_by(compiler):
+    """Inside torch.compile makes programs by another compiler than its own, which takes long."""
+    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=compiler))
+
+
+class OwnOfPairs(keras.Sequential):
+    """A loss that compares rows with each other, and a step that hands it on as a log."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        apart = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
+        return ops.mean(ops.square(y - y_pred)) + 0.1 * ops.mean(apart)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        loss.backward()
+        trainable = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in trainable], trainable)
+        return {"loss": loss, "twice": 2.0 * loss.detach()}

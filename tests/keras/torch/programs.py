@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import re
 import warnings
 from collections import Counter
@@ -18,6 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import unidist
+from tests.keras.torch.models import OwnOfPairs, compiling_by
 from unidist.keras import sessions
 from unidist.keras.torch.values import saved, units
 
@@ -102,18 +102,13 @@ def counted(traffic: unidist.Ledger, kind: str) -> Counter[tuple[str, str, Any]]
 
 def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, int], dict[str, int]]:
     """Compiled against run as is. Gives torch.compile's counters: of graphs, and of breaks."""
-    original, unit_bytes = torch.compile, units.UNIT_BYTES
-    torch.compile = functools.partial(original, backend=compiler)
     # What a layer gives is used when others are fetched, as in large models.
-    units.UNIT_BYTES = 1
-    try:
+    with compiling_by(compiler), mock.patch.object(units, "UNIT_BYTES", 1):
         with unidist.ledger() as plain:
             wanted = train(name, strategy_of(kind), False, rows)
         counters.clear()
         with unidist.ledger() as traffic:
             found = train(name, strategy_of(kind), True, rows)
-    finally:
-        torch.compile, units.UNIT_BYTES = original, unit_bytes
     np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=1e-5)
     for a, b in zip(found[1], wanted[1], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -210,24 +205,6 @@ def start() -> None:
     unidist.use("torch")
 
 
-class OwnOfPairs(keras.Sequential):
-    """A loss that compares rows with each other, and a step that hands it on as a log."""
-
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
-        apart = keras.ops.sum(keras.ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
-        return keras.ops.mean(keras.ops.square(y - y_pred)) + 0.1 * keras.ops.mean(apart)
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        self.zero_grad()
-        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        loss.backward()
-        trainable = list(self.trainable_weights)
-        with torch.no_grad():
-            self.optimizer.apply([v.value.grad for v in trainable], trainable)
-        return {"loss": loss, "twice": 2.0 * loss.detach()}
-
-
 def of_pairs_of_rows() -> tuple[Any, Any, list[str]]:
     """(losses and weights of a step of its own as a program in two processes, those of one device as is, what torch
     warns of in unidist)."""
@@ -241,8 +218,7 @@ def of_pairs_of_rows() -> tuple[Any, Any, list[str]]:
         found = model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history
         return [*(np.asarray(found[name]) for name in ("loss", "twice")), *map(np.asarray, model.weights)]
 
-    simple = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    with simple, warnings.catch_warnings(record=True) as said:
+    with compiling_by("aot_eager"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = trained(unidist.DataParallel(), True)
     ours = [text for one in said if "unidist" in (text := str(one.message))]

@@ -12,7 +12,7 @@ import torch
 from keras import layers, ops
 
 import unidist
-from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
+from tests.keras.torch.models import OwnOfPairs, assert_equal, features, model_parallel, train, two_by_two
 from unidist.errors import LayoutError, MeshError
 
 STRATEGIES = {
@@ -557,24 +557,6 @@ def test_a_predict_step_of_ones_own_sees_all_rows(kind, strategy):
     if strategy.strategy.data_axes:
         (says,) = (why for name, why in unidist.describe(found).why.items() if name.startswith("predict_step of"))
         assert says.startswith("given the rows of all" if kind is Centred else "called with each shard's own rows")
-
-
-class OwnOfPairs(OwnStep):
-    """A loss that compares rows with each other, and a step that hands it on as a log."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        apart = ops.sum(ops.square(y_pred[:, None] - y_pred[None]), axis=-1)
-        return ops.mean(ops.square(y - y_pred)) + 0.1 * ops.mean(apart)
-
-    def train_step(self, data):
-        x, y = data
-        self.zero_grad()
-        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        loss.backward()
-        trainable = list(self.trainable_weights)
-        with torch.no_grad():
-            self.optimizer.apply([v.value.grad for v in trainable], trainable)
-        return {"loss": loss, "twice": 2.0 * loss.detach()}
 
 
 @pytest.mark.parametrize("rows", [10, 8])

@@ -131,9 +131,11 @@ class RankWorld:
 
     def agreed(self, frame: Frame, tensors: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
         """The sums over axes, the same bits on all ranks: along those that drift the first one's."""
-        drifting = self._drifting_beside(axes)
-        given = tensors if self.is_first(frame.rank, drifting) else [torch.zeros_like(x) for x in tensors]
-        return self.summed(given, (*axes, *drifting)) if axes or drifting else list(tensors)
+        if drifting := self._drifting_beside(axes):
+            axes = (*axes, *drifting)
+            if not self.is_first(frame.rank, drifting):
+                tensors = [torch.zeros_like(x) for x in tensors]
+        return self.summed(tensors, axes) if axes else list(tensors)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> Sharding:
         return Sharding(self.mesh, Layout(self.data_axes), shape)

@@ -243,11 +243,6 @@ def _behind(*storages: int, new: int = 0) -> Any:
     return _kept(condition)
 
 
-def _permutes(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    dims = _dims(args[1:] or (kwargs.get("dims"),))
-    return dims[0] % ndim == 0
-
-
 _SPLITTING = frozenset(rowwise.named(["split"]))
 _STACKING = frozenset(rowwise.named(["stack"]))
 _MEANS = frozenset(rowwise.named(["mean"]))
@@ -276,7 +271,6 @@ HANDLERS = {
         rowwise.named(["squeeze", "flatten", "argmax", "argmin", "max", "min", "gather", "unbind"]), _behind(1)
     ),
     **dict.fromkeys(rowwise.named(["split", "chunk"]), _parted),
-    **dict.fromkeys(rowwise.named(["permute"]), _kept(_permutes)),
     torch.Tensor.requires_grad_: _with_gradient,
     torch.Tensor.requires_grad.__set__: _with_gradient,  # type: ignore[attr-defined]
     vars(torch._C.TensorBase)["grad"].__get__: _gradient,

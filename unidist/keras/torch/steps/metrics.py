@@ -129,9 +129,10 @@ def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 def _drifts(here: Frame, variable: Any) -> bool:
     """Whether ranks that compute the same may get other values of it, where nothing is summed."""
-    world = here.world
+    if not here.world.drifting or here.world.data_axes:
+        return False
     is_real: bool = variable._storage.leaf(here.rank).is_floating_point()
-    return bool(world.drifting) and not world.data_axes and is_real
+    return is_real
 
 
 def adopt(metrics: Iterable[Any], loss_trackers: Iterable[Any]) -> None:

@@ -147,11 +147,11 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
     seen.settle()
     given = grads
     if len(targets) == len(grads):
-        missing = [v if g is None and placing.is_placed(v) else None for g, v in zip(grads, targets, strict=True)]
-        given = [g if v is None else v._storage.own(None).grad for g, v in zip(grads, missing, strict=True)]
+        pairs = zip(grads, targets, strict=True)
+        given = [v._storage.own(None).grad if g is None and placing.is_placed(v) else g for g, v in pairs]
     done = world.run(lambda frame: _apply(self, given, trainable_variables))
     for storage in [v._storage for v in targets if placing.is_placed(v)]:
-        if storage.shardings.state.layout.dims or not storage.is_kept:
+        if storage.shardings.state.layout.dims:
             storage.own(None).grad = None  # a loop that forgets the gradients of parameters() knows nothing of this one
     return done
 

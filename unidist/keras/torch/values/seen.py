@@ -111,9 +111,8 @@ class Value(Seen):
     def whole(self) -> torch.Tensor:
         frame, storage = context.frame(), self.kept
         if not self._is_detached and torch.is_grad_enabled():
-            if frame is None:
-                return storage.whole(None, differentiable=True)
-            return storage.whole(frame, differentiable=True) if storage.is_sharded else storage.local(frame)
+            is_gathered = frame is None or storage.is_sharded
+            return storage.whole(frame, differentiable=True) if is_gathered else storage.local(frame)
         with torch.no_grad():
             found = storage.whole(frame)
             # What was fetched is let go while somebody may still look at it.
