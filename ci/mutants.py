@@ -201,7 +201,7 @@ class Workshop:
     def look_for_tests(self, todo: list[Breakage]) -> None:
         """Before anything is planted: matrices of cases are sampled, so that a named case may not be there any more."""
         paths = sorted({path for one in todo for name in one.tests if (ROOT / (path := name.split("::")[0])).exists()})
-        command = (self.python, *PYTEST, "--maxfail=0", "--collect-only", *paths)
+        command = [str(self.python), *PYTEST, "--maxfail=0", "--collect-only", *paths]
         output = subprocess.run(command, cwd=ROOT, env=surroundings(self.python, ROOT), capture_output=True, text=True)
         there = set()
         for case in output.stdout.splitlines():

@@ -4,8 +4,9 @@
 Makes a virtual environment outside the checkout, keyed on what it installs, with the versions of ci/constraints.txt.
 Its Python is the system's, if that is of the same version and the one that runs this was not optimized when it was
 built. Horovod is built from its source where no earlier run has left its wheel, which takes some minutes. Then ruff,
-import-linter and mypy, then every test in one pytest run of two workers: tests/unit, then the longest files first
-(ci/timing.py). Ends at the first failure of a check, or at the twentieth of a test.
+import-linter and mypy; ci/fresh.py, where it is due; a sample of Keras's own tests (ci/keras_own.py); then every test
+in one pytest run of two workers: tests/unit, then the longest files first (ci/timing.py). Ends at the first failure of
+a check, or at the twentieth of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
@@ -16,6 +17,7 @@ import-linter and mypy, then every test in one pytest run of two workers: tests/
     python3 ci/test.py --gpu                only tests/gpu, on a machine with a GPU
     python3 ci/test.py --checks             only ruff, import-linter and mypy
     python3 ci/test.py --python             only the environment; prints its Python
+    python3 ci/fresh.py                     a stranger's first hour, with whatever pip resolves today
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+FRESH = ROOT / "ci" / "fresh.py"
 HOROVOD = ROOT / "ci" / "install_horovod.sh"
 EXTRAS = ("dev", "torch", "jax", "demo")
 CHECKS = (
@@ -56,6 +59,8 @@ SPREAD = ("-p", "ci.timing", "-n", str(WORKERS), "--dist", "loadfile", "--no-loa
 PYTEST = ("-m", "pytest", "--maxfail=20", "--durations=10", *SPREAD)
 # What notices first where another Keras differs: names inside it, steps of every Keras backend, Keras's own strategies.
 OF_KERAS = "@ci/of_keras.txt"
+# Keras's own tests under strategies: a sample, or with --all each.
+KERAS_OWN = ROOT / "ci" / "keras_own.py"
 DURATIONS = ROOT / "ci" / "durations.json"
 MEASURING = ROOT / "ci" / "measuring"
 # Run by each Python of the environment when it starts (the module `site`). With CPython's own thresholds a fifth of the
@@ -81,6 +86,8 @@ def main(arguments: list[str]) -> int:
                 return code
     if arguments == ["--checks"]:
         return 0
+    if arguments in ([], ["--all"]) and (code := run(sys.executable, FRESH, "--if-due")):
+        return code
     if arguments[:1] == ["--repeat"]:
         return repeat(python, int(arguments[1]), arguments[2:])
     if arguments == ["--measure"]:
@@ -95,6 +102,8 @@ def main(arguments: list[str]) -> int:
     install_ip()
     whole = {"TESTS_ALL": "1"} if "--all" in arguments else {}
     tests = [argument for argument in arguments if argument != "--all"]
+    if not tests and (code := run(python, KERAS_OWN, *(["--all"] if whole else []))):
+        return code
     with programs(python) as compiled:
         return run(python, *PYTEST, *(tests or ["tests"]), env={**whole, **compiled})
 

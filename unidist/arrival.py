@@ -1,4 +1,4 @@
-"""Installs unidist's hooks when Keras arrives: now if it is imported already, else at the end of its import.
+"""Installs unidist's hooks when Keras or keras_hub arrives: now if it is imported already, else when its import ends.
 
 Imports nothing of Keras, nor of what trains it: whoever chooses a backend must not bring them.
 """
@@ -13,12 +13,19 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# Each with a name that it has at the end of its import.
+_AWAITED = {"keras": "config", "keras_hub": "upload_preset"}
+
+
+def _is_there(name: str) -> bool:
+    return hasattr(sys.modules.get(name), _AWAITED[name])
+
 
 def when_keras_arrives() -> None:
-    """Calls unidist.keras.hooks.install() once Keras is imported. May be called again."""
-    if "keras" in sys.modules and hasattr(sys.modules["keras"], "config"):
+    """Calls unidist.keras.hooks.install() once Keras is imported, and once keras_hub is. May be called again."""
+    if _is_there("keras"):
         _install()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not all(map(_is_there, _AWAITED)) and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -44,17 +51,17 @@ def _install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds `keras` as the others do, and adds the hooks to the end of its loading."""
+    """Finds what is awaited as the others do, and adds the hooks to the end of its loading."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "keras":
+        if fullname not in _AWAITED:
             return None
         place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
         try:
-            spec = importlib.util.find_spec("keras")
+            spec = importlib.util.find_spec(fullname)
         finally:
             # Who looks need not load: TensorFlow only asks whether there is a Keras.
             sys.meta_path.insert(place, self)
@@ -73,7 +80,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if self._finder in sys.meta_path:
+        if self._finder in sys.meta_path and all(map(_is_there, _AWAITED)):
             sys.meta_path.remove(self._finder)
         _install()
 

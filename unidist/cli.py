@@ -129,8 +129,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_world(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
-        default=os.environ.get("UNIDIST_BACKEND", "torch"),
-        help="torch, jax, tensorflow, horovod or a registered one (default: UNIDIST_BACKEND, else torch)",
+        help="torch, jax, tensorflow, horovod or a registered one (default: UNIDIST_BACKEND, else that of Keras: "
+        "KERAS_BACKEND, keras.json, or the first installed of torch, jax, tensorflow)",
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many processes (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="this node's number, from 0 (default: 0)")
@@ -140,11 +140,15 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _backend(parsed: argparse.Namespace) -> str:
+    return parsed.backend or str(importlib.import_module("unidist.backends.registry").name_for_processes())
+
+
 def _run(parsed: argparse.Namespace) -> int:
     launch = importlib.import_module("unidist.launch")
     program = ("-m", parsed.program) if parsed.module else (parsed.program,)
     request = launch.Request(
-        backend=parsed.backend,
+        backend=_backend(parsed),
         command=(*program, *parsed.arguments),
         processes=importlib.import_module("unidist.launch.counting").processes_of(parsed.processes),
         nodes=parsed.nodes,
@@ -183,7 +187,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     request = None
     if parsed.processes is not None or parsed.nodes > 1:
         request = doctor.request(
-            parsed.backend,
+            _backend(parsed),
             1 if parsed.processes is None else parsed.processes,
             nodes=parsed.nodes,
             node_rank=parsed.node_rank,

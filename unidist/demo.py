@@ -15,7 +15,7 @@ import numpy as np
 
 from unidist import session
 from unidist.algebra import Mesh
-from unidist.backends import registry
+from unidist.backends import extras, registry
 from unidist.backends.protocol import Array, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.rows import Row
@@ -145,7 +145,7 @@ def _digits() -> Digits:
     except ImportError as error:
         raise BackendNotAvailableError(
             f"the demo trains on scikit-learn's handwritten digits, and scikit-learn is not installed ({error}): "
-            'pip install "keras-unidist[demo]", or pip install scikit-learn'
+            f"{extras.install('demo')}"
         ) from error
     images, classes = datasets.load_digits(return_X_y=True)
     x = (images.reshape(-1, 8, 8, 1) / 16.0).astype("float32")

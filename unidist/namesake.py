@@ -8,7 +8,8 @@ from pathlib import Path
 # What it takes for UNIDIST_BACKEND, which both read.
 THEIRS = ("ray", "mpi", "dask", "pymp", "pyseq")
 REMEDY = (
-    "pip uninstall unidist keras-unidist, then pip install keras-unidist; give the other one an environment of its own"
+    "pip uninstall unidist keras-unidist, then pip install FOLDER, where FOLDER is a checkout of this one; give the "
+    "other one an environment of its own"
 )
 
 

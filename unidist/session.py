@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from unidist import arrival, log
-from unidist.backends import registry
+from unidist.backends import environment, on_keras, registry
 from unidist.backends.jax.virtual import prepare_devices
 from unidist.backends.protocol import Cluster, DistributionBackend
 from unidist.errors import BackendMismatchError
 
 _log = logging.getLogger(__name__)
+# What was said once.
+_said: set[str] = set()
 
 
 def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, **options: Any) -> DistributionBackend:
@@ -25,7 +24,9 @@ def use(name: str | None = None, *, devices: int | Sequence[str] | None = None, 
 
     Args:
         name: "torch", "jax", "tensorflow", "horovod", "sim" or a registered name. None: UNIDIST_BACKEND, else what
-            the launcher's environment and KERAS_BACKEND say, else "sim" with a line on standard error that says so.
+            the launcher's environment and Keras's backend say, else "sim". A line on standard error says which.
+            Keras's backend is that of KERAS_BACKEND, else of keras.json, else the first that is installed of torch,
+            jax and tensorflow. (A keras.json as Keras writes it by itself says nothing.)
         devices: how many virtual devices (sim; jax and tensorflow on CPU), or a list of device names.
         options: further arguments of the adapter.
 
@@ -53,14 +54,15 @@ def _use(
     name: str | None, devices: int | Sequence[str] | None, cluster: Cluster | None, options: dict[str, Any]
 ) -> DistributionBackend:
     log.start(lambda: registry.current().process_index() if registry.has_joined() else None)
-    why = "as asked"
+    is_asked, why = name is not None, "as asked"
     if name is None:
         name, why = registry.default_name()
-        print(f"unidist: using {name!r} ({why})", file=sys.stderr)
     # Before the adapter is imported: TensorFlow imports Keras, on whatever the environment or keras.json names.
     entry = registry.find(name)
     served, chosen = entry.keras_backends, options.get(entry.keras_option)
-    _choose_keras(name, (chosen,) if chosen in served else served, prefers_first=entry.prefers_first)
+    keras = _choose_keras(name, (chosen,) if chosen in served else served)
+    if not is_asked or (keras is not None and keras.is_ours):
+        _say(name, why, keras)
     # What is written belongs to the processes of the world that is left.
     arrival.finish()
     adapter = registry.use(name, devices=devices, cluster=cluster, **options)
@@ -68,6 +70,9 @@ def _use(
     if entry.virtual and os.environ.get("KERAS_BACKEND") == "jax":
         # Keras on JAX simulates with JAX's own virtual devices, which must be counted before XLA starts.
         prepare_devices(len(adapter.list_devices()))
+    if (newer := registry.untested(name)) and newer not in _said:
+        _said.add(newer)
+        print(f"unidist: {newer}", file=sys.stderr)
     arrival.when_keras_arrives()
     return adapter
 
@@ -192,42 +197,33 @@ def list_devices(kind: str | None = None) -> list[str]:
     return backend().list_devices(kind)
 
 
-def _choose_keras(name: str, served: tuple[str, ...], *, prefers_first: bool = False) -> None:
-    """Sets KERAS_BACKEND where Keras has not been imported; refuses where it runs on another backend.
+def _choose_keras(name: str, served: tuple[str, ...]) -> on_keras.Choice | None:
+    """Sets KERAS_BACKEND where Keras has not been imported; None where the adapter leaves Keras as it is.
 
-    Where nothing is said and several serve, Keras's own configuration chooses, or with `prefers_first` the first.
+    Raises:
+        BackendMismatchError: Keras runs on, or KERAS_BACKEND names, a backend that none of several served is.
     """
     if not served:
-        return
+        return None
     choices = " or ".join(filter(None, (", ".join(served[:-1]), served[-1])))
-    keras = sys.modules.get("keras")
-    if keras is not None and hasattr(keras, "config"):
-        found = keras.config.backend()
-        if found not in served:
-            raise BackendMismatchError(
-                f"use({name!r}) needs Keras on {choices}, but Keras is already imported on {found!r}: "
-                f"call unidist.use({name!r}) before importing keras, or set KERAS_BACKEND={served[0]}"
-            )
-        return
-    wanted = os.environ.get("KERAS_BACKEND")
-    if wanted in served:
-        return
-    if len(served) == 1 or wanted is not None:
-        if wanted is not None and len(served) > 1:
-            raise BackendMismatchError(f"use({name!r}) needs Keras on {choices}, but KERAS_BACKEND is {wanted!r}")
-        os.environ["KERAS_BACKEND"] = served[0]
-        return
-    configured = "" if prefers_first else _configured_keras_backend()
-    if configured not in served or importlib.util.find_spec(configured) is None:
-        installed = [b for b in served if importlib.util.find_spec(b) is not None]
-        if installed:
-            os.environ["KERAS_BACKEND"] = installed[0]
+    said, runs = on_keras.said(), on_keras.runs()
+    if said is not None and said.name in served:
+        return said
+    if runs:
+        raise BackendMismatchError(
+            f"use({name!r}) needs Keras on {choices}, but Keras is already imported on {runs!r}: "
+            f"call unidist.use({name!r}) before importing keras, or set KERAS_BACKEND={served[0]}"
+        )
+    if said is not None and len(served) > 1:
+        raise BackendMismatchError(f"use({name!r}) needs Keras on {choices}, but KERAS_BACKEND is {said.name!r}")
+    chosen = on_keras.among(served)
+    os.environ["KERAS_BACKEND"] = chosen.name
+    return chosen
 
 
-def _configured_keras_backend() -> str:
-    """What ~/.keras/keras.json says; nothing where there is none: Keras's own default says nothing of the user."""
-    home = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"))
-    try:
-        return str(json.loads((home / "keras.json").read_text()).get("backend", ""))
-    except (OSError, ValueError):
-        return ""
+def _say(name: str, why: str, keras: on_keras.Choice | None) -> None:
+    """One line of the launch, by its first process."""
+    launch = environment.detect()
+    if launch is None or launch.process_index == 0:
+        on = "" if keras is None or keras.name == name else f", Keras on {keras.name!r} ({keras.why})"
+        print(f"unidist: using {name!r} ({why}){on}", file=sys.stderr)

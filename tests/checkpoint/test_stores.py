@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import uuid
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,6 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.checkpoint.samples import contents, region_of, tensors
+from unidist.backends import extras
 from unidist.checkpoint import command, stores
 from unidist.checkpoint.places import InParts
 from unidist.checkpoint.reading import Reader
@@ -209,7 +211,7 @@ def test_what_cannot_be_asked_for(address: str, monkeypatch: pytest.MonkeyPatch)
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CheckpointError, match=r"pip install 'keras-unidist\[remote\]'"):
+    with pytest.raises(CheckpointError, match=re.escape(extras.install("remote"))):
         Reader(address)
 
 

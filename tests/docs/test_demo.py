@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from tests.docs.documents import assert_demo
 from tests.support.hiding import HIDDEN, path_with
 from tests.support.sampling import unless_all
 from unidist import demo
+from unidist.backends import extras
 from unidist.errors import BackendNotAvailableError, MeshError
 
 pytestmark = pytest.mark.slow
@@ -55,7 +57,7 @@ def test_a_missed_bound_is_a_non_zero_exit_code_on_any_mesh() -> None:
 def test_without_scikit_learn_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(BackendNotAvailableError, match=r'pip install "keras-unidist\[demo\]"'):
+    with pytest.raises(BackendNotAvailableError, match=re.escape(extras.install("demo"))):
         demo.main([])
 
 

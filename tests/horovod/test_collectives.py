@@ -159,8 +159,24 @@ def test_what_is_waited_for_is_in_the_record(two: ProcessWorld) -> None:
     two.call(entries)
 
 
+def gathered_in_every_dtype() -> int:
+    """A few rows, as numbers that ranks agree on are; whole numbers are gathered by a sum."""
+    import torch
+
+    for name in sorted(ALL_DTYPES):
+        for group in (everyone(), everyone(reverse=True)):
+            whole = torch.arange(2 * group.size).reshape(group.size, 2).to(getattr(torch, name))
+            found = backend().comm.all_gather(whole[group.index], group, 0, [2] * group.size)
+            assert torch.equal(found, whole.reshape(-1)), (name, found)
+    return len(ALL_DTYPES)
+
+
 def test_handles(two: ProcessWorld) -> None:
     assert two.call(handles_in_every_dtype) == [2 * 3 * 9] * 2
+
+
+def test_a_few_rows_are_gathered(two: ProcessWorld) -> None:
+    assert two.call(gathered_in_every_dtype) == [len(ALL_DTYPES)] * 2
 
 
 def means_and_maxima() -> None:
@@ -443,7 +459,8 @@ def test_a_rank_that_stalls_in_the_middle_of_fit_is_told(tmp_path: Path) -> None
     ) as processes:
         text = processes.call(stall_in_fit, str(tmp_path / "noticed"))[0]
         processes.close(patience=SPENT)
-    assert re.match(r"all_reduce for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
+    # Of gradients, or of whether somebody wishes to stop.
+    assert re.match(r"all_\w+ for '.+' over ranks \[0, 1\]: another process .*waited 3 s", text), text
 
 
 # TensorFlow -----------------------------------------------------------------------------------------------------------

@@ -177,11 +177,25 @@ def activation_in_training() -> Training:
     return run
 
 
+def compiled_in_training() -> Training:
+    """By a callback: with another loss, metrics and optimizer, from the second epoch on."""
+    run = Training()
+
+    def compiled_again(epoch: int, logs: Any = None) -> None:
+        if epoch:
+            run.compile(["mae", contrastive][epoch - 1], run.model.optimizer if epoch == 1 else None, metrics=["mse"])
+            run.model.make_train_function(force=True)
+
+    run.fit(3, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=compiled_again)])
+    return run
+
+
 CASES: dict[str, Callable[[], Training]] = {
     case.__name__: case
     for case in (
         *(recompiled, another_loss, another_optimizer, layer_added, another_head, activation, activity),
         *(mode_between, mode_in_training, features_in_training, features_often, activation_in_training),
+        compiled_in_training,
     )
 }
 

@@ -24,7 +24,10 @@ EVALUATED = BATCH if IS_EVEN else 5  # rows of a batch
 # And JAX: what an optimizer makes of gradients does not depend on the rows that they are of.
 FEW_PROGRAMS = keras.config.backend() != "torch"
 RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*b/kernel": ("model", None)}
-FLAT_RULES = {"lora": {".*ids/embeddings": (None, "model"), **RULES}}
+OWN_RULES: dict[str, dict[str, tuple[str | None, ...]]] = {
+    "lora": {".*ids/embeddings": (None, "model"), **RULES},
+    "spread": {".*a/kernel": (None, None, "model"), ".*b/kernel": (None, "model", None)},
+}
 
 
 def rows(count: int = ROWS) -> tuple[Any, Any]:
@@ -117,12 +120,22 @@ def lora() -> Any:
     return model
 
 
+def spread() -> Any:
+    """Biases that are the same along the outputs' cut dim, with a dim there and without one."""
+    inputs = layers.Input((12,))
+    first = layers.EinsumDense("bc,cde->bde", (4, 4), bias_axes="d", activation="tanh", name="a")(inputs)
+    second = layers.EinsumDense("bc,cde->bde", (4, 2), bias_axes="e", activation="tanh", name="b")(inputs)
+    both = layers.Concatenate(name="both")([layers.Flatten(name="f")(first), layers.Flatten(name="g")(second)])
+    return keras.Model(inputs, layers.Dense(CLASSES, name="c")(both), name="spread")
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "regularized": regularized,
     "synchronized": synchronized,
     "covariance": covariance,
     "besides": besides,
     "lora": lora,
+    "spread": spread,
 }
 
 
@@ -297,7 +310,7 @@ def averaged_twice(kind: str | None, zero: int) -> int:
 def built(kind: str | None, zero: int, name: str) -> Result:
     """Losses added by layers, losses that mix rows, adapters of low rank on frozen, cut kernels."""
     fresh()
-    with scope(_strategy(kind, zero, FLAT_RULES.get(name, RULES))):
+    with scope(_strategy(kind, zero, OWN_RULES.get(name, RULES))):
         model = _crossed(MODELS[name](), _adam())
     x, y = rows()
     return _fitted(model, (np.abs(x[:, :5] * 5).astype("int32") % 16) if name == "lora" else x, y)
@@ -348,6 +361,23 @@ def toggled(kind: str | None, zero: int) -> Result:
         _crossed(model, _sgd(momentum=0.9)).fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         model.get_layer("a").trainable = model.get_layer("b").trainable = True
         return _fitted_on_even(_crossed(model, _sgd(momentum=0.9)))
+
+
+def thawed(kind: str | None, zero: int) -> Result:
+    """A frozen base of convolutions with a new head, and then all of it."""
+    fresh()
+    x, y = rows(12)
+    with scope(_strategy(kind, zero)):
+        convolutions = [layers.Conv2D(8, 3, activation="tanh", name="c"), layers.BatchNormalization(epsilon=0.3)]
+        base = keras.Sequential([keras.Input((3, 4, 1)), *convolutions, layers.Flatten()], name="base")
+        base.trainable = False
+        given = keras.Input((12,))
+        out = layers.Dense(CLASSES, name="head")(base(layers.Reshape((3, 4, 1))(given), training=False))
+        model = _crossed(keras.Model(given, out), _adam())
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        model.evaluate(x, y, batch_size=BATCH, verbose=0)
+        base.trainable = True
+        return _fitted_on_even(_crossed(model, _adam()))
 
 
 def seeded(kind: str | None, zero: int) -> Result:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 
@@ -12,17 +14,24 @@ from unidist.keras import sessions
 
 
 def looped(
-    kind: str | None, before: str, own: bool, zero: int = 0, zeroes: str = "zero_grad", derived: bool = False
+    kind: str | None,
+    before: str,
+    own: bool,
+    zero: int = 0,
+    zeroes: str = "zero_grad",
+    derived: bool = False,
+    scaled: bool = False,
 ) -> Result:
     """Three steps; `before`: what was called before them; `own`: each process has its own half of each batch; `zeroes`:
     gradients are forgotten by `zero_grad`, those of a step that is not taken too, or by hand, on the `variables` or the
-    `parameters`; `derived`: those of every second step are torch.autograd.grad's."""
+    `parameters`; `derived`: those of every second step are torch.autograd.grad's; `scaled`: losses are scaled, and the
+    second step's gradients are not finite."""
     import torch
 
     fresh()
     x, y = rows(12)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    given = None if kind is None else strategy(kind, zero=zero)
+    given = None if kind is None else strategy(kind, RULES, zero=zero)
     with scope(given) if before != "parallelize" else scope(None):
         model = plain()
     if before == "parallelize" and kind is not None:
@@ -33,6 +42,8 @@ def looped(
         model.compile("sgd", loss)
         model.fit(x[:4], y[:4], verbose=0, batch_size=4)
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
     optimizer.build(model.trainable_variables)
     part = slice(None)
     if own and kind is not None:
@@ -50,15 +61,33 @@ def looped(
             for one in held:
                 one.grad = None
         value = loss(torch.as_tensor(batch[1]), model(torch.as_tensor(batch[0]), training=True))
+        target = optimizer.scale_loss(value) * (float("inf") if start == 4 else 1.0) if scaled else value
         if derived and start != 4:
-            gradients = list(torch.autograd.grad(value, [v.value for v in model.trainable_variables]))
+            gradients = list(torch.autograd.grad(target, [v.value for v in model.trainable_variables]))
         else:
-            value.backward()
+            target.backward()
             gradients = [v.value.grad for v in model.trainable_variables]
         with torch.no_grad():
             optimizer.apply(gradients, model.trainable_variables)
         losses.append(float(value.detach()))
     return {"weights": _weights(model, kind), "losses": losses}
+
+
+def stateless(kind: str | None, zero: int) -> Result:
+    """Two steps on values and gradients that the optimizer is given; what it gives back."""
+    import torch
+
+    fresh()
+    with scope(None if kind is None else strategy(kind, RULES, zero=zero)):
+        model = plain()
+        optimizer = keras.optimizers.Adam(0.01, epsilon=1e-3)
+        optimizer.build(model.trainable_variables)
+    values, states = ([v.value.detach().clone() for v in one.variables] for one in (model, optimizer))
+    gradients = [torch.sin(torch.arange(float(x.numel()))).reshape(x.shape) for x in values]
+    with torch.no_grad():
+        for _ in range(2):
+            values, states = optimizer.stateless_apply(states, gradients, values)
+    return {"weights": {v.path: np.array(new) for v, new in zip(model.variables, values, strict=True)}}
 
 
 def _weights(model: keras.Model, kind: str | None) -> dict[str, np.ndarray]:
@@ -107,6 +136,45 @@ def clipped(kind: str | None, zero: int, by: str) -> Result:
         with torch.no_grad():
             optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
     return {"weights": _weights(model, kind), "norms": norms}
+
+
+def outside(kind: str | None, zero: int, by: str, own: bool = False) -> Result:
+    """Before and behind two fits: a loop in which torch's optimizer, Keras's or the loop itself (`data`) writes the
+    weights, and gradients of inputs and weights. `own`: as a DistributedSampler deals the rows out."""
+    import torch
+
+    fresh()
+    x, y = rows(12)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with scope(None if kind is None else strategy(kind, RULES, zero=zero)):
+        model = plain()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    outputs: list[Any] = []
+    share = slice(unidist.process_index(), None, unidist.process_count()) if own else slice(None)
+    for _ in range(2):
+        weights = list(model.trainable_variables)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1) if by == "torch" else keras.optimizers.SGD(0.1)
+        for start in range(0, 12, 4):
+            model.zero_grad()
+            part = torch.as_tensor(x[start : start + 4][share]), torch.as_tensor(y[start : start + 4][share])
+            loss(part[1], model(part[0], training=True)).backward()
+            with torch.no_grad():
+                if by == "torch":
+                    optimizer.step()
+                elif by == "keras":
+                    optimizer.apply([v.value.grad for v in weights], weights)
+                for one in model.parameters() if by == "data" else ():
+                    one.data -= 0.1 * one.grad
+        outputs.append(model.predict(x, verbose=0))
+        outputs.append(model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history["loss"])
+        outputs.append([v.value.grad.numpy().copy() for v in weights] if by == "torch" else [])
+        given = torch.tensor(x[:3], requires_grad=True)
+        model(given).sum().backward()
+        outputs.append(given.grad.numpy())
+        found = torch.autograd.grad(model(torch.as_tensor(x[:3])).square().sum(), [v.value for v in weights])
+        outputs.append([one.numpy() for one in found])
+    sharded = kind is not None and any(row.is_sharded for row in unidist.describe(model).rows)
+    return {"weights": _weights(model, kind), "outputs": outputs, "sharded": sharded}
 
 
 def penalized() -> str:

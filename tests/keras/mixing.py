@@ -187,13 +187,6 @@ class Deviation(layers.BatchNormalization):
         return mean, 1.0 + ops.mean(ops.abs(inputs - mean), axis=0)
 
 
-class Centred(keras.losses.MeanSquaredError):
-    """Weighs and reduces by itself."""
-
-    def __call__(self, y: Any, p: Any, sample_weight: Any = None) -> Any:
-        return super().__call__(ops.cast(ops.reshape(y, (-1, 1)), "float32"), center(p), sample_weight)
-
-
 def _of_functions() -> list[Callable[[], Any]]:
     """Layers of Keras's that call a function of the user's own."""
     return [
@@ -300,7 +293,6 @@ CASES: dict[str, tuple[Callable[[], Any], Any, set[str]]] = {
     "pairs": (_in_pairs, alone, {"reshape"}),
     "sequence": (_of_one_sequence, alone, set()),
     "helper": (lambda: _stack(lambda: Deviation(name="deviation")), alone, {"stack/deviation"}),
-    "reducing": (_stack, Centred, set()),
     "attending": (Attending, alone, set()),
     "own": (Own, contrastive, {"own", "own/center", "loss contrastive"}),
 }
@@ -364,18 +356,42 @@ def table_beside(kind: str | None, zero: int) -> Result:
     return {"history": history, **told(model)}
 
 
-def compiled() -> str:
-    """What is said of a program of rows that look at each other."""
+class Centred(keras.Model):
+    """Its own call looks at several rows, and no layer of it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="centred")
+        self.a, self.b = layers.Dense(WIDTH, "tanh"), layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        h = self.a(x)
+        return self.b(h - ops.mean(h, axis=0))
+
+
+def compiled(of_model: bool) -> str:
+    """What is said of a program of rows that look at each other, in a layer or in the call `of_model`."""
     fresh()
     x, _, _ = data("")
     with scope(strategy("dp", RULES)):
-        model = _stack(Center)
+        model = Centred() if of_model else _stack(Center)
+        model(x[:2])
         model.compile("sgd", "mse", jit_compile=True)
     try:
         model.fit(x, x[:, :4], batch_size=BATCH, verbose=0)
     except unidist.CapabilityError as error:
         return str(error)
     return ""
+
+
+def beside_programs(kind: str | None) -> Result:
+    fresh()
+    x, _, _ = data("")
+    with scope(None if kind is None else strategy(kind, RULES, zero=3)):
+        model = Centred()
+        model(x[:2])
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=kind is not None)
+        history = model.fit(x, x[:, :4], batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    return {"history": history, **told(model)}
 
 
 def mixing_of(name: str) -> set[str]:

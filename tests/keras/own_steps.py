@@ -179,6 +179,14 @@ def asked(model: Any, weights: Weights, loss: Any) -> Any:
     return list(torch.autograd.grad(loss, [v.value for v in weights]))
 
 
+def every_third(model: Any, weights: Weights, gradients: Any) -> None:
+    """Gradients add up over three steps, which the model counts by itself."""
+    model.steps = getattr(model, "steps", 0) + 1
+    if model.steps % 3 == 0:
+        model.optimizer.apply(gradients, weights)
+        model.zero_grad()
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm of all": ending(by_all),
@@ -210,6 +218,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rescaled": {"end": rescale},
     "sharpness": {"end": lambda model, weights, gradients: None, "then": sharpness},
     "of two steps": {"end": before_last},
+    "every third": {"begin": lambda model, weights: None, "end": every_third},
     "forgotten": {"begin": forget},
     "zeros": {"begin": fill_with_zeros},
     "parameters": {"begin": forget_parameters},

@@ -30,6 +30,21 @@ def test_stages_stand_in_their_order_whichever_comes_first() -> None:
     assert layer.call("x") == "a(b(c(x)))"
 
 
+class Quantized(Layer):
+    """Keras calls it by the other method."""
+
+    def quantized_call(self, x: str) -> str:
+        return f"few bits of {x}"
+
+
+def test_the_same_stands_before_the_call_of_a_quantized_layer() -> None:
+    layer = Quantized()
+    undo = around(layer, Stage.RULE, saying("a"))
+    assert (layer.call("x"), layer.quantized_call("x")) == ("a(x)", "a(few bits of x)")
+    undo()
+    assert not vars(layer)
+
+
 def test_of_two_at_one_stage_the_later_stands_outside() -> None:
     layer = Layer()
     around(layer, Stage.SEEDS, saying("first"))

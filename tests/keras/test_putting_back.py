@@ -14,7 +14,7 @@ from unidist.testing.processes import ProcessWorld
 pytestmark = pytest.mark.processes
 
 # Of each driver one place that no other replaces.
-OF_TORCH = "keras.src.losses.loss.reduce_values"
+OF_TORCH = "keras.src.backend.torch.random.dropout"
 OF_JAX = "Variable._direct_assign"
 OF_DTENSOR = "tensorflow.python.ops.gen_array_ops.concat_v2"
 OVER_HOROVOD = "LossScaleOptimizer.apply"

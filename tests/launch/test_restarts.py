@@ -52,7 +52,9 @@ def test_a_training_goes_on_in_forked_processes(tmp_path: Path) -> None:
         assert words[:4] == ["forked", "True", "steps", "6"]
         assert float(words[5]) < 1e-6
     # Those of the training that was not interrupted count too.
-    assert re.match(r"unidist: goodput \d+%: .* in 24 steps that count;", done.err.splitlines()[-1])
+    assert re.match(
+        r"unidist: started in [\d.]+ s, then goodput \d+%: .* in 24 steps that count;", done.err.splitlines()[-1]
+    )
 
 
 def test_processes_of_two_nodes_are_forked_too(tmp_path: Path) -> None:

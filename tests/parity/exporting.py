@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -93,3 +96,52 @@ def restore_scaling(folder: str) -> tuple[Any, Any]:
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def write_by_orbax(folder: str) -> tuple[list[int], float]:
+    """Keras's OrbaxCheckpoint, with a stand-in for Orbax: (the steps that this process wrote, how far the last kernel
+    there is from the model's whole one)."""
+    import keras
+    from keras.src.callbacks import orbax_checkpoint
+
+    import unidist
+
+    cleared()
+    written: dict[int, Any] = {}
+
+    class Checkpointer:
+        def __init__(self, **options: Any) -> None:
+            self.close = lambda: None
+
+        def save_checkpointables(self, step: int, payload: Any) -> None:
+            (Path(folder) / str(step)).touch(exist_ok=False)
+            written[step] = payload["pytree"]["trainable_variables"]["net"]["wide"]["kernel"]
+
+    policies = SimpleNamespace(LatestN=lambda n: n, FixedIntervalPolicy=lambda n: n)
+    training = SimpleNamespace(
+        Checkpointer=Checkpointer, preservation_policies=policies, save_decision_policies=policies
+    )
+    orbax = SimpleNamespace(initialize=lambda: None, Context=contextlib.nullcontext, training=training)
+    with mock.patch.object(orbax_checkpoint, "ocp", orbax):
+        with unidist.DataParallel(zero=3).scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, name="wide")], name="net")
+            model.compile("adam", "mse")
+        callback = keras.callbacks.OrbaxCheckpoint(folder)
+        model.fit(_rows(), _rows()[:, :4], epochs=2, batch_size=4, verbose=0, callbacks=[callback])
+    whole = np.asarray(model.layers[0].kernel)
+    return sorted(written), float(np.abs(written[1] - whole).max()) if written else 0.0
+
+
+def save_without_variables(folder: str) -> int:
+    """How many files this process writes of a model that computes without variables, and of one that is not built."""
+    import keras
+
+    import unidist
+    from unidist.keras import files
+
+    cleared()
+    with unidist.DataParallel().scope(), mock.patch.object(files, "_to_the_disk", wraps=files._to_the_disk) as written:
+        keras.Sequential([keras.Input((6,)), keras.layers.Rescaling(2.0)]).save(Path(folder) / "computes.keras")
+        keras.Sequential([keras.layers.Dense(2)]).save(Path(folder) / "unbuilt.keras")
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["computes.keras", "unbuilt.keras"]
+    return written.call_count // 2

@@ -14,6 +14,7 @@ BEHAVIOURS = (
     "custom_train_step",
     "several_steps_an_execution",
     "single_batches",
+    "shuffled_datasets",
     "parallelized_when_trained",
     "keras_distribution",
     "joined_before_a_row_layer",
@@ -25,6 +26,7 @@ BEHAVIOURS = (
     "layers_that_sort",
     "layers_that_mix_rows",
     "layers_of_matrices",
+    "convolutions_before_pools",
     "a_loss_of_all_pairs",
     "steps_of_a_sequence_that_are_cut",
     "states_between_batches",
@@ -133,6 +135,63 @@ def single_batches() -> None:
         return [*first, *model.test_on_batch(x, y), *model.predict_on_batch(x).ravel()]
 
     _compare(run)
+
+
+def shuffled_datasets() -> None:
+    """Keras's fit shuffles a PyDataset by what Python draws next: what is read to build a model draws nothing."""
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places: list[int] = []
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, place: int) -> Any:
+            self.places.append(place)
+            x, y = _data()
+            return x[4 * place :][:4], y[4 * place :][:4]
+
+    def run(model: Any) -> Any:
+        source = Batches()
+        losses = model.fit(source, epochs=2, verbose=0).history["loss"]
+        assert len(set(source.places[-8:])) == 8
+        return losses
+
+    _compare(run)
+
+
+def convolutions_before_pools() -> None:
+    """The gradient of an average of pools comes whole to the convolution before it; the last batch has one row."""
+    import keras
+
+    import unidist
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(9, 8, 8, 3)).astype("float32"), rng.normal(size=(9, 2)).astype("float32")
+
+    def trained(strategy: Any) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(3)
+        layers = [
+            keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="first"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Conv2DTranspose(4, 3, strides=2, padding="same", name="second"),
+            keras.layers.AveragePooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2, name="third"),
+        ]
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((8, 8, 3)), *layers], name="convolutions")
+            model.compile("sgd", "mse")
+        return model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history["loss"], _weights(model)
+
+    wanted, weights = trained(None)
+    with unidist.ledger() as traffic:
+        found, others = trained(unidist.DataParallel(unidist.Mesh({"data": 2, "other": 2}), data_axis="data"))
+    _same({"result": found, **others}, {"result": wanted, **weights})
+    assert traffic.events
 
 
 def parallelized_when_trained() -> None:
@@ -471,7 +530,7 @@ def in_one_line() -> dict[str, Any]:
 
     x, y = _data()
     alone, one = _model(), _model()
-    parallel = unidist.TensorParallelKeras(one, world_size=2, distributed_backend="tensorflow")
+    parallel = unidist.TensorParallelKeras(one, world_size=4, distributed_backend="tensorflow")
     wanted = alone.fit(x, y, batch_size=8, verbose=0).history["loss"]
     found = parallel.fit(x, y, batch_size=8, verbose=0).history["loss"]
     _same({"loss": found}, {"loss": wanted})

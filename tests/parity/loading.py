@@ -130,7 +130,7 @@ def _local_shape(variable: Any) -> tuple[int, ...]:
 
     match keras.config.backend():
         case "torch":
-            return tuple(variable._storage.parameter().shape)
+            return tuple(next(iter(variable._storage.shards.values())).shape)
         case "jax":
             return tuple(variable.value.addressable_shards[0].data.shape)
     from tensorflow.experimental import dtensor

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,65 @@ def mesh_larger_than_the_world() -> Told:
     return told_by(lambda: unidist.DataParallel(unidist.Mesh({"data": 64})))
 
 
+def mesh_smaller_than_the_world() -> Told:
+    import unidist
+
+    return told_by(lambda: unidist.DataParallel(unidist.Mesh({"data": 3})))
+
+
+def _warned(train: Callable[[], None]) -> list[tuple[str, bool]]:
+    """The warnings of unidist, and whether each names a line of this file."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train()
+    ours = [one for one in told if re.search(r"has no strategy|nothing is cut", str(one.message))]
+    return [(str(one.message), one.filename == __file__) for one in ours]
+
+
+def model_outside_of_the_scope() -> tuple[list[tuple[str, bool]], float]:
+    """Warnings for one that is trained twice, with others that have a strategy; bytes that were sent for it."""
+    import unidist
+
+    sent: list[float] = []
+
+    def fit(model: Any) -> None:
+        with unidist.ledger() as book:
+            model.fit(np.ones((8, 4), "float32"), np.ones((8, 8), "float32"), batch_size=4, verbose=0)
+        sent.append(float(book.bytes()))
+
+    def train() -> None:
+        strategy = unidist.DataParallel()
+        model = _model()
+        fit(model)
+        fit(model)
+        with strategy.scope():
+            fit(_model())
+        fit(unidist.parallelize(_model(), strategy))
+
+    warned = _warned(train)
+    assert min(sent[2:]) > 0
+    return warned, max(sent[:2])
+
+
+def layouts_that_cut_nothing() -> list[tuple[str, bool]]:
+    import keras
+
+    import unidist
+
+    def train() -> None:
+        for units in (3, 8):
+            with unidist.ModelParallel(unidist.Mesh({"model": 4})).scope():
+                model = keras.Sequential(
+                    [keras.Input((5,)), keras.layers.Dense(units, name="wide")], name=f"of_{units}"
+                )
+                model.compile("sgd", "mse")
+            for _ in range(2):
+                model.fit(np.ones((8, 5), "float32"), np.ones((8, units), "float32"), batch_size=4, verbose=0)
+            assert bool(unidist.describe(model).sharded) == (units == 8)
+
+    return _warned(train)
+
+
 def mesh_without_a_process() -> Told:
     import unidist
 
@@ -140,6 +202,72 @@ def stateful_layer() -> Told:
         model.fit(np.ones((12, 3, 4)), np.ones((12, 2)), batch_size=6, verbose=0)
 
     return told_by(train)
+
+
+def float8_training() -> Told:
+    """Evaluating asks for no gradients."""
+    import keras
+
+    import unidist
+
+    with unidist.DataParallel().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="narrow")])
+        model.quantize("float8")
+        model.compile("sgd", "mse")
+    x, y = np.ones((8, 4)), np.ones((8, 2))
+    model.evaluate(x, y, verbose=0)
+    return told_by(lambda: model.fit(x, y, verbose=0))
+
+
+def float8_elsewhere(way: str) -> Told:
+    """In a loop of one's own, before or behind a fit; on parts of sequences; in a program."""
+    import keras
+    import torch
+
+    import unidist
+
+    is_parts = way == "parts"
+    mesh = unidist.Mesh({"model": 2})
+    strategy = unidist.ModelParallel(mesh, sequence_parallel=True) if is_parts else unidist.DataParallel()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(2, name="narrow")])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.quantize("float8")
+        model.compile("sgd", "mse", jit_compile=way == "program")
+    x, y = np.ones((8, 3, 4), "float32"), np.ones((8, 3, 2), "float32")
+    if way in ("parts", "program"):
+        return told_by(lambda: model.fit(x, y, verbose=0))
+    if way == "later":
+        model.fit(x, y, verbose=0)
+    loss = (model(torch.as_tensor(x), training=True) - 1).square().mean()
+    if way == "grad":
+        return told_by(lambda: torch.autograd.grad(loss, [v.value for v in model.trainable_weights]))
+    return told_by(loss.backward)
+
+
+def gathering() -> list[str]:
+    """What steps say at WARNING of a layer that sorts the rows of a batch."""
+    import keras
+
+    import unidist
+
+    class Ranked(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return keras.ops.sort(x, axis=0)
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unidist").addHandler(handler)
+    try:
+        with unidist.DataParallel().scope():
+            model = keras.Sequential([keras.Input((4,)), Ranked(), keras.layers.Dense(2)], name="net")
+            model.compile("sgd", "mse")
+        model.fit(np.ones((8, 4)), np.ones((8, 2)), batch_size=4, epochs=2, verbose=0)
+    finally:
+        logging.getLogger("unidist").removeHandler(handler)
+    return said
 
 
 def another_backend(name: str) -> Told:
@@ -218,7 +346,7 @@ def lose_a_process(lost: int, folder: str) -> None:
         raise SystemExit(1) from error
 
 
-def raises_in_a_callback() -> Told:
+def raises_in_a_callback(hook: str) -> Told:
     """Process 1, in the middle of fit; there the program catches it and goes on to something else."""
     import keras
 
@@ -226,18 +354,19 @@ def raises_in_a_callback() -> Told:
 
     second = unidist.process_index() == 1
 
-    class Raises(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if second and batch == 2:
-                raise OSError("no space left for this callback")
+    def raises(batch: int, logs: Any = None) -> None:
+        if second and batch == 2:
+            raise OSError("no space left for this callback")
 
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, raises)
     with unidist.DataParallel().scope():
         model = _model()
 
     def train() -> None:
         x, y = np.ones((64, 4), "float32"), np.ones((64, 8), "float32")
         with contextlib.suppress(OSError):
-            model.fit(x, y, batch_size=4, verbose=0, callbacks=[Raises()])
+            model.fit(x, y, batch_size=4, verbose=0, callbacks=[callback])
         unidist.barrier()
 
     return told_by(train)
@@ -265,11 +394,11 @@ def stall(how: str) -> Told:
     second = unidist.process_index() == 1
 
     class Stall(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 2 and how == "late":
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 3 and how == "late":
                 worlds.backend().world.gate.timeout = 1.0
                 time.sleep(3.0 if second else 0.0)
-            if second and batch == 2 and how == "elsewhere":
+            if second and batch == 3 and how == "elsewhere":
                 np.asarray(self.model.weights[0])
 
     with unidist.DataParallel(zero=3).scope():

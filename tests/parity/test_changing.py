@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 CASES = (
     *("recompiled", "another_loss", "another_optimizer", "layer_added", "another_head", "activation", "activity"),
     *("mode_between", "mode_in_training", "features_in_training", "features_often", "activation_in_training"),
+    "compiled_in_training",
 )
 # What Keras sees on JAX and TensorFlow too, which keep the program that they have traced until compile is called.
 TRACED = ("recompiled", "another_loss", "layer_added", "another_head", "activation", "activity")
@@ -33,7 +34,11 @@ FEW = unless_all(("another_loss", "layer_added", "activity"), TRACED)
 
 @pytest.fixture(scope="module")
 def expected(alone: Alone) -> Any:
-    return cache(lambda keras, program, *args: alone.world(keras).call(f"tests.keras.changing:{program}", *args)[0])
+    def run(keras: str, program: str, *args: Any) -> Any:
+        place = "trainers" if program == "in_turn" else "changing"
+        return alone.world(keras).call(f"tests.keras.{place}:{program}", *args)[0]
+
+    return cache(run)
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "case"), pairwise(ROWS))
@@ -56,6 +61,26 @@ def test_two_models_share_a_layer_of_their_pairs(setting: str, kind: str, expect
     for found in worlds.get(setting).call("tests.keras.changing:shared", kind):
         same(found, expected("torch", "shared", None))
         assert "a/kernel" in found["sharded"]
+
+
+IN_TURN = ("distilled", "distilled_elsewhere", "heads", "adversaries", "part_and_whole", "hidden")
+MESHES = {"sim-torch": {"data": 2, "model": 2}, "torch-2": {"model": 2}, "jax-4": {"data": 2, "model": 2}}
+TURNS = [
+    *(("sim-torch", case) for case in IN_TURN),
+    *(("torch-2", case) for case in unless_all(("distilled_elsewhere", "adversaries", "hidden"), IN_TURN)),
+    *(("jax-4", case) for case in unless_all(("distilled", "adversaries"), IN_TURN)),
+]
+
+
+@pytest.mark.parametrize(("setting", "case"), TURNS)
+def test_trainers_work_with_the_same_layers_in_turn(setting: str, case: str, expected: Any, worlds: Worlds) -> None:
+    """Layouts are found. Each trainer has pairs of its own."""
+    wanted = expected(setting.split("-")[0].replace("sim", "torch"), "in_turn", None, case)
+    for found in worlds.get(setting).call("tests.keras.trainers:in_turn", MESHES[setting], case):
+        same(found, wanted)
+        assert found["sharded"]
+        assert found["sent"]
+        assert found["paired"] or setting == "jax-4"
 
 
 @pytest.mark.parametrize(("kind", "zero", "other"), [("dp", 0, "2x2"), ("2x2", 1, "dp")])

@@ -100,6 +100,12 @@ def test_models_and_losses(everywhere: Any, where: tuple[str, str, int], name: s
         assert name != "lora" or where[2] < 3 or cut >= {"ids", "a", "b"}
 
 
+@pytest.mark.parametrize("where", [("sim-torch", "2x2", 0), ("torch-4", "2x2", 3)], ids=str)
+def test_a_bias_may_be_the_same_along_the_cut(everywhere: Any, where: tuple[str, str, int]) -> None:
+    for found in everywhere(where, "built", "spread"):
+        assert {"a/kernel", "b/kernel"} <= set(found["sharded"])
+
+
 @pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize("name", ["binary", "own", "state"])
 def test_metrics(everywhere: Any, where: tuple[str, str, int], name: str) -> None:
@@ -121,6 +127,11 @@ def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, in
 @pytest.mark.parametrize("program", ["toggled", "few"])
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
+
+
+@pytest.mark.parametrize("where", [("sim-torch", "dp", 3), ("torch-2", "dp", 3), ("horovod-2", "dp", 3)], ids=str)
+def test_a_frozen_base_is_thawed(everywhere: Any, where: tuple[str, str, int]) -> None:
+    everywhere(where, "thawed")
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)
@@ -192,10 +203,12 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         assert found["sharded"]
 
 
-def test_what_one_process_raised_over_horovod_is_told_by_the_others(worlds: Worlds) -> None:
-    """It caught it and went on to something else, while process 0 trains on. (With Keras on TensorFlow Horovod finds no
-    names of collectives: there the one that waits gets a ProcessLostError.)"""
-    first, second = worlds.get("horovod-2").call("tests.parity.mistakes:raises_in_a_callback")
+@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end"])
+def test_what_one_process_raised_over_horovod_is_told_by_the_others(hook: str, worlds: Worlds) -> None:
+    """Before a step, or where they agree behind one: it catches the error and goes on to something else, while process
+    0 trains on. (With Keras on TensorFlow Horovod finds no names of collectives: there the one that waits gets a
+    ProcessLostError.)"""
+    first, second = worlds.get("horovod-2").call("tests.parity.mistakes:raises_in_a_callback", hook)
     for kind, message in (first, second):
         assert kind == "DesyncError"
         assert "rank 1 came to barrier after 'OSError: no space left for this callback' was raised" in message

@@ -51,4 +51,16 @@ def test_what_follows_from_restored_values_follows(alone: Alone, tmp_path: Path)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_one_process_writes_for_orbax(worlds: Worlds, tmp_path: Path) -> None:
+    """At once: the others would not wait for what it writes while training goes on."""
+    found = worlds.get("torch-2").call("tests.parity.exporting:write_by_orbax", str(tmp_path))
+    assert found == [([0, 1], 0.0), ([], 0.0)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_one_process_writes_a_model_without_variables(worlds: Worlds, tmp_path: Path) -> None:
+    found = worlds.get("torch-2").call("tests.parity.exporting:save_without_variables", str(tmp_path))
+    assert found == [2, 0]
+
+
 FILES = ("first.keras", "second.keras")

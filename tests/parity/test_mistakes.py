@@ -38,10 +38,48 @@ def test_a_mesh_larger_than_the_world(setting: str, worlds: Worlds) -> None:
         assert re.search(r"4 devices|devices=|4 processes|unidist run", message), message
 
 
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "torch-4", "tensorflow-4"])
+def test_a_mesh_that_leaves_devices_out(setting: str, worlds: Worlds) -> None:
+    for kind, message in worlds.get(setting).call("tests.parity.mistakes:mesh_smaller_than_the_world"):
+        assert kind == "MeshError", message
+        assert message.startswith("Mesh({'data': 3}) has 3 of the 4 devices"), message
+        assert re.search(r"unidist run -n 3|use\('\w+', devices=3\)", message), message
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "torch-4"])
+def test_a_model_outside_of_the_scope_is_warned_of_once(setting: str, worlds: Worlds) -> None:
+    world = worlds.get(setting)
+    first, *others = world.call("tests.parity.mistakes:model_outside_of_the_scope")
+    [(message, is_here)], sent = first
+    where = "on one device" if not others else f"in each of {len(others) + 1} processes by itself"
+    there = "There is a DataParallel over Mesh({'data': 4})"
+    assert message.startswith(
+        f"model 'net' has no strategy: it trains {where}. {there}. Make the model inside of `with"
+    )
+    assert (is_here, sent) == (True, 0.0)
+    assert others == [([], 0.0)] * len(others)
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "torch-4"])
+def test_found_layouts_that_cut_nothing_are_warned_of_once(setting: str, worlds: Worlds) -> None:
+    [(message, is_here)], *others = worlds.get(setting).call("tests.parity.mistakes:layouts_that_cut_nothing")
+    assert message.startswith("model 'of_3' under ModelParallel: nothing is cut over model=4: each of these devices")
+    assert re.search(r"\(of '\S*wide/kernel', the largest: .*no dim of \(5, 3\) divides by 4", message), message
+    assert is_here
+    assert others == [[]] * len(others)
+
+
 @pytest.mark.parametrize("setting", ["sim-torch", "jax-4", "tensorflow-4"])
 def test_clear_session_leaves_the_strategy_of_a_scope(setting: str, worlds: Worlds) -> None:
     for first, second in worlds.get(setting).call("tests.parity.mistakes:clear_session_in_a_scope"):
         assert first == second > 0
+
+
+@pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])
+def test_an_operation_that_gathers_much_is_warned_of_once(setting: str, worlds: Worlds) -> None:
+    for said in worlds.get(setting).call("tests.parity.mistakes:gathering"):
+        (message,) = said
+        assert re.match(r"model 'net': no rule cuts the operation 'sort', .* gathered: \d+\.\d% of the bytes", message)
 
 
 @pytest.mark.parametrize("setting", ["jax-4", "tensorflow-4"])
@@ -66,6 +104,32 @@ def test_one_line_for_more_devices_than_there_are(setting: str, text: str, world
         assert re.search(rf"world_size=8, but there are 4 devices: .*: .*{text}", message), message
 
 
+def test_a_gradient_that_is_the_next_value(worlds: Worlds) -> None:
+    for kind, message in worlds.get("horovod-2-tensorflow").call("tests.parity.mistakes:float8_training"):
+        assert kind == "CapabilityError"
+        assert "layer 'narrow' has the variable" in message
+        assert "as those of float8 quantization are" in message
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        (
+            "loop",
+            r"variable 'sequential\w*/narrow/inputs_scale' has overwrite_with_gradient=True.*Train the model with fit",
+        ),
+        ("later", "a loop of your own averages gradients"),
+        ("grad", "a loop of your own averages gradients"),
+        ("parts", "layer 'narrow' has the variable .*Leave sequence_parallel out"),
+        ("program", "narrow' of model .* looks at several rows .*jit_compile=False"),
+    ],
+)
+def test_a_gradient_that_is_the_next_value_on_torch(way: str, text: str, worlds: Worlds) -> None:
+    for kind, message in worlds.get("torch-2").call("tests.parity.mistakes:float8_elsewhere", way):
+        assert kind == "CapabilityError", message
+        assert re.search(text, message), message
+
+
 def test_a_state_of_whole_batches_in_data_parallel(worlds: Worlds) -> None:
     """Over Horovod: test_contract_tensorflow.py. Where states are global, it trains."""
     kind, message = worlds.get("sim-torch").call("tests.parity.mistakes:stateful_layer")[0]
@@ -80,7 +144,7 @@ def test_a_mesh_that_leaves_a_process_out_on_tensorflow(worlds: Worlds) -> None:
     """There TensorFlow itself would crash. All processes get the same error, so that none waits."""
     world = worlds.get("tensorflow-2x2")
     for kind, message in world.call("tests.parity.mistakes:mesh_without_a_process"):
-        assert (kind, "no rank of process 1" in message) == ("MeshError", True), message
+        assert (kind, "has 2 of the 4 devices" in message) == ("MeshError", True), message
     first, second = world.call("tests.parity.mistakes:array_without_a_process")
     assert first[0] == "nothing"
     assert (second[0], "this process holds no rank" in second[1]) == ("MeshError", True), second

@@ -86,23 +86,14 @@ def test_what_gives_other_rows_is_refused_on_tensorflow_over_horovod(case: str, 
 
 
 @pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])
-def test_a_loss_that_reduces_by_itself_is_refused(setting: str, worlds: Worlds) -> None:
-    for outcome in worlds.get(setting).outcomes(RUN, "dp", 0, "reducing", False).values():
-        assert outcome.failure is not None
-        assert "loss 'mean_squared_error' overrides __call__" in str(outcome.failure)
-
-
-@pytest.mark.parametrize("setting", ["sim-torch", "torch-2"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_mixes_is_given_all_rows_and_nothing_else(setting: str, case: str, worlds: Worlds) -> None:
     world = worlds.get(setting)
     mixing = world.call("tests.keras.mixing:mixing_of", case)[0]
-    # Noise is drawn for all rows and looks at none.
-    sending = mixing - {"stack/sampling"}
+    # Noise is drawn for all rows and looks at none. Losses and steps have no name; an operation may leave sums apart.
+    sending = {name for name in mixing if "/" in name and not name.startswith("activity ")} - {"stack/sampling"}
     for found in world.call(RUN, "dp", 0, case, False):
-        assert found["_mixing"] >= sending
-        assert bool(found["_mixing"]) == bool(sending)
-        assert {name for name, why in found["_why"].items() if why.startswith("given the rows")} >= mixing
+        assert {name for name, why in found["_why"].items() if why.startswith("given the rows")} >= sending
 
 
 @pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 0), ("torch-2", 3), ("torch-4", 0), ("horovod-2", 0)])
@@ -120,5 +111,15 @@ def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
 
 
 def test_a_program_of_what_mixes_is_refused(worlds: Worlds) -> None:
-    for told in worlds.get("torch-2").call("tests.keras.mixing:compiled"):
+    world = worlds.get("torch-2")
+    for told in world.call("tests.keras.mixing:compiled", False):
         assert "jit_compile=True: 'stack/center' of model 'stack' looks at several rows" in told
+    for told in world.call("tests.keras.mixing:compiled", True):
+        assert "jit_compile=True: 'centred' of model 'centred' looks at several rows" in told
+
+
+def test_a_call_that_mixes_beside_programs_is_one_devices(alone: Alone, worlds: Worlds) -> None:
+    """Where its layers are the programs, with shards of their own."""
+    wanted = alone.world("torch").call("tests.keras.mixing:beside_programs", None)[0]
+    for found in worlds.get("torch-2").call("tests.keras.mixing:beside_programs", "dp"):
+        same(found, wanted)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.parity.worlds import Alone, Worlds
-from tests.support.comparing import same
+from tests.support.comparing import close, same
 
 pytestmark = pytest.mark.processes
 
@@ -26,6 +26,47 @@ def test_gradients_are_averaged_over_the_processes(
     np.testing.assert_allclose(np.mean([one["losses"] for one in found], 0), wanted["losses"], atol=1e-5)
 
 
+SIMULATED = [("dp", 0), ("dp", 2), ("dp", 3), ("mp", 0), ("2x2", 1), ("2x2", 3)]
+
+
+@pytest.mark.parametrize("by", ["torch", "keras", "data"])
+@pytest.mark.parametrize(("kind", "zero"), SIMULATED)
+def test_the_simulators_program_is_one_devices(kind: str, zero: int, by: str, alone: Alone, worlds: Worlds) -> None:
+    program = "tests.keras.loops:outside"
+    (found,) = worlds.get("sim-torch").call(program, kind, zero, by)
+    same(found, alone.world("torch").call(program, None, 0, by)[0])
+    assert found["sharded"] == (kind != "dp" or zero > 0)
+
+
+@pytest.mark.parametrize("by", ["torch", "keras", "data"])
+def test_rows_that_a_sampler_deals_out_make_one_devices_steps(by: str, alone: Alone, worlds: Worlds) -> None:
+    """The simulator is one process, to which all rows are dealt."""
+    program = "tests.keras.loops:outside"
+    wanted = alone.world("torch").call(program, None, 0, by)[0]["weights"]
+    for setting in ("sim-torch", "torch-2"):
+        for found in worlds.get(setting).call(program, "dp", 0, by, True):
+            close(found["weights"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("before", "zero", "zeroes", "derived"),
+    [
+        ("nothing", 3, "variables", True),
+        ("predict", 1, "parameters", False),
+        ("parallelize", 0, "zero_grad", False),
+        ("fit", 2, "zero_grad", True),
+    ],
+)
+def test_a_loop_in_the_simulator_is_one_devices(
+    before: str, zero: int, zeroes: str, derived: bool, alone: Alone, worlds: Worlds
+) -> None:
+    given = (before, False, zero, zeroes, derived)
+    wanted = alone.world("torch").call(RUN, None, *given)[0]
+    (found,) = worlds.get("sim-torch").call(RUN, "dp", *given)
+    same(found, wanted)
+    np.testing.assert_allclose(found["losses"], wanted["losses"], atol=1e-5)
+
+
 @pytest.mark.parametrize("zeroes", ["zero_grad", "variables", "parameters"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gradients_that_are_kept_in_parts_are_of_one_step(zero: int, zeroes: str, alone: Alone, worlds: Worlds) -> None:
@@ -42,6 +83,23 @@ def test_gradients_of_autograd_grad_are_averaged_too(setting: str, zero: int, al
         same(found, wanted)
 
 
+@pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 1), ("sim-torch", 3), ("torch-2", 3)])
+def test_steps_whose_gradients_are_not_finite_are_left_out(
+    setting: str, zero: int, alone: Alone, worlds: Worlds
+) -> None:
+    given = (setting == "torch-2", zero, "zero_grad", False, True)
+    wanted = alone.world("torch").call(RUN, None, "nothing", *given)[0]
+    for found in worlds.get(setting).call(RUN, "dp", "nothing", *given):
+        same(found, wanted)
+
+
+@pytest.mark.parametrize(("setting", "zero"), [("sim-torch", 3), ("torch-2", 1), ("torch-2", 3)])
+def test_a_step_on_values_that_are_given_is_one_devices(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.loops:stateless", None, 0)[0]
+    for found in worlds.get(setting).call("tests.keras.loops:stateless", "dp", zero):
+        same(found, wanted)
+
+
 @pytest.mark.parametrize("by", ["parameters", "variables", "norm", "views", "set", "derived"])
 @pytest.mark.parametrize(("kind", "zero"), [*(("dp", zero) for zero in range(4)), ("mp", 0), ("2x2", 1), ("2x2", 3)])
 def test_gradients_are_clipped_by_norms_of_whole_variables(
@@ -50,8 +108,13 @@ def test_gradients_are_clipped_by_norms_of_whole_variables(
     program = "tests.keras.loops:clipped"
     wanted = alone.world("torch").call(program, None, zero, by)[0]
     assert min(wanted["norms"]) > 0.1
-    for found in worlds.get("torch-2" if kind == "dp" else "torch-4").call(program, kind, zero, by):
-        same(found, wanted)
+    for setting in ("torch-2" if kind == "dp" else "torch-4", "sim-torch"):
+        for found in worlds.get(setting).call(program, kind, zero, by):
+            same(found, wanted)
+
+
+def test_gradients_of_gradients_are_one_devices_in_the_simulator(worlds: Worlds) -> None:
+    assert worlds.get("sim-torch").call("tests.keras.loops:penalized") == [""]
 
 
 def test_gradients_of_which_more_are_to_be_made_are_refused(worlds: Worlds) -> None:
@@ -59,7 +122,7 @@ def test_gradients_of_which_more_are_to_be_made_are_refused(worlds: Worlds) -> N
         assert "create_graph=True) of a variable was called in a loop of your own" in said
 
 
-@pytest.mark.parametrize("setting", ["torch-2", "horovod-2"])
+@pytest.mark.parametrize("setting", ["torch-2", "horovod-2", "sim-torch"])
 def test_what_two_models_share_is_averaged_once(setting: str, alone: Alone, worlds: Worlds) -> None:
     wanted = alone.world("torch").call("tests.keras.loops:two_heads", None)[0]
     for found in worlds.get(setting).call("tests.keras.loops:two_heads", "dp"):

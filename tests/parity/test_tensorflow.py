@@ -210,7 +210,7 @@ def test_a_transformer_trains_as_one_device(name: str, spec: Spec, alone: Alone,
 def test_one_line_shards_a_model(worlds: Worlds) -> None:
     told = worlds.get("tensorflow-4").call("tests.parity.interplay:in_one_line")[0]
     assert told["backend"] == "tensorflow"
-    assert told["world_size"] == 2
+    assert told["world_size"] == 4
     assert told["sharded_fraction"] > 0.9
 
 

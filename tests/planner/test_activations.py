@@ -1,4 +1,5 @@
-"""What a step keeps for backward: counted by hand on small models, and compared with what torch's autograd saves."""
+"""What a step keeps for its backward: counted by hand on small models, and compared with what torch's autograd keeps
+in a step."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def transformer() -> keras.Model:
 
 @pytest.mark.parametrize(
     ("activation", "kept"),
-    # gelu's derivative needs what it takes, relu's is read off what it gives.
-    [("relu", 32 + 128 + 64 + 9), ("gelu", 32 + 2 * 128 + 64 + 9)],
+    # gelu's derivative needs what it takes, relu's is read off what it gives. Nothing needs the last output.
+    [("relu", 32 + 128 + 64), ("gelu", 32 + 2 * 128 + 64)],
 )
 def test_each_tensor_counts_once(activation: str, kept: int) -> None:
     assert bytes_of(chain(activation), {"data": 1}) == 16 * kept * FLOAT
@@ -52,7 +53,7 @@ def test_each_tensor_counts_once(activation: str, kept: int) -> None:
 
 def test_what_is_between_the_layers_of_a_pair_is_cut() -> None:
     assert len(unidist.plan(chain("gelu"), unidist.Mesh({"model": 4})).pairs) == 1
-    assert bytes_of(chain("gelu"), {"model": 4}) == 16 * (32 + 2 * 128 // 4 + 64 + 9) * FLOAT
+    assert bytes_of(chain("gelu"), {"model": 4}) == 16 * (32 + 2 * 128 // 4 + 64) * FLOAT
 
 
 def test_layers_between_those_of_a_pair_give_what_is_cut() -> None:
@@ -60,7 +61,7 @@ def test_layers_between_those_of_a_pair_give_what_is_cut() -> None:
 
     layers = [keras.layers.Dense(128), keras.layers.Activation("gelu"), keras.layers.Dense(64)]
     model = keras.Sequential([keras.Input((32,)), *layers])
-    assert bytes_of(model, {"model": 4}) == 16 * (32 + 2 * 128 // 4 + 64) * FLOAT
+    assert bytes_of(model, {"model": 4}) == 16 * (32 + 2 * 128 // 4) * FLOAT
 
 
 def test_dims_that_grow_with_the_sequence_do_so_each() -> None:
@@ -68,9 +69,28 @@ def test_dims_that_grow_with_the_sequence_do_so_each() -> None:
 
     scores = Activation((Affine(1), Affine(0, 1), Affine(0, 1)), 2)
     assert scores.bytes_at(2048) == 2048 * 2048 * 2
+    assert scores.bytes_at(2048, rows=3) == 3 * 2048 * 2048 * 2
     given = keras.Input((None, 8))
-    model = keras.Model(given, keras.layers.Softmax()(keras.ops.matmul(given, keras.ops.swapaxes(given, 1, 2))))
-    assert bytes_of(model, {"data": 1}, batch=2, sequence=100) == 2 * (100 * 100 * 2) * FLOAT
+    x = keras.layers.Dense(8)(given)
+    model = keras.Model(given, keras.layers.Softmax()(keras.ops.matmul(x, keras.ops.swapaxes(x, 1, 2))))
+    # What the layer takes and gives, and what the softmax gives.
+    assert bytes_of(model, {"data": 1}, batch=2, sequence=100) == 2 * (100 * 100 + 2 * 100 * 8) * FLOAT
+
+
+def test_what_has_no_rows_counts_once() -> None:
+    import keras
+
+    class Shifted(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.shift = self.add_weight((1, 8))
+
+        def call(self, x: Any) -> Any:
+            return x * keras.ops.exp(self.shift)
+
+    model = keras.Sequential([keras.Input((8,)), Shifted()])
+    # What exp gives, and the input.
+    assert bytes_of(model, {"data": 1}) == (8 + 16 * 8) * FLOAT
+    assert bytes_of(model, {"data": 2}) == (8 + 8 * 8) * FLOAT
 
 
 def test_steps_that_come_with_the_sequence_are_counted_at_its_length() -> None:
@@ -89,12 +109,13 @@ def test_steps_that_come_with_the_sequence_are_counted_at_its_length() -> None:
 
     given = keras.Input((None, 8))
     model = keras.Model(given, Steps()(given))
+    model = keras.Model(given, Steps()(keras.layers.Dense(8)(given)))
+    # What the layer takes, and what each step gives.
     assert bytes_of(model, {"data": 1}, batch=1, sequence=100) == 2 * 100 * 8 * FLOAT
 
 
 @pytest.mark.parametrize("sequence", [32, 96])
-def test_torch_saves_as_much(sequence: int) -> None:
-    """Up to 15 % less: nothing needs the summands of the residual sums, and the last outputs."""
+def test_torch_keeps_as_much(sequence: int) -> None:
     import keras
 
     from tests.support.saving import saved_bytes
@@ -102,8 +123,20 @@ def test_torch_saves_as_much(sequence: int) -> None:
     model, given = transformer(), keras.ops.zeros((16, sequence), "int32")
     kept, saved = saved_bytes(lambda: model(given, training=True), [v.value for v in model.variables])
     assert kept.shape == (16, sequence, 200)
-    estimate = bytes_of(model, {"data": 1}, sequence=sequence)
-    assert 0.85 < saved / estimate <= 1.0
+    assert bytes_of(model, {"data": 1}, sequence=sequence) == pytest.approx(saved, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("kind", ["one", "data", "model"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert", "llama", "gemma", "gemma_mqa", "mixtral", "convolutions", "recurrent"]
+)
+def test_a_step_keeps_as_much(name: str, kind: str) -> None:
+    from tests.planner.steps import kept_in_a_step
+
+    planned, kept = kept_in_a_step(name, kind)
+    # A query's own memory may be cut where a key's is not.
+    assert planned == pytest.approx(kept, rel=0.02)
 
 
 def test_a_model_that_refuses_nan_is_planned() -> None:
@@ -121,4 +154,4 @@ def test_a_model_that_refuses_nan_is_planned() -> None:
     layers = [keras.layers.Dense(128), Checks(), keras.layers.Dense(64)]
     model = keras.Sequential([keras.Input((32,)), *layers])
     assert len(unidist.plan(model, unidist.Mesh({"model": 4})).pairs) == 1
-    assert bytes_of(model, {"model": 4}) == 16 * (32 + 2 * 128 + 64) * FLOAT
+    assert bytes_of(model, {"model": 4}) == 16 * (32 + 2 * 128) * FLOAT

@@ -104,12 +104,26 @@ def test_a_model_of_seven_billion_parameters_is_planned_in_little_memory(tmp_pat
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=240, check=False
     )
     assert out.returncode == 0, out.stderr
-    assert "(32.1 GB)" in out.stdout
+    assert "(34.0 GB)" in out.stdout
     words = out.stdout.split()
     # Its activations of two rows and eight places, once: what is imported comes to more.
     assert float(words[words.index("planning") + 1]) < 400
     # Two norms' scales of each layer beside what is cut; all else of a block is in its two pairs.
     assert out.stdout.count("second of a pair") == 64
+
+
+def test_a_plan_that_cuts_nothing_says_so_in_its_last_line(file, capsys) -> None:
+    """One that cuts something says nothing of it, nor one without an axis for it."""
+    assert cli.main(["plan", f"{file}:mlp", "--mesh", "data=2,model=5"]) == 0
+    out = capsys.readouterr().out
+    assert "0.0% of its bytes sharded" in out
+    last = out.rstrip("\n").splitlines()[-1]
+    assert last.startswith("nothing is cut over model=5: each of these devices holds the whole model")
+    assert "the largest: " in last
+    assert "divides by 5" in last
+    for mesh in ("data=2,model=2", "data=5"):
+        assert cli.main(["plan", f"{file}:mlp", "--mesh", mesh]) == 0
+        assert "nothing is cut" not in capsys.readouterr().out
 
 
 def test_a_plans_map_is_what_the_strategy_takes() -> None:

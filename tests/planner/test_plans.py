@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import unidist
@@ -453,10 +454,51 @@ def test_a_model_that_cannot_be_run_says_what_to_do() -> None:
 
     x = keras.Input((8,))
     model = keras.Model(x, keras.layers.Dense(8)(Breaks()(x)))
-    with pytest.raises(unidist.LayoutError, match=r"(?s)not for rows like these.*inputs="):
+    with pytest.raises(unidist.LayoutError, match=r"of 2, 12, 48 and 240 rows .* not for rows like these\. .*inputs="):
         unidist.plan(model, MESH)
     with pytest.raises(unidist.LayoutError, match="is not built"):
         unidist.plan(keras.Sequential([keras.layers.Dense(2)]), MESH)
+
+
+def test_a_layer_that_needs_a_long_sequence_is_run_on_one() -> None:
+    """As a spectrum of sound is made in windows."""
+    import keras
+
+    sound, spectrum = keras.Input((None, 1)), keras.layers.STFTSpectrogram("magnitude", 512, 256, 512)
+    up, down = keras.layers.Dense(16, "relu", name="up"), keras.layers.Dense(4, name="down")
+    plan = unidist.plan(keras.Model(sound, down(up(spectrum(sound)))), MESH)
+    assert plan.pairs == (("up", "down"),)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 16, 20, 7])
+def test_a_layer_that_needs_its_batch_to_divide_is_run_on_more_rows(groups: int) -> None:
+    """No number of the planner's own divides into seven: the user's batch does, or the number of rows of the inputs."""
+    import keras
+
+    class Across(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x):
+            parts = keras.ops.reshape(x, (groups, -1, x.shape[-1]))
+            return keras.ops.reshape(parts - keras.ops.mean(parts, axis=0), keras.ops.shape(x))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    def build(rows):
+        x = keras.Input((8,), rows)
+        paired = keras.layers.Dense(8, name="down")(keras.layers.Dense(16, name="up")(x))
+        return keras.Model(x, keras.layers.Dense(4, name="head")(Across()(paired)))
+
+    batch, found = np.ones((3 * groups, 8), "float32"), []
+    if groups == 7:
+        with pytest.raises(unidist.LayoutError, match=r"12, 48 and 240 rows .*inputs="):
+            unidist.plan(build(None), MESH)
+        found += [unidist.plan(build(None), MESH, inputs=batch), unidist.plan(build(14), MESH)]
+    else:
+        found += [unidist.plan(build(None), MESH)]
+    for plan in found:
+        assert plan.pairs == (("up", "down"),)
+        # Of one row, however many were run.
+        assert plan.activation_bytes_per_device == plan.batch * 4 * (8 + 16 // 4 + 8)
 
 
 def test_a_plan_takes_one_thread_of_torch_and_leaves_them_as_they_were() -> None:

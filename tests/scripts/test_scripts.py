@@ -34,14 +34,8 @@ PLACES = {
 KINDS = ("data", "zero", "found")
 # Loops of one's own on JAX give each device the whole batch, and so have nothing to reduce.
 UNCUT = {("jax", "data", "looping")}
-_NO_RANKS = (
-    r"CapabilityError: .* was called outside of fit on .* in the simulator, .* put the loop's body into .* train_step"
-)
 _TAKES = r"LayoutError: model 'adversaries' does not say what it takes: give plan\(model, mesh, inputs=\.\.\.\) a batch"
-REFUSED = {
-    **{("sim", kind, "looping"): _NO_RANKS for kind in KINDS},
-    **{(place, "found", "adversarial"): _TAKES for place in ("sim", "torch")},
-}
+REFUSED = {(place, "found", "adversarial"): _TAKES for place in ("sim", "torch")}
 
 EVERY = list(product(PLACES, KINDS, PROGRAMS))
 # The place of each strategy, in turn; what is trained in a place only under some strategies has its own turn.

@@ -122,7 +122,7 @@ def test_a_backend_that_is_not_installed_says_how_to_get_it(
     assert cli.main(["run", "--backend", "jax", script]) == 2
     said = capsys.readouterr().err
     assert said.startswith("unidist: BackendNotAvailableError: backend 'jax' needs no_such_module")
-    assert 'pip install "keras-unidist[jax]"' in said
+    assert 'pip install "keras>=3.15,<3.17" "jax>=0.10"' in said
 
 
 def test_backends_tells_what_is_there_what_it_can_do_and_how_to_get_the_rest(

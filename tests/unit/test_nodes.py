@@ -14,7 +14,7 @@ import pytest
 
 from unidist.backends import door
 from unidist.backends.lines import Line
-from unidist.launch import together
+from unidist.launch import keeper, nodes, together
 from unidist.launch.keeper import FAILED, Keeper, Terms
 from unidist.launch.nodes import Finish, Go, Member, Next, Report
 from unidist.launch.request import LaunchError, Request, free_port
@@ -398,3 +398,41 @@ def test_a_host_that_leads_nowhere_is_said_by_the_others_too() -> None:
     assert isinstance(finish, Finish)
     assert finish.code == FAILED
     assert finish.what.startswith("node 0 was not found at nowhere.invalid:29500 within 0.5 s")
+
+
+def silent(run: Run, number: int) -> Line:
+    """A node that came, and says nothing any more: its cable is cut."""
+    line = Line(socket.create_connection(run.place, timeout=5))
+    door.knock(line, node=number, nodes=2, processes=2, backend="torch")
+    return line
+
+
+def test_where_something_failed_a_node_that_says_nothing_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper, "SILENCE", 1.0)
+    begun = time.monotonic()
+    with kept(Terms(2, 2, "torch", timeout=60.0, restarts=0)) as run:
+        member, other = run.member(0, timeout=60.0), silent(run, 1)
+        assert isinstance(member.start(), Go)
+        member.failed(KILLED.what)
+        assert member.ended(KILLED) == Finish(137, KILLED.what)
+        member.close()
+        other.close()
+    assert 0.9 < time.monotonic() - begun < 20
+
+
+def test_a_launcher_that_failed_does_not_wait_long_for_a_keeper_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "SILENCE", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member = Member(server.getsockname(), {"node": 1}, 60.0)
+        answers = threading.Thread(target=_says_go_and_no_more, args=(server,))
+        answers.start()
+        assert isinstance(member.start(), Go)
+        begun = time.monotonic()
+        assert member.ended(LOST) is None
+        member.close()
+        answers.join(30)
+    assert 0.9 < time.monotonic() - begun < 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -16,11 +17,13 @@ import pytest
 
 import unidist
 from unidist import session
-from unidist.backends import environment, global_state, registry
+from unidist.backends import environment, global_state, on_keras, registry
 from unidist.backends.environment import detect, first_host
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.backends.sim.backend import SimBackend
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
+from unidist.launch.request import Request
+from unidist.launch.run import _environ
 
 LAUNCHERS = (
     "RANK WORLD_SIZE HOROVOD_RANK HOROVOD_SIZE JAX_COORDINATOR_ADDRESS SLURM_NTASKS UNIDIST_BACKEND KERAS_BACKEND"
@@ -57,6 +60,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, no hook into Keras's arrival, a registry of one's own."""
     for name in LAUNCHERS.split():
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KERAS_HOME", "/nowhere")
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.setattr(session.arrival, "when_keras_arrives", lambda: None)  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, "keras", raising=False)
@@ -119,12 +123,29 @@ def test_without_a_name_one_line_says_what_was_chosen_and_why(
     assert unidist.use().name == "sim"
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "unidist: using 'sim' (no backend was named and no launcher started this process)\n"
+    keras = "Keras on 'torch' (the first installed of torch, jax, tensorflow)"
+    assert err == f"unidist: using 'sim' (no backend was named and no launcher started this process), {keras}\n"
     monkeypatch.setenv("UNIDIST_BACKEND", "worldly")
     assert unidist.use().name == "worldly"
     assert capsys.readouterr().err == "unidist: using 'worldly' (UNIDIST_BACKEND)\n"
     unidist.use("sim")
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "", "KERAS_BACKEND is set by now"
+    monkeypatch.delenv("KERAS_BACKEND")
+    unidist.use("sim")
+    assert capsys.readouterr().err == f"unidist: using 'sim' (as asked), {keras}\n"
+
+
+def test_the_line_comes_once_in_a_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(environment.RESTARTS, "0")
+    monkeypatch.setenv("UNIDIST_BACKEND", "several")
+    unidist.register("several", f"{__name__}:World")
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        unidist.use()
+        said.append(capsys.readouterr().err)
+    assert said == ["unidist: using 'several' (unidist run)\n", ""]
 
 
 @pytest.mark.parametrize(
@@ -136,15 +157,20 @@ def test_without_a_name_one_line_says_what_was_chosen_and_why(
         ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "jax"),
         ({"RANK": "0", "WORLD_SIZE": "2", "UNIDIST_BACKEND": "worldly"}, "worldly"),
         ({}, "sim"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "KERAS_HOME": "jax"}, "jax"),
     ],
     ids=str,
 )
 def test_the_launchers_environment_chooses(
-    environment: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    if "KERAS_HOME" in environment:
+        (tmp_path / "keras.json").write_text(f'{{"backend": "{environment["KERAS_HOME"]}"}}')
+        environment = {**environment, "KERAS_HOME": str(tmp_path)}
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     assert registry.default_name()[0] == name
+    assert registry.name_for_processes() == environment.get("UNIDIST_BACKEND", on_keras.choice().name)
 
 
 def test_the_functions_keep_their_names_when_the_modules_are_imported() -> None:
@@ -187,13 +213,12 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where Keras's own configuration is; both backends are installed."""
     serving = {"keras_backends": ("torch", "jax"), "keras_option": "framework"}
     unidist.register("serving", f"{__name__}:Serving", **serving)
-    unidist.register("preferring", f"{__name__}:Serving", prefers_first=True, **serving)
-    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: object())  # type: ignore[attr-defined]
+    monkeypatch.setattr(on_keras.importlib.util, "find_spec", lambda name: object())  # type: ignore[attr-defined]
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     return tmp_path / "keras.json"
 
 
-def chosen(name: str, **options: Any) -> str | None:
+def chosen(name: str | None, **options: Any) -> str | None:
     """What Keras will run on."""
     unidist.use(name, **options)
     found = os.environ.get("KERAS_BACKEND")
@@ -201,17 +226,44 @@ def chosen(name: str, **options: Any) -> str | None:
     return found
 
 
-def test_keras_own_configuration_chooses_among_those_that_serve(served: Path) -> None:
+def test_keras_own_configuration_chooses_among_those_that_serve(
+    served: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert chosen("serving") == "torch"
     served.write_text('{"backend": "jax"}')
-    assert chosen("serving") is None, "Keras reads it by itself"
-    assert chosen("preferring") == "torch"
+    assert chosen("serving") == "jax"
+    assert capsys.readouterr().err.splitlines() == [
+        "unidist: using 'serving' (as asked), Keras on 'torch' (the first installed of torch, jax)",
+        "unidist: using 'serving' (as asked), Keras on 'jax' (keras.json)",
+    ]
     assert chosen("serving", framework="jax") == "jax"
-    assert chosen("serving", framework="mxnet") is None, "the adapter may have other frameworks too"
+    assert chosen("serving", framework="mxnet") == "jax", "the adapter may have other frameworks too"
     served.write_text('{"backend": "tensorflow"}')
     assert chosen("serving") == "torch"
     served.write_text("no JSON")
     assert chosen("serving") == "torch"
+
+
+def test_one_order_chooses_for_use_for_the_simulator_and_for_the_launcher(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keras writes a keras.json that names TensorFlow at its first import, on whatever backend that is."""
+
+    def all_three() -> set[str | None]:
+        run = _environ(Request(backend=registry.name_for_processes(), command=("-m", "this")))
+        assert run["UNIDIST_BACKEND"] == run["KERAS_BACKEND"]
+        return {chosen("sim"), chosen(None), run["KERAS_BACKEND"]}
+
+    assert all_three() == {"torch"}
+    own = {"floatx": "float32", "epsilon": 1e-07, "backend": "tensorflow", "image_data_format": "channels_last"}
+    served.write_text(json.dumps(own))
+    assert all_three() == {"torch"}
+    served.write_text(json.dumps(own | {"floatx": "float16"}))
+    assert all_three() == {"tensorflow"}
+    served.write_text('{"backend": "tensorflow"}')
+    assert all_three() == {"tensorflow"}
+    monkeypatch.setattr(on_keras, "_is_installed", lambda name: name == "jax")
+    assert all_three() == {"jax"}
 
 
 def test_what_the_shell_says_of_keras_is_taken_or_refused(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:

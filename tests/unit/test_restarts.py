@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from unidist.flight.form import PHASES
 from unidist.flight.reading import Flight
 from unidist.launch.goodput import Spent, spent
+from unidist.launch.request import Request
 from unidist.launch.restarts import FRUITLESS, Again, GivenUp, Restarts
+from unidist.launch.run import is_told
 
 
 def test_each_restart_that_brings_the_training_further_comes_at_once() -> None:
@@ -54,6 +57,7 @@ def flight(*, seconds: dict[str, float], **fields: Any) -> Flight:
     known = dict.fromkeys(PHASES, 0.0) | seconds
     defaults: dict[str, Any] = {
         **{"rank": 0, "processes": 2, "pid": 1, "phase": "data", "phase_began": 0.0, "began": 0.0, "beat": 0.0},
+        "first_step_began": None,
         **{"first_step_ended": None, "last_step_ended": None, "steps": 0, "resumed": 0, "kept": 0, "committed": None},
         **{"committed_at": None, "saves": False, "left": False, "timeout": None, "entries": ()},
     }
@@ -62,9 +66,10 @@ def flight(*, seconds: dict[str, float], **fields: Any) -> Flight:
 
 def test_steps_after_the_last_checkpoint_are_lost_where_the_attempt_failed() -> None:
     seconds = {"step": 20.0, "data": 3.0, "saving": 2.0}
-    made = {0: flight(seconds=seconds, steps=10, kept=5, first_step_ended=107.0, phase_began=130.0, beat=130.0)}
+    first = {"first_step_began": 106.0, "first_step_ended": 107.0}
+    made = {0: flight(seconds=seconds, steps=10, kept=5, phase_began=130.0, beat=130.0, **first)}
     failed = spent(made, 100.0, 130.0, is_restart=False, has_failed=True)
-    assert failed == Spent(all=30.0, steps=10.0, lost=10.0, data=3.0, saving=2.0, count=5, stood=0)
+    assert failed == Spent(all=30.0, starting=6.0, steps=10.0, lost=10.0, data=3.0, saving=2.0, count=5, stood=0)
     well = spent(made, 100.0, 130.0, is_restart=True, has_failed=False)
     assert well == Spent(all=30.0, steps=20.0, data=3.0, saving=2.0, restarting=7.0, count=10, stood=0)
 
@@ -102,13 +107,26 @@ def test_where_the_training_went_on_says_what_counted() -> None:
 
 
 def test_the_line() -> None:
-    first = Spent(all=60.0, steps=30.0, lost=2.5, data=1.0, saving=4.0, count=300)
+    first = Spent(all=72.0, starting=12.0, steps=30.0, lost=2.5, data=1.0, saving=4.0, count=300)
     again = Spent(all=40.0, steps=20.0, restarting=6.25, count=200)
     assert str(first + again) == (
-        "goodput 50%: 50.0 s of 100.0 s in 500 steps that count; 4.0 s saving, 6.2 s restarting, "
+        "started in 12.0 s, then goodput 50%: 50.0 s of 100.0 s in 500 steps that count; 4.0 s saving, "
+        "6.2 s restarting, "
         "1.0 s waiting for data, 2.5 s in steps that were lost"
     )
-    assert str(Spent()).startswith("goodput 0%")
+    assert str(Spent()).startswith("started in 0.0 s, then goodput 0%")
+    short = Spent(all=55.2, starting=54.4, steps=0.7, count=16)
+    assert str(short).startswith("started in 54.4 s, then goodput 87%: 0.7 s of 0.8 s in 16 steps"), "no failure"
+
+
+def test_a_short_run_says_nothing_of_its_goodput() -> None:
+    plain = Request(backend="torch", command=("-m", "this"))
+    short = Spent(all=55.2, starting=54.4, steps=0.7, count=16)
+    assert not is_told(short, plain)
+    assert is_told(replace(short, all=61.0), plain)
+    assert is_told(short, replace(plain, max_restarts=1))
+    assert is_told(short, replace(plain, log_dir="logs"))
+    assert not is_told(replace(short, all=61.0, count=0), replace(plain, log_dir="logs"))
 
 
 @pytest.mark.parametrize("count", [FRUITLESS + 5])

@@ -20,8 +20,6 @@ class Entry:
         distribution: the distribution whose version `backends()` shows. "": that of the first module it requires.
         keras_backends: the Keras backends that it can serve, the best first; `use` chooses among them before the
             adapter is imported. (): `use` leaves Keras as it is.
-        prefers_first: whether the first of them is taken where the environment names none, whatever Keras's own
-            configuration says.
         keras_option: the option of `use` by which a program names one of them.
         drivers: Keras backend -> package that trains Keras models there, where it is not unidist's own for that one.
         virtual: whether its devices are no framework's: all live in one process, in which a driver simulates them.
@@ -31,6 +29,7 @@ class Entry:
             no more than that is `unidist.launch:LocalProcesses`. "": `unidist run` does not start them.
         accelerators: whether it computes on accelerators where there are any: `unidist doctor` misses them then.
         over_grpc: whether its processes meet over gRPC: `unidist doctor` looks for proxies between them.
+        tested: the versions of the distribution that the adapter was tested with, as "2.13", the oldest first. (): any.
         all_take_part: whether a message between two ranks is a collective of the world.
     """
 
@@ -39,7 +38,6 @@ class Entry:
     requires: tuple[str, ...] = ()
     distribution: str = ""
     keras_backends: tuple[str, ...] = ()
-    prefers_first: bool = False
     keras_option: str = ""
     drivers: Mapping[str, str] = field(default_factory=dict)
     virtual: bool = False
@@ -49,6 +47,7 @@ class Entry:
     accelerators: bool = False
     over_grpc: bool = False
     all_take_part: bool = False
+    tested: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for what, path in (("target", self.target), ("job", self.job)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import cached_property
 from math import prod
@@ -61,6 +61,10 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
     def run(self, fn: Callable[[int], T]) -> list[T]:
         """fn(rank) on every rank of this process."""
         return [fn(self.rank)]
+
+    def calling_at_turns(self, call: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Inside, ranks that take turns in this process call call(rank) as they begin and go on."""
+        return nullcontext()
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raises MeshError where the mesh names a rank that the world does not have."""

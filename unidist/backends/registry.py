@@ -9,14 +9,13 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any, Literal, cast
 
 from unidist import namesake
 from unidist.algebra.checks import whole_number
-from unidist.backends import environment, global_state
+from unidist.backends import environment, extras, global_state, on_keras
 from unidist.backends.entry import Entry as Entry
 from unidist.backends.global_state import current as current
 from unidist.backends.global_state import has_current as has_current
@@ -25,6 +24,8 @@ from unidist.backends.global_state import in_use as in_use
 from unidist.backends.global_state import initialize as initialize
 from unidist.backends.global_state import isolated as isolated
 from unidist.backends.global_state import shutdown as shutdown
+from unidist.backends.installed import is_newer as is_newer
+from unidist.backends.installed import version_of as version_of
 from unidist.backends.protocol import Capabilities, Cluster, DistributionBackend
 from unidist.errors import BackendNotAvailableError, CapabilityError, MeshError
 
@@ -52,16 +53,18 @@ _entries: dict[str, Entry] = {
     ),
     "torch": Entry(
         target="unidist.backends.torch.backend:TorchBackend",
-        hint='pip install "keras-unidist[torch]"',
+        hint=extras.install("torch"),
         requires=("torch",),
+        tested=("2.13", "2.14", "2.15"),
         keras_backends=("torch",),
         job="unidist.launch.around_store:TorchProcesses",
         accelerators=True,
     ),
     "jax": Entry(
         target="unidist.backends.jax.backend:JaxBackend",
-        hint='pip install "keras-unidist[jax]"',
+        hint=extras.install("jax"),
         requires=("jax",),
+        tested=("0.10",),
         keras_backends=("jax",),
         one_device=False,
         launcher=environment.JAX,
@@ -71,8 +74,9 @@ _entries: dict[str, Entry] = {
     ),
     "tensorflow": Entry(
         target="unidist.backends.tensorflow.backend:TensorflowBackend",
-        hint='pip install "keras-unidist[tensorflow]"',
+        hint=extras.install("tensorflow"),
         requires=("tensorflow",),
+        tested=("2.21",),
         keras_backends=("tensorflow",),
         one_device=False,
         job="unidist.launch.jobs:Clients",
@@ -82,11 +86,11 @@ _entries: dict[str, Entry] = {
     ),
     "horovod": Entry(
         target="unidist.backends.horovod.backend:HorovodBackend",
-        hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it (docs/horovod.md); the rest comes by "
-        'pip install "keras-unidist[horovod]"',
+        hint="Horovod is source only: ci/install_horovod.sh PYTHON builds it, beside Keras and torch or TensorFlow "
+        f"({extras.install('torch')}; docs/horovod.md)",
         requires=("horovod",),
+        tested=("0.28",),
         keras_backends=("torch", "tensorflow"),
-        prefers_first=True,
         keras_option="framework",
         drivers={"tensorflow": "unidist.keras.tensorflow_horovod"},
         launcher=environment.HOROVOD,
@@ -176,6 +180,20 @@ def _distribution(entry: Entry) -> str:
     return entry.distribution or next(iter(entry.requires), "")
 
 
+def tested(distribution: str) -> tuple[str, ...]:
+    """The versions of a distribution that unidist was tested with, the oldest first; () where nothing is said."""
+    return next((one.tested for one in _entries.values() if _distribution(one) == distribution), ())
+
+
+def untested(name: str) -> str:
+    """A sentence where the framework of an adapter is newer than what unidist was tested with; else nothing."""
+    found = entry(name)
+    version = version_of(home := _distribution(found)) if found.tested else None
+    if version is None or not is_newer(version, found.tested):
+        return ""
+    return f"{home} {version} is newer than the versions that unidist was tested with: {', '.join(found.tested)}"
+
+
 def find(name: str) -> Entry:
     """The entry of an adapter whose requirements are installed, without importing it.
 
@@ -216,7 +234,8 @@ def _imported(name: str, path: str, hint: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise BackendNotAvailableError(f"backend {name!r}: {path} cannot be imported ({error}). {hint}") from error
+        advice = untested(name) or hint
+        raise BackendNotAvailableError(f"backend {name!r}: {path} cannot be imported ({error}). {advice}") from error
 
 
 def backends() -> dict[str, BackendInfo]:
@@ -243,20 +262,6 @@ def _info(name: str) -> BackendInfo:
     return BackendInfo(name=name, installed=True, version=version, view=can.view, capabilities=can, hint=found.hint)
 
 
-def version_of(distribution: str) -> str | None:
-    """The version of a distribution, or of the one that installs a module of that name."""
-    homes = chain((distribution,), _installing(distribution))
-    for home in filter(None, homes):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(home)
-    return None
-
-
-def _installing(module: str) -> Iterator[str]:
-    # A generator: reading what every distribution installs takes long, and is seldom needed.
-    yield from importlib.metadata.packages_distributions().get(module, ())
-
-
 def _declared() -> dict[str, Entry]:
     """All entries; their launchers are known then. Entry points that cannot be imported are left out."""
     found = {}
@@ -267,9 +272,9 @@ def _declared() -> dict[str, Entry]:
 
 
 def default_name() -> tuple[str, str]:
-    """(name, why): UNIDIST_BACKEND, then the launcher with the Keras backend, then sim."""
+    """(name, why): UNIDIST_BACKEND, then the launcher with Keras's backend, then sim."""
     if name := os.environ.get("UNIDIST_BACKEND"):
-        return name, "UNIDIST_BACKEND"
+        return name, "unidist run" if environment.RESTARTS in os.environ else "UNIDIST_BACKEND"
     known = _declared()
     launch = environment.detect()
     if launch is None:
@@ -279,7 +284,12 @@ def default_name() -> tuple[str, str]:
         if one.launcher is not None and one.launcher.name == launch.launcher:
             return name, why
     # The adapters of torch, JAX and TensorFlow have the names that Keras gives them.
-    return os.environ.get("KERAS_BACKEND", "torch"), f"{why} and KERAS_BACKEND"
+    return on_keras.choice().name, f"{why} and Keras's backend"
+
+
+def name_for_processes() -> str:
+    """The adapter whose processes are started where none is named: UNIDIST_BACKEND's, else that of Keras's backend."""
+    return os.environ.get("UNIDIST_BACKEND") or on_keras.choice().name
 
 
 def use(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from unidist.backends import extras
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.disk import cut_short
 from unidist.errors import CheckpointError
@@ -47,7 +48,7 @@ class Store:
             import fsspec
         except ImportError as error:
             raise CheckpointError(
-                f"{address!r} is in an object store, and fsspec is not installed: pip install 'keras-unidist[remote]'"
+                f"{address!r} is in an object store, and fsspec is not installed: {extras.install('remote')}"
             ) from error
         with self._told(address):
             self._system, self._root = fsspec.core.url_to_fs(self.address)

@@ -63,6 +63,9 @@ def judge_keras(name: str, told: Mapping[str, Any]) -> Check:
     if "error" in told:
         advice = "see the error: another Keras, or another KERAS_BACKEND"
         return Check(name=label, asked=asked, status="failed", found=told["error"], advice=advice)
+    if lost := told.get("lost"):
+        advice = "install a version that unidist was tested with; models that need it are refused until then"
+        return Check(name=label, asked=asked, status="failed", found="; ".join(lost), advice=advice)
     return Check(
         name=label, asked=asked, status="ok", found=f"{told['replaced']} are replaced, and put back at the end"
     )

@@ -66,7 +66,7 @@ def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
     """One check for Python, one for this package, and one for each distribution it works with."""
     if asked is None:
         why = f"{PACKAGE} is not installed (it is imported from a folder), so its ranges are unknown"
-        advice = f"install it: pip install {PACKAGE}, or pip install -e FOLDER"
+        advice = "install it from its checkout: pip install -e FOLDER"
         return [
             Check(name=name, asked="its version is within the range", status="not checked", found=why, advice=advice)
             for name in ("python", PACKAGE, *_told())
@@ -98,6 +98,14 @@ def _one(name: str, version: str | None, range_: str, within: Callable[[str, str
     if range_ and not within(version, range_):
         advice = "use another Python" if name == "python" else install
         return Check(name=name, asked=asked, status="failed", found=version, advice=advice)
+    if registry.is_newer(version, tested := registry.tested(name)):
+        return Check(
+            name=name,
+            asked="unidist was tested with its version",
+            status="warning",
+            found=f"{version}, and unidist was tested with {', '.join(tested)}",
+            advice="use it where Keras on its backends is ok below; else install one of these",
+        )
     return Check(name=name, asked=asked, status="ok", found=f"{version} ({range_})" if range_ else version)
 
 

@@ -59,6 +59,7 @@ TIMES = (
     "began",
     "beat",
     "phase_began",
+    "first_step_began",
     "first_step_ended",
     "last_step_ended",
     "committed_at",

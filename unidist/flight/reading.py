@@ -65,7 +65,7 @@ class Flight:
         phase: what its main thread was in; one of PHASES.
         seconds: what it has spent in each phase, without the one under way.
         phase_began, began, beat: seconds of the machine's monotonic clock; beat is the last sign of life.
-        first_step_ended, last_step_ended: of the training; None before.
+        first_step_began, first_step_ended, last_step_ended: of the training; None before.
         steps: steps of the training that ended in this process.
         resumed: steps that the training had made where it was resumed.
         kept: of the steps, those before the last checkpoint that counts.
@@ -85,6 +85,7 @@ class Flight:
     phase_began: float
     began: float
     beat: float
+    first_step_began: float | None
     first_step_ended: float | None
     last_step_ended: float | None
     steps: int
@@ -152,6 +153,7 @@ def parse(data: bytes, name: str = "this") -> Flight:
         phase_began=times["phase_began"],
         began=times["began"],
         beat=times["beat"],
+        first_step_began=times["first_step_began"] or None,
         first_step_ended=times["first_step_ended"] or None,
         last_step_ended=times["last_step_ended"] or None,
         steps=whole["steps"],

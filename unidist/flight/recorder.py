@@ -60,6 +60,7 @@ _PHASE = {name: number for number, name in enumerate(PHASES)}
 _OTHERS = "(one of too many kinds)"
 # What each step or collective passes through is looked up once.
 _STEPS, _FIRST, _LAST = WORD["steps"], WORD["first_step_ended"], WORD["last_step_ended"]
+_FIRST_BEGAN, _STEP = WORD["first_step_began"], _PHASE["step"]
 _NOW_IN, _SINCE, _SPENT = WORD["phase"], WORD["phase_began"], WORD["starting"]
 _BEGUN, _ENDED_AT, _THREAD = 3, 4, 6
 _write = struct.Struct(ENTRY_FORM).pack_into
@@ -266,6 +267,11 @@ class Recorder:
             yield
         finally:
             self.back(before)
+
+    def step_begins(self) -> None:
+        """A step of a training begins."""
+        self._enter(_STEP)
+        self._times[_FIRST_BEGAN] = self._times[_FIRST_BEGAN] or self._times[_SINCE]
 
     def stepped(self) -> None:
         """A step of a training has ended."""

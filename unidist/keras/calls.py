@@ -1,4 +1,7 @@
-"""The call of a layer: one wrapper, in which everything that stands before the layer's own call has its place."""
+"""The call of a layer: one wrapper, in which everything that stands before the layer's own call has its place.
+
+Keras calls a quantized layer by another method. The same stands before both.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ Call = Callable[..., Any]
 # From the call that stands inside to the one around it.
 Link = Callable[[Call], Call]
 
-_CALLS = "_unidist_calls"
+# By which Keras calls a layer: the second where it is quantized.
+ENTRANCES = ("call", "quantized_call")
+# On a wrapper: its _Entrance.
+_ENTRANCE = "_unidist_calls"
 
 
 class Stage(enum.IntEnum):
     """What may stand before a layer's own call, the outermost first."""
 
     PLANNED = enum.auto()  # the planner looks at what the layer takes, or answers for it
+    BORDER = enum.auto()  # a layer that treats each row alone takes this shard's rows off what carries them
     HOLDING = enum.auto()  # pairs are in use inside of the layer that has all of them
     SEEDS = enum.auto()  # random numbers differ where a pair's shards do
     PROGRAM = enum.auto()  # the model's call is a program of torch.compile's
@@ -30,36 +37,26 @@ class Stage(enum.IntEnum):
     GIVEN = enum.auto()  # what a layer gives is no view of what was fetched for it
 
 
-class _Calls:
-    """One owner's own call and what stands before it. `head` is the wrapper that the owner has as its `call`."""
+class _Entrance:
+    """A method by which Keras calls an owner. `head` is the wrapper that the owner has in its place."""
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._had_its_own = "call" in vars(owner)
-        self._own: Call = owner.call
-        self._links: list[tuple[Stage, Link]] = []  # the innermost first
-        self._chain = self._own
+    def __init__(self, owner: Any, name: str, calls: _Calls) -> None:
+        self.calls, self._owner, self._name = calls, owner, name
+        self._had_its_own = name in vars(owner)
+        self._own: Call = getattr(owner, name)
+        self.stand([])
 
         @functools.wraps(self._own)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def head(*args: Any, **kwargs: Any) -> Any:
             return self._chain(*args, **kwargs)
 
-        setattr(call, _CALLS, self)
-        self.head = call
-        object.__setattr__(owner, "call", call)
+        setattr(head, _ENTRANCE, self)
+        self._head = head
+        object.__setattr__(owner, name, head)
 
-    def add(self, stage: Stage, link: Link) -> Callable[[], None]:
-        entry = (stage, link)
-        self._links = sorted([*self._links, entry], key=lambda one: -one[0])
-        self._chain = self._linked(self._links)
-
-        def undo() -> None:
-            self._links = [one for one in self._links if one is not entry]
-            self._chain = self._linked(self._links)
-            if not self._links and vars(self._owner).get("call") is self.head:
-                self._put_back()
-
-        return undo
+    def stand(self, links: list[tuple[Stage, Link]]) -> None:
+        self._links = links
+        self._chain = self._linked(links)
 
     def without(self, stage: Stage) -> Call | None:
         left = [one for one in self._links if one[0] is not stage]
@@ -68,11 +65,38 @@ class _Calls:
     def _linked(self, links: list[tuple[Stage, Link]]) -> Call:
         return functools.reduce(lambda inner, one: one[1](inner), links, self._own)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        if vars(self._owner).get(self._name) is not self._head:
+            return
         if self._had_its_own:
-            object.__setattr__(self._owner, "call", self._own)
+            object.__setattr__(self._owner, self._name, self._own)
         else:
-            object.__delattr__(self._owner, "call")
+            object.__delattr__(self._owner, self._name)
+
+
+class _Calls:
+    """One owner's own calls and what stands before them."""
+
+    def __init__(self, owner: Any) -> None:
+        self._links: list[tuple[Stage, Link]] = []  # the innermost first
+        self._entrances = [_Entrance(owner, name, self) for name in ENTRANCES if hasattr(owner, name)]
+
+    def add(self, stage: Stage, link: Link) -> Callable[[], None]:
+        entry = (stage, link)
+        self._set(sorted([*self._links, entry], key=lambda one: -one[0]))
+
+        def undo() -> None:
+            self._set([one for one in self._links if one is not entry])
+            if not self._links:
+                for entrance in self._entrances:
+                    entrance.put_back()
+
+        return undo
+
+    def _set(self, links: list[tuple[Stage, Link]]) -> None:
+        self._links = links
+        for entrance in self._entrances:
+            entrance.stand(links)
 
 
 def around(owner: Any, stage: Stage, link: Link) -> Callable[[], None]:
@@ -99,11 +123,11 @@ def around(owner: Any, stage: Stage, link: Link) -> Callable[[], None]:
         >>> layer.call(1)
         2.5
     """
-    calls: _Calls | None = getattr(vars(owner).get("call"), _CALLS, None)
-    return (calls or _Calls(owner)).add(stage, link)
+    entrance: _Entrance | None = getattr(vars(owner).get("call"), _ENTRANCE, None)
+    return (_Calls(owner) if entrance is None else entrance.calls).add(stage, link)
 
 
 def without(call: Call, stage: Stage) -> Call | None:
     """A call of a layer as it is without what stands at a stage; None where nothing stands there."""
-    calls: _Calls | None = getattr(call, _CALLS, None)
-    return None if calls is None else calls.without(stage)
+    entrance: _Entrance | None = getattr(call, _ENTRANCE, None)
+    return None if entrance is None else entrance.without(stage)

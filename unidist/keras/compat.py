@@ -32,7 +32,6 @@ _PLACES = {
     "get_stateless_scope": "keras.src.backend.common.stateless_scope:get_stateless_scope",
     "in_stateless_scope": "keras.src.backend.common.stateless_scope:in_stateless_scope",
     "in_symbolic_scope": "keras.src.backend.common.symbolic_scope:in_symbolic_scope",
-    "dtypes": "keras.src.backend.common.dtypes:",
     "is_float_dtype": "keras.src.backend.common:is_float_dtype",
     "floatx": "keras.src.backend.config:floatx",
     "Callback": "keras.src.callbacks.callback:Callback",
@@ -43,12 +42,10 @@ _PLACES = {
     "BaseConv": "keras.src.layers.convolutional.base_conv:BaseConv",
     "Layer": "keras.src.layers.layer:Layer",
     "BatchNormalization": "keras.src.layers.normalization.batch_normalization:BatchNormalization",
+    "DropoutRNNCell": "keras.src.layers.rnn.dropout_rnn_cell:DropoutRNNCell",
     "RNN": "keras.src.layers.rnn.rnn:RNN",
     "legacy_h5_format": "keras.src.legacy.saving.legacy_h5_format:",
-    "loss_module": "keras.src.losses.loss:",
     "Metric": "keras.src.metrics.metric:Metric",
-    "Mean": "keras.src.metrics.reduction_metrics:Mean",
-    "Sum": "keras.src.metrics.reduction_metrics:Sum",
     "Operation": "keras.src.ops.operation:Operation",
     "Functional": "keras.src.models.functional:Functional",
     "BaseOptimizer": "keras.src.optimizers.base_optimizer:BaseOptimizer",
@@ -75,6 +72,7 @@ _PLACES = {
     "GLOBAL_RANDOM_SEED": "keras.src.utils.rng_utils:GLOBAL_RANDOM_SEED",
     # torch
     "torch_random": "keras.src.backend.torch.random:",
+    "CustomGradientFunction": "keras.src.backend.torch.core:CustomGradientFunction",
     "TorchLayer": "keras.src.backend.torch.layer:TorchLayer",
     "TorchAdam": "keras.src.backend.torch.optimizers.torch_adam:Adam",
     "TorchSGD": "keras.src.backend.torch.optimizers.torch_sgd:SGD",
@@ -122,8 +120,8 @@ _MOVED = {
 def __getattr__(name: str) -> Any:
     """What a name of the tables is in this Keras.
 
-    Raises:
-        BackendMismatchError: this Keras does not have it where the version that is nearest to it has.
+    Where this Keras does not have it, a stand-in, so that an import does not fail: no object is an instance of it, and
+    whatever else is done with it raises BackendMismatchError, which names the place.
     """
     if name in _PLACES:
         place = _PLACES[name]
@@ -131,8 +129,29 @@ def __getattr__(name: str) -> Any:
         place = _MOVED[name][READ.index(nearest())]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = _resolve(place)
+    try:
+        found = _resolve(place)
+    except BackendMismatchError as error:
+        return _Missing(name, (), {"_unidist_error": str(error)})
+    globals()[name] = found
     return found
+
+
+class _Missing(type):
+    """The kind of the stand-ins: classes, since some names are bases of unidist's own."""
+
+    _unidist_error: str
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type(instance) is not _Missing and cls in type(instance).__mro__
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise BackendMismatchError(cls._unidist_error)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BackendMismatchError(cls._unidist_error)
 
 
 def nearest(version: str | None = None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from unidist.keras.compat import tree
 from unidist.keras.processes import Processes
 from unidist.keras.views import Views
 
@@ -38,6 +37,5 @@ class Same(Around):
     def __iter__(self) -> Iterator[Any]:
         views = Views(self.adapter, self._processes)
         for batch in self.dataset:
-            # What is no array (sparse, ragged, None) is left out.
-            views.check([leaf for leaf in tree.flatten(batch) if hasattr(leaf, "__array__")])
+            views.check(batch)
             yield batch

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from unidist.keras import agreement
+from unidist.keras import agreement, interception, sessions
 from unidist.keras.agreement import Peers
+from unidist.keras.compat import tree
 from unidist.keras.interception import Hook
 from unidist.keras.processes import Processes, taking_part
 from unidist.keras.writing import by_one
@@ -41,7 +42,9 @@ def _entering(original: Any, find: Any, enter: Any) -> Any:
         found = find(self)
         if found is None:
             return original(self, *args, **kwargs)
+        interception.check(self)
         given = signature.bind(self, *args, **kwargs)
+        sessions.of(self).rows = _rows(given.arguments, name)
         with enter(found, given, name) as (processes, find_peers), by_one(given, processes):
             agreement.begin(given, name, find_peers)
             token = taking_part.set(processes)
@@ -51,3 +54,14 @@ def _entering(original: Any, find: Any, enter: Any) -> Any:
                 taking_part.reset(token)
 
     return entrance
+
+
+def _rows(given: dict[str, Any], name: str) -> int | None:
+    """Rows of the first batch, where the arguments of an entrance say it: those of arrays, or a loader's."""
+    x = given.get("x")
+    if isinstance(size := getattr(x, "batch_size", None), int):
+        return size
+    lengths = [leaf.shape[0] for leaf in tree.flatten(x) if len(getattr(leaf, "shape", None) or ())]
+    if not lengths:
+        return None
+    return int(lengths[0] if name.endswith("_on_batch") else min(lengths[0], given.get("batch_size") or 32))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from unidist.flight.recorder import recorder
 from unidist.keras.compat import file_utils, legacy_h5_format, saving_lib
 from unidist.keras.interception import Hook
 
@@ -65,7 +66,7 @@ WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legac
 def hooks() -> tuple[Hook, ...]:
     """Keras's three writers of models. Folders, remote paths and weights in several files are written as Keras writes
     them."""
-    why = "a file is whole or not there"
+    why = "a file is whole or not there, and its writing is a phase of the process"
     return tuple(Hook(owner, name, _whole_or_not, why) for owner, name in WRITERS)
 
 
@@ -73,10 +74,10 @@ def _whole_or_not(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         place = _one_local_file(filepath)
-        if place is None or kwargs.get("overwrite") is False or _in_several_files(original.__name__, args, kwargs):
-            return original(model, filepath, *args, **kwargs)
-        with replacing(place) as beside:
-            return original(model, str(beside), *args, **kwargs)
+        with recorder.phase("saving"), contextlib.ExitStack() as stack:
+            if place is None or kwargs.get("overwrite") is False or _in_several_files(original.__name__, args, kwargs):
+                return original(model, filepath, *args, **kwargs)
+            return original(model, str(stack.enter_context(replacing(place))), *args, **kwargs)
 
     return save
 

@@ -20,6 +20,8 @@ from unidist.errors import ArgumentError
 from unidist.keras import compat
 from unidist.keras.compat import Callback, CallbackList, EpochIterator, tree
 from unidist.keras.interception import Hook
+from unidist.keras.processes import taking_part
+from unidist.keras.stopping import Stopping
 
 
 class Follower(Callback):  # type: ignore[misc]
@@ -63,6 +65,8 @@ class Follower(Callback):  # type: ignore[misc]
 _TRAINERS = {"torch": "TorchTrainer", "jax": "JAXTrainer", "tensorflow": "TensorFlowTrainer"}
 
 _current: ContextVar[tuple[Follower, ...]] = ContextVar("unidist_followers", default=())
+# The callbacks of the fit that is under way, once it has begun, and the wishes to stop it.
+_stopping: ContextVar[tuple[Any, Stopping] | None] = ContextVar("unidist_stopping", default=None)
 
 
 def hooks() -> Iterator[Hook]:
@@ -114,6 +118,12 @@ def _of(callbacks: CallbackList) -> Iterator[Follower]:
     return (one for one in _current.get() if one in callbacks.callbacks)
 
 
+def _stopping_of(callbacks: CallbackList) -> Iterator[Stopping]:
+    """That of the fit that is under way, where these are its callbacks."""
+    if (found := _stopping.get()) is not None and found[0] is callbacks:
+        yield found[1]
+
+
 def _fitting(original: Any) -> Any:
     signature = inspect.signature(original)
 
@@ -121,8 +131,15 @@ def _fitting(original: Any) -> Any:
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        with _followed_by(_followers_in(given.arguments["callbacks"]), self, given.arguments["epochs"]):
-            return original(self, *args, **kwargs)
+        token = _stopping.set(None)
+        try:
+            with _followed_by(_followers_in(given.arguments["callbacks"]), self, given.arguments["epochs"]):
+                found = original(self, *args, **kwargs)
+                if (own := _stopping.get()) is not None:
+                    own[1].end()
+                return found
+        finally:
+            _stopping.reset(token)
 
     return fit
 
@@ -145,6 +162,10 @@ def _beginning(original: Any) -> Any:
         begin: Callable[[], None] = functools.partial(original, self, logs)
         for follower in _of(self):
             begin = functools.partial(follower.training_begins, self, begin)
+        if taking_part.get() is not None and _stopping.get() is None:
+            _stopping.set((self, Stopping(self._model)))
+        for stopping in _stopping_of(self):
+            stopping.begin(self.callbacks)
         begin()
 
     return on_train_begin
@@ -164,6 +185,8 @@ def _stepped(original: Any) -> Any:
     @functools.wraps(original)
     def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
         original(self, batch, logs)
+        for stopping in _stopping_of(self):
+            stopping.after_step()
         for follower in _of(self):
             # Where Keras calls callbacks in another thread, none of them has asked for the logs.
             follower.step_ended(None if self._async_train else logs)
@@ -175,6 +198,8 @@ def _ending(original: Any) -> Any:
     @functools.wraps(original)
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         original(self, epoch, logs)
+        for stopping in _stopping_of(self):
+            stopping.after_epoch()
         for follower in _of(self):
             follower.epoch_ended(epoch, self)
 

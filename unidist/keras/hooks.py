@@ -6,12 +6,15 @@ Which attributes they are, and why, is in the tables: `table` here, and `table` 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache
 
 import keras
 
-from unidist.keras import clearing, files, following, loading, making, phases, placed, ranges, sessions
+from unidist.backends import registry
+from unidist.keras import clearing, files, following, loading, making, phases, placed, ranges, sessions, writers
+from unidist.keras.compat import READ
 from unidist.keras.drivers import driver, hooks_of
 from unidist.keras.interception import Hook, Table
 
@@ -24,8 +27,13 @@ _used: set[str] = set()
 @cache
 def table() -> Table:
     """Whatever the Keras backend."""
-    every = (loading, making, clearing, files, ranges, placed, sessions, following, phases)
+    every = (loading, making, clearing, files, ranges, placed, sessions, following, phases, writers)
     return Table(hook for module in every for hook in module.hooks())
+
+
+@cache
+def _table_of_hub() -> Table:
+    return Table(writers.hooks_of_hub())
 
 
 @cache
@@ -35,21 +43,37 @@ def _table_of(package: str) -> Table:
 
 
 def install() -> None:
-    """Turns on the hooks of all and of this driver, once, and those of any other off.
+    """Turns on the hooks of all and of this driver, once, and those of any other off; keras_hub's where it is imported.
 
     Raises:
         BackendMismatchError: a Keras that unidist was not made for, or its framework runs with other devices already.
     """
+    _say_untested()
     found, before = driver(), len(replaced())
     for other in _used - {found}:
         _table_of(other).turn_off()
-    table().turn_on()
+    table().turn_on_all_there_are()
+    if writers.has_hub():
+        _table_of_hub().turn_on_all_there_are()
     if found is not None:
-        hooks_of(found).prepare()
-        _used.add(found)
-        _table_of(found).turn_on()
+        try:
+            hooks_of(found).prepare()
+            _table_of(found).turn_on_all_there_are()
+            _used.add(found)
+        except (ImportError, AttributeError, TypeError) as error:
+            table().lose(f"{keras.config.backend()}'s driver", error)
     if len(replaced()) != before:
         _log.debug("hooks on: %d attributes of Keras on %r replaced", len(replaced()), keras.config.backend())
+
+
+@cache
+def _say_untested() -> None:
+    if registry.is_newer(keras.__version__, READ):
+        print(
+            f"unidist: keras {keras.__version__} is newer than the versions that unidist was tested with: "
+            f"{', '.join(READ)}",
+            file=sys.stderr,
+        )
 
 
 def remove() -> None:
@@ -59,6 +83,8 @@ def remove() -> None:
     for package in sorted(_used):
         _table_of(package).turn_off()
         hooks_of(package).leave()
+    if writers.has_hub():
+        _table_of_hub().turn_off()
     table().turn_off()
     _log.debug("hooks off: %d attributes put back", before - len(replaced()))
 
@@ -66,4 +92,5 @@ def remove() -> None:
 def replaced() -> tuple[Hook, ...]:
     """The hooks that are on, in the order in which they were put on."""
     drivers = (hook for package in sorted(_used) for hook in _table_of(package).replaced)
-    return (*table().replaced, *drivers)
+    hub = _table_of_hub().replaced if writers.has_hub() else ()
+    return (*table().replaced, *hub, *drivers)

@@ -52,8 +52,9 @@ def operations_of(layer: Any) -> Iterator[Any]:
 
 
 def is_of_keras(thing: Any) -> bool:
-    """Whether a function or a class is defined in Keras itself."""
-    return str(getattr(thing, "__module__", "")).startswith(INSIDE)
+    """Whether a function or a class is defined in Keras itself. Keras's own tests are users."""
+    home = str(getattr(thing, "__module__", ""))
+    return home.startswith(INSIDE) and not home.startswith(f"{INSIDE}testing.")
 
 
 def overrides(thing: Any, method: str) -> bool:
@@ -74,9 +75,17 @@ def is_known(layer: Any) -> bool:
         return False
     if _overrides_helpers(type(layer)):
         return False
+    if overwritten(layer):
+        return False
     axis = getattr(layer, "axis", None)
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     return 0 not in axes or isinstance(layer, keras.layers.BatchNormalization)
+
+
+def overwritten(layer: Any) -> list[Any]:
+    """A layer's own variables whose gradient is the next value, as float8 quantization makes: scales of the whole
+    batch."""
+    return [v for v in getattr(layer, "_trainable_variables", ()) if getattr(v, "overwrite_with_gradient", False)]
 
 
 def runs_only_keras(operation: Any, given: Iterable[Any] = ()) -> bool:

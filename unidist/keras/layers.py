@@ -60,10 +60,10 @@ def more_than_its_kernel(layer: Any) -> str:
         >>> layer.build((None, 8))
         >>> layer.enable_lora(2)
         >>> more_than_its_kernel(layer)
-        'computes with low-rank kernels beside its own (LoRA)'
+        'has low-rank kernels (LoRA), with whose shards no rule computes'
     """
     if getattr(layer, "lora_enabled", False):
-        return "computes with low-rank kernels beside its own (LoRA)"
+        return "has low-rank kernels (LoRA), with whose shards no rule computes"
     mode = getattr(layer, "quantization_mode", None)
     return f"computes with a quantized kernel ({mode})" if mode else ""
 

@@ -36,7 +36,7 @@ def _step_begins(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
         original(self, batch, logs)
-        recorder.enter("step")
+        recorder.step_begins()
 
     return on_train_batch_begin
 

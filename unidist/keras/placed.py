@@ -36,12 +36,14 @@ class Placed:
         distribution: the one that it is on; None: it is as Keras made it.
         layouts: how it is laid out there; None: it is to be placed, or placed anew.
         given: the layout that it was given by hand.
+        is_settled: a trainer works with it where it is, so that no later plan moves it.
     """
 
     def __init__(self) -> None:
         self.distribution: Any = None
         self.layouts: VariableLayouts | None = None
         self.given: Sharding | None = None
+        self.is_settled = False
         self._owner: weakref.ref[Any] | None = None
 
     @property

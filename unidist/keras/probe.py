@@ -28,16 +28,17 @@ def main(name: str) -> None:
 
 
 def _keras(name: str) -> dict[str, Any]:
-    """{"replaced": number of its attributes that unidist replaces}, {"error": text}, or nothing where Keras is not."""
+    """{"replaced": number of its attributes that unidist replaces, "lost": those that it could not replace, in words},
+    {"error": text}, or nothing where Keras is not."""
     if importlib.util.find_spec("keras") is None:
         return {}
     try:
         session.use(name)
         importlib.import_module("keras")  # its end brings the hooks
-        from unidist.keras import hooks
+        from unidist.keras import hooks, interception
     except (UnidistError, ImportError) as error:
         return {"error": str(error)}
-    return {"replaced": len(hooks.replaced())}
+    return {"replaced": len(hooks.replaced()), "lost": list(map(str, interception.lost()))}
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,23 @@ from unidist.keras.making import all_variables
 from unidist.keras.processes import Processes
 
 _MEMORY = Path("/proc/meminfo")
+# What a writer calls within writes too, and is a part of it: the processes meet at its end.
+_writing: ContextVar[bool] = ContextVar("unidist_writing", default=False)
+
+
+def is_writing() -> bool:
+    """Whether a writer is at work in this process, for all of those that meet at its end."""
+    return _writing.get()
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Makes what is called inside parts of one writer."""
+    token = _writing.set(True)
+    try:
+        yield
+    finally:
+        _writing.reset(token)
 
 
 def hooks_of_saving(
@@ -35,18 +53,39 @@ def hooks_of_saving(
     def by_one(original: Any) -> Any:
         @functools.wraps(original)
         def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-            several = processes(model)
-            if several is None:
-                return original(model, *args, **kwargs)
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(gathered(model))
-                stack.enter_context(several.saving())
-                return original(model, *args, **kwargs) if several.is_first else None
+            return by_first(model, processes(model), gathered, lambda: original(model, *args, **kwargs))
 
         return save
 
     why = "process 0 writes what all hold"
     return tuple(Hook(saving_api, name, by_one, why, imported=True) for name in ("save_model", "save_weights"))
+
+
+def by_first(
+    model: Any,
+    several: Processes | None,
+    gathered: Callable[[Any], AbstractContextManager[None]],
+    write: Callable[[], Any],
+) -> Any:
+    """Writes in the first process, which holds whole values meanwhile, and returns in all when that is done.
+
+    Args:
+        model: the one that is written; None: no values are.
+        several: the processes that do this together.
+        gathered: as in `hooks_of_saving`.
+        write: reads and writes.
+
+    Raises:
+        SavingFailedError: on the other processes, where the first one could not write.
+    """
+    if several is None or is_writing():
+        return write()
+    with contextlib.ExitStack() as stack:
+        if model is not None:
+            stack.enter_context(gathered(model))
+        stack.enter_context(several.saving())
+        stack.enter_context(writing())
+        return write() if several.is_first else None
 
 
 def hooks_of_loading(processes: Callable[[Any], Processes | None]) -> tuple[Hook, ...]:

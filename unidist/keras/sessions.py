@@ -11,18 +11,24 @@ such an entry would never go. Keras copies and pickles models as files, which ha
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from keras import distribution as keras_distribution
 
+from unidist import session
+from unidist.backends import registry
 from unidist.errors import LayoutError
-from unidist.keras import placed
+from unidist.keras import following, placed
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import Trainer
 from unidist.keras.interception import Hook
 from unidist.keras.strategy import UnidistDistribution, adopt
+from unidist.keras.telling import warn
+
+# The distribution under which a model was last made in this process.
+_latest: Any = None
 
 
 @dataclass(slots=True)
@@ -33,15 +39,19 @@ class Known:
         told: the distribution that it was made under, or given since.
         engine: the driver's own object of it.
         checked: the distribution whose strict rules are known to match its variables.
+        rows: of the batches that an entrance was last given; None: not known.
         calls: how many calls of an entrance for one batch there were.
         is_seen: it was called with gradients, and whether it is distributed was looked up.
+        is_alone: it trains on one device, and the user was warned of it.
     """
 
     told: Any = None
     engine: Any = None
     checked: Any = None
+    rows: int | None = None
     calls: int = 0
     is_seen: bool = False
+    is_alone: bool = False
 
 
 def of(model: Any) -> Known:
@@ -53,8 +63,10 @@ def of(model: Any) -> Known:
     return found
 
 
-def hooks() -> tuple[Hook, ...]:
-    return (Hook(Trainer, "__init__", _making, "a model remembers its distribution"),)
+def hooks() -> Iterator[Hook]:
+    yield Hook(Trainer, "__init__", _making, "a model remembers its distribution")
+    if (trainer := following.trainer()) is not None:
+        yield Hook(trainer, "fit", _fitting, "a model that no strategy has is warned of")
 
 
 def _making(original: Any) -> Any:
@@ -65,9 +77,51 @@ def _making(original: Any) -> Any:
         original(self, *args, **kwargs)
         distribution = keras_distribution.distribution()
         if distribution is not None:
-            of(self).told = distribution
+            global _latest
+            of(self).told = _latest = distribution
 
     return __init__
+
+
+def has_distributed() -> bool:
+    """Whether a model was made under a distribution in this process."""
+    return _latest is not None
+
+
+def latest() -> Any:
+    """The distribution under which a model was last made, or None."""
+    return _latest
+
+
+def _fitting(original: Any) -> Any:
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _warn_where_alone(self)
+        return original(self, *args, **kwargs)
+
+    return fit
+
+
+def _warn_where_alone(model: Any) -> None:
+    """Warns, once for a model, where it trains on one device though there are several: most often it was made outside
+    of the scope."""
+    if not registry.has_current():
+        return
+    made, processes = strategies.made(), session.process_count() if registry.has_joined() else 1
+    if processes == 1 and (made is None or made.mesh.size == 1):
+        return
+    if distribution_of(model) is not None or strategies.current() is not None:
+        return
+    known = of(model)
+    if known.engine is not None or known.is_alone:
+        return
+    known.is_alone = True
+    where = "on one device" if processes == 1 else f"in each of {processes} processes by itself"
+    there = "No strategy was made" if made is None else f"There is a {type(made).__name__} over {made.mesh}"
+    warn(
+        f"model {model.name!r} has no strategy: it trains {where}. {there}. Make the model inside of "
+        "`with strategy.scope():`, or call unidist.parallelize(model, strategy) before fit"
+    )
 
 
 def distribution_of(model: Any) -> Any:

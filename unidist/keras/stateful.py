@@ -1,4 +1,4 @@
-"""Recurrent layers that keep their states between batches: a state is of whole batches, which data axes cut."""
+"""Layers that keep numbers of the batches before: those are of whole batches, which data axes cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from unidist.errors import CapabilityError
 from unidist.keras.compat import RNN, tree
+from unidist.keras.known import overwritten
 from unidist.keras.strategy import UnidistDistribution
 
 
@@ -26,6 +27,48 @@ def refuse(model: Any, distribution: UnidistDistribution) -> None:
                 "devices on the model axis), make the layer with stateful=False, or use('jax') or use('tensorflow'), "
                 "where states are those of the whole batch"
             )
+
+
+def refuse_overwritten(model: Any, instead: str = "") -> None:
+    """For engines that sum the gradients of several devices.
+
+    Args:
+        instead: what else can be done.
+
+    Raises:
+        CapabilityError: the gradient of a variable is its next value.
+    """
+    for layer in model._flatten_layers():
+        for variable in overwritten(layer):
+            raise CapabilityError(
+                f"layer {layer.name!r} has the variable {variable.path!r} with overwrite_with_gradient=True, as "
+                "those of float8 quantization are: its gradient is its next value, which each device computes of "
+                f"its own rows or weights alone. {instead}Train without quantize('float8') and quantize afterwards, or "
+                "use('jax') or use('tensorflow'), where it is computed of the whole batch"
+            )
+
+
+def refuse_in_parts(model: Any, distribution: UnidistDistribution) -> None:
+    """For training, where layers may be given parts of sequences.
+
+    Raises:
+        CapabilityError: they are, and the gradient of a variable is its next value.
+    """
+    if distribution.strategy.sequence_parallel and distribution.strategy.mesh.size > 1:
+        refuse_overwritten(model, "Leave sequence_parallel out. ")
+
+
+def refuse_in_a_loop(path: str) -> None:
+    """For gradients that a loop of the user's own averages over devices.
+
+    Raises:
+        CapabilityError: the gradient of this variable is its next value.
+    """
+    raise CapabilityError(
+        f"variable {path!r} has overwrite_with_gradient=True, as those of float8 quantization are: its gradient is its "
+        "next value, and a loop of your own averages gradients over the devices, each of its own rows. Train the model "
+        "with fit() or train_on_batch(), where the value is computed of the whole batch"
+    )
 
 
 def _rows(layer: Any, shards: int) -> str:

@@ -12,14 +12,19 @@ from keras.distribution import DeviceMesh, TensorLayout
 from unidist import session
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
-from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import drivers, parting
+from unidist.backends import registry
+from unidist.errors import CapabilityError, LayoutError, MeshError
+from unidist.keras import drivers, interception, parting
 from unidist.keras.compat import Distribution
 from unidist.keras.maps import KerasRules, as_layout_map, mesh_of_map
+from unidist.keras.options import options, takes_uneven
 from unidist.planner.found import FoundLayouts
 from unidist.planner.layout_map import LayoutMap, check_variable
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes, replicated
+
+# The strategy that was made last, and the adapter that was in use then.
+_made: list[tuple[Any, UnidistDistribution]] = []
 
 
 class UnidistDistribution(Distribution):  # type: ignore[misc]
@@ -34,7 +39,11 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
     model_axes: Axes = ()
 
     def __init__(self, strategy: Strategy, layout_map: LayoutMap | None = None) -> None:
-        session.backend().mesh(strategy.mesh)
+        adapter = session.backend()
+        if type(self) is not UnidistDistribution or adapter.capabilities.view == "local":
+            _check_fills(strategy.mesh)  # Keras's own strategies leave devices out where its backend serves that
+        adapter.mesh(strategy.mesh)
+        interception.check()
         drivers.check(strategy, layout_map)
         self.strategy = strategy
         self.layout_map = layout_map
@@ -43,6 +52,8 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
         # Keras asks its own backend, which over Horovod on TensorFlow knows of no processes.
         self._num_processes, self._process_id = session.process_count(), session.process_index()
         self._is_multi_process = self._num_processes > 1
+        if type(self) is not UnidistDistribution:
+            _made[:] = [(adapter, self)]
 
     @property
     def mesh(self) -> Mesh:
@@ -104,10 +115,18 @@ class DataParallel(UnidistDistribution):
             keeps only its part of the variables too, and gathers a layer's for its call (ZeRO, FSDP).
         auto_shard_dataset: each process reads its part of the data that every process was given. False: each
             process was given its own part.
+        exact_random: layers that draw (dropout, noise, augmentation) draw one device's numbers for the whole batch, and
+            each device keeps those of its rows. By default devices draw apart on torch. On JAX numbers are one
+            device's in any case. Where torch draws in the memory order of a transposed input, numbers are those of
+            the same shape in row-major order.
+        per_tensor_rows: a batch whose tensors have other numbers of rows, as nodes, edges and graphs, is cut tensor by
+            tensor, each along its first dim. Layers and losses see wholes. By default each device computes all of such
+            a batch on torch. On JAX each tensor is cut by itself in any case.
 
     Raises:
         MeshError: the mesh does not fit the devices.
         ArgumentError: `zero` is no stage.
+        CapabilityError: `exact_random` or `per_tensor_rows` with Keras on TensorFlow.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -127,10 +146,13 @@ class DataParallel(UnidistDistribution):
         data_axis: str | Axes | None = None,
         zero: int = 0,
         auto_shard_dataset: bool = True,
+        exact_random: bool = False,
+        per_tensor_rows: bool = False,
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        super().__init__(Strategy(grid, axes, replicated, auto_shard_dataset, zero, takes_uneven(), _joint()))
+        more = options(auto_shard_dataset, zero, exact_random=exact_random, per_tensor_rows=per_tensor_rows)
+        super().__init__(Strategy(grid, axes, replicated, **more))
 
 
 class ModelParallel(UnidistDistribution):
@@ -153,6 +175,8 @@ class ModelParallel(UnidistDistribution):
             part of the sequence (dim 1 of what has three dims or more): reduce_scatter and all_gather in place of
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
             arXiv:2205.05198). Keras on torch only.
+        per_tensor_rows: see DataParallel.
+        exact_random: see DataParallel. Pairs of layers between which a layer draws are not used: they gather.
 
     Raises:
         MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
@@ -180,10 +204,10 @@ class ModelParallel(UnidistDistribution):
         zero: int = 0,
         auto_shard_dataset: bool = True,
         sequence_parallel: bool = False,
+        exact_random: bool = False,
+        per_tensor_rows: bool = False,
     ) -> None:
-        if sequence_parallel:
-            check_sequence_parallel()
-        more = (auto_shard_dataset, zero, takes_uneven(), _joint(), sequence_parallel)
+        more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows)
         if isinstance(layout_map, str):
             self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, more)
             return
@@ -192,17 +216,15 @@ class ModelParallel(UnidistDistribution):
         if rules.mesh != grid:
             raise LayoutError(f"the layout map is for {rules.mesh}, the strategy for {grid}: use one mesh")
         data, _ = choose_axes(grid, data_axis, model_axis)
-        strategy = Strategy(grid, data, _layouts_of(rules), *more)
+        strategy = Strategy(grid, data, _layouts_of(rules), **more)
         super().__init__(strategy, rules)
 
-    def _find(
-        self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: tuple[bool, int, bool, bool, bool]
-    ) -> None:
+    def _find(self, how: str, mesh: Mesh, data_axis: Any, model_axis: Any, more: dict[str, Any]) -> None:
         if how != "auto":
             raise LayoutError(f"layout_map={how!r}: give a LayoutMap, or 'auto' to have the layouts found")
         data, self.model_axes = choose_axes(mesh, data_axis, model_axis)
         self.found = FoundLayouts(mesh, self.model_axes)
-        strategy = Strategy(mesh, data, self.found.layout_for, *more)
+        strategy = Strategy(mesh, data, self.found.layout_for, **more)
         super().__init__(strategy, self.found.layout_map)
 
 
@@ -234,6 +256,11 @@ def current() -> UnidistDistribution | None:
     """Keras's distribution of this thread as one of ours, or None."""
     found = keras.distribution.distribution()
     return None if found is None else adopt(found)
+
+
+def made() -> UnidistDistribution | None:
+    """The DataParallel or ModelParallel that was made last for the devices in use; None where there is none."""
+    return next((one for adapter, one in _made if registry.has_current() and adapter is registry.current()), None)
 
 
 def _mesh_in_use() -> Mesh | None:
@@ -269,28 +296,21 @@ def keras_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, device_mesh
     return TensorLayout([axes[0] if axes else None for axes in dims], device_mesh)
 
 
+def _check_fills(mesh: Mesh) -> None:
+    """Raises MeshError where a mesh leaves devices out: they would idle, or fail alone."""
+    count, size = len(session.list_devices()), mesh.size
+    if size >= count:
+        return
+    entry, name = registry.in_use(), session.backend().name
+    start = f"`unidist run -n {size} script.py`" if entry.one_device else f"unidist.use({name!r}, devices={size})"
+    raise MeshError(
+        f"{mesh} has {size} of the {count} devices, and a model trains on all of them: make a mesh of {count} (a size "
+        f"of -1 takes what is left), or start {size}: {start}"
+    )
+
+
 def _mesh_or_all(mesh: Any, axis: str) -> Mesh:
     return Mesh({axis: len(session.list_devices())}) if mesh is None else as_mesh(mesh)
-
-
-def takes_uneven() -> bool:
-    """Whether variables may be in uneven shards: arrays on JAX and DTensors must divide."""
-    return bool(keras.config.backend() == "torch")
-
-
-def _joint() -> bool:
-    """Whether one dim may be cut by several axes: DTensor cuts it by one."""
-    return bool(keras.config.backend() != "tensorflow")
-
-
-def check_sequence_parallel() -> None:
-    """Raises CapabilityError where Keras's backend has no sequence parallelism."""
-    name = keras.config.backend()
-    if name != "torch":
-        raise CapabilityError(
-            f"sequence_parallel=True: with Keras on {name!r} the compiler lays out activations; this version "
-            "cuts them by sequence on torch alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
-        )
 
 
 def _layouts_of(rules: LayoutMap) -> Callable[[str, tuple[int, ...]], Layout]:

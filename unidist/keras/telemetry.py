@@ -69,7 +69,7 @@ class Telemetry(Follower):
         self.directory = os.fspath(directory)
         self.every = every
         self._fit: _Fit | None = None
-        hooks.table().turn_on()
+        hooks.table().turn_on_all_there_are()
 
     # It counts what steps draw, and not what a training that goes on draws again.
     place = 1

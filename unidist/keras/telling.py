@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import os
+import re
+import sys
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import keras
+
+from unidist import session
 from unidist.algebra import Axes, Layout
 from unidist.keras import drivers, placed
 from unidist.keras.strategy import UnidistDistribution, adopt
 
 _NAMES = 3
+_BOLD = re.compile(r"\x1b\[\d*m")
 _log = logging.getLogger(__name__)
 # Model -> the distribution under which it was logged.
 _told: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -32,6 +42,13 @@ def listed(names: Iterable[str]) -> str:
     found = list(dict.fromkeys(names))
     *first, last = found if len(found) <= _NAMES + 1 else [*found[:_NAMES], f"{len(found) - _NAMES} more"]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def in_words(error: Exception) -> str:
+    """An error in one line. Keras says the layer in the first line, in bold behind it what went wrong, then all
+    arguments."""
+    said = [line for line in _BOLD.sub("", str(error)).split("\n") if line.strip()]
+    return " ".join(said[:2])
 
 
 def joined(entries: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -59,6 +76,18 @@ def numbered(path: str, taken: Container[str]) -> str:
         k += 1
         name = f"{path}#{k}"
     return name
+
+
+def warn(text: str) -> None:
+    """One warning of the world, by its first process, at the line of the program that has called unidist or Keras."""
+    if session.process_index():
+        return
+    folders = (Path(keras.__file__).parent, Path(__file__).parents[1])
+    inside, level = (*(f"{folder}{os.sep}" for folder in folders), contextlib.__file__), 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level + 1)
 
 
 def own_variables(layer: Any) -> list[Any]:

@@ -7,17 +7,22 @@ generator of the user's own, shows there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from unidist.backends.protocol import Array
 from unidist.errors import DesyncError
 from unidist.keras.compat import tree
 from unidist.keras.processes import Processes
 
 # Batches of an epoch that are compared: so many at its start, then one of so many.
 FIRST, EVERY = 2, 256
+
+
+# What sparse and ragged values of TensorFlow, JAX and SciPy are made of.
+_PARTS = ("values", "data", "indices", "indptr", "row", "col", "row_splits")
 
 
 def digest(batch: Any) -> int:
@@ -30,12 +35,38 @@ def digest(batch: Any) -> int:
     """
     found = 0
     for leaf in tree.flatten(batch):
-        if leaf is None or not hasattr(leaf, "shape"):
-            continue
-        value = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
-        found = zlib.crc32(f"{value.dtype}{value.shape}".encode(), found)
-        found = zlib.crc32(np.ascontiguousarray(value).tobytes(), found)
+        for kind, value in _arrays(leaf):
+            found = zlib.crc32(f"{kind}{value.dtype}{value.shape}".encode(), found)
+            found = zlib.crc32(np.ascontiguousarray(value).tobytes(), found)
     return found & 0x7FFFFFFF
+
+
+def _arrays(leaf: Any) -> Iterator[tuple[str, Array]]:
+    """(shape and dtype, the bits) of all that a value holds, in arrays of NumPy."""
+    if leaf is None or not hasattr(leaf, "shape"):
+        return
+    kind = f"{getattr(leaf, 'dtype', '')}{leaf.shape}"
+    if hasattr(leaf, "detach"):
+        yield from ((kind, bits) for bits in _bits_of_torch(leaf.detach()))
+    elif hasattr(leaf, "__array__"):
+        value = np.asarray(leaf)
+        # An object's bytes are its address, which is another in each process.
+        yield kind, np.array([repr(one) for one in value.ravel()]) if value.dtype.hasobject else value
+    else:
+        yield kind, np.empty(0)
+        for part in _PARTS:
+            yield from _arrays(getattr(leaf, part, None))
+
+
+def _bits_of_torch(tensor: Any) -> Iterator[Array]:
+    """A tensor's values as bytes: NumPy lacks some of torch's dtypes."""
+    import torch
+
+    if tensor.layout is torch.strided:
+        yield tensor.cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+    else:
+        held = tensor.to_sparse_coo().coalesce()
+        yield from (*_bits_of_torch(held.indices()), *_bits_of_torch(held.values()))
 
 
 def _given(source: Any) -> Any:

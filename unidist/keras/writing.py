@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from keras.callbacks import BackupAndRestore, CSVLogger, TensorBoard
+from keras.callbacks import BackupAndRestore, CSVLogger, RemoteMonitor, TensorBoard
 
 from unidist.keras.compat import tree
 from unidist.keras.processes import Processes
@@ -48,6 +48,8 @@ def by_one(given: inspect.BoundArguments, processes: Processes | None) -> Iterat
             elif isinstance(callback, TensorBoard):
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 _set(callback, "log_dir", folder, stack)
+            elif isinstance(callback, RemoteMonitor):
+                _set(callback, "on_epoch_end", lambda epoch, logs=None: None, stack)
         yield
 
 

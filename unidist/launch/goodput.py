@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's time in which it made steps that count, and what the rest of the time was."""
+"""Goodput: the share of a run's time since its first step in which it made steps that count, and what the rest was."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Spent:
 
     Attributes:
         all: from its beginning to its end.
+        starting: until its first step began, where it is no restart. The goodput is that of the time after it.
         steps: in steps that count.
         lost: in steps that were made again, or were the last and in vain.
         data: waiting for data between steps.
@@ -24,6 +25,7 @@ class Spent:
     """
 
     all: float = 0.0
+    starting: float = 0.0
     steps: float = 0.0
     lost: float = 0.0
     data: float = 0.0
@@ -41,7 +43,8 @@ class Spent:
         return Spent(**sums, stood=other.stood if self.stood is None else self.stood)
 
     def __str__(self) -> str:
-        share = self.steps / self.all if self.all else 0.0
+        trained = self.all - self.starting
+        share = self.steps / trained if trained else 0.0
         parts = {
             "saving": self.saving,
             "restarting": self.restarting,
@@ -49,7 +52,8 @@ class Spent:
             "in steps that were lost": self.lost,
         }
         rest = ", ".join(f"{seconds:.1f} s {what}" for what, seconds in parts.items())
-        return f"goodput {share:.0%}: {self.steps:.1f} s of {self.all:.1f} s in {self.count} steps that count; {rest}"
+        steps = f"{self.steps:.1f} s of {trained:.1f} s in {self.count} steps that count"
+        return f"started in {self.starting:.1f} s, then goodput {share:.0%}: {steps}; {rest}"
 
 
 def spent(flights: Mapping[int, Flight], begun: float, ended: float, *, is_restart: bool, has_failed: bool) -> Spent:
@@ -63,8 +67,10 @@ def spent(flights: Mapping[int, Flight], begun: float, ended: float, *, is_resta
     kept = flight.kept if has_failed else flight.steps
     counted = kept / flight.steps if flight.steps else 0.0
     first = ended if flight.first_step_ended is None else flight.first_step_ended
+    starting = 0.0 if is_restart or flight.first_step_began is None else flight.first_step_began - begun
     return Spent(
         all=ended - begun,
+        starting=starting,
         steps=seconds["step"] * counted,
         lost=seconds["step"] * (1.0 - counted),
         data=seconds["data"],

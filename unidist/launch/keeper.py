@@ -38,6 +38,9 @@ from unidist.launch.restarts import GivenUp, Restarts
 News = tuple[int, Line, dict[str, Any] | None]
 # What a node that is lost, or never comes, is to a run.
 FAILED = 1
+# Seconds without a word after which a node is lost, where something has failed: it is waited for to end, and says each
+# second that it is there.
+SILENCE = 15.0
 _TICK = 0.1
 
 
@@ -105,7 +108,7 @@ class Keeper:
         self._attempt = 0
         self._first_errors: dict[int, tuple[int, str]] = {}
         self._lost: dict[int, str] = {}
-        self._is_closed = self._is_growing = False
+        self._is_closed = self._is_growing = self._is_stopping = False
         self._guests = threading.Thread(target=self._receive, name="unidist-door", daemon=True)
         self._guests.start()
         self._thread = threading.Thread(target=self._keep, name="unidist-keeper", daemon=True)
@@ -199,13 +202,13 @@ class Keeper:
 
     def _run(self) -> None:
         """Until all nodes that are left have ended their attempt."""
-        is_stopping = self._is_growing = False
+        self._is_stopping = self._is_growing = False
         while any(node.gone is None for node in self._nodes.values()):
             why = self._hear()
-            if why and not is_stopping:
-                is_stopping = True
+            if why and not self._is_stopping:
+                self._is_stopping = True
                 self._tell(stop=why)
-            elif self._newcomers and not is_stopping and not self._is_growing:
+            elif self._newcomers and not self._is_stopping and not self._is_growing:
                 self._is_growing = True
                 self._tell(leave=f"{', '.join(map(self._name, self._newcomers))} has come")
 
@@ -217,9 +220,14 @@ class Keeper:
         now, why = time.monotonic(), ""
         for number, node in [*self._nodes.items(), *self._newcomers.items()]:
             node.line.say(beat=True)
-            if now - node.heard > self._terms.timeout:
+            if now - node.heard > self._patience:
                 why = why or self._lose(number, f"gave no answer for {now - node.heard:.0f} s")
         return why
+
+    @property
+    def _patience(self) -> float:
+        """Seconds without a word after which a node is lost."""
+        return min(self._terms.timeout, SILENCE) if self._is_stopping else self._terms.timeout
 
     def _heard(self, number: int, line: Line, message: dict[str, Any] | None) -> str:
         if message is not None and "ready" in message:

@@ -13,7 +13,7 @@ from typing import Any
 from unidist.backends import door
 from unidist.backends.lines import Line
 from unidist.launch.attempt import Others
-from unidist.launch.keeper import FAILED
+from unidist.launch.keeper import FAILED, SILENCE
 from unidist.launch.request import LaunchError
 
 _RETRY = 0.2
@@ -157,9 +157,13 @@ class Member(Others):
         self._say(failed=what[:2000])
 
     def ended(self, report: Report, patience: float | None = None) -> Next | Finish | None:
-        """Reports how the attempt ended here, and waits until it is known what follows. None: the keeper is lost."""
+        """Reports how the attempt ended here, and waits until it is known what follows. None: the keeper is lost.
+
+        Where the attempt failed a keeper that says nothing is not waited for as long as one whose nodes still train.
+        """
         self._say(gone={**asdict(report), "what": report.what[:2000]})
-        message = self._next(("again", "finish"), patience)
+        silence = min(self._timeout, SILENCE) if report.code else self._timeout
+        message = self._next(("again", "finish"), patience, silence)
         if message is None or "finish" in message:
             return None if message is None else _finish(message)
         follows = message["again"]
@@ -222,8 +226,14 @@ class Member(Others):
             self._say(beat=True)
             time.sleep(min(1.0, self._timeout / 5))
 
-    def _next(self, kinds: tuple[str, ...], patience: float | None) -> dict[str, Any] | None:
-        """The next message of these kinds; None where the keeper is lost, or `patience` seconds are over."""
+    def _next(
+        self, kinds: tuple[str, ...], patience: float | None, silence: float | None = None
+    ) -> dict[str, Any] | None:
+        """The next message of these kinds; None where the keeper is lost, or `patience` seconds are over.
+
+        Args:
+            silence: seconds without a word after which it is lost; None: the timeout.
+        """
         begun = time.monotonic()
         while patience is None or time.monotonic() - begun < patience:
             with contextlib.suppress(queue.Empty):
@@ -232,7 +242,7 @@ class Member(Others):
                     return None
                 if any(kind in message for kind in kinds):
                     return message
-            if time.monotonic() - self._heard > self._timeout:
+            if time.monotonic() - self._heard > (silence or self._timeout):
                 return None
         return None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from unidist.backends import registry
+from unidist.backends import on_keras, registry
 from unidist.backends.door import TOKEN
 from unidist.backends.environment import MEMORY, RESTARTS, TIMEOUT, without_launcher
 from unidist.flight.recorder import VARIABLE
@@ -31,6 +31,9 @@ from unidist.launch.preloading import Preloading
 from unidist.launch.program import TEMPORARY
 from unidist.launch.request import INTERFACES, LOOPBACK_INTERFACE, Request
 from unidist.launch.restarts import Again, GivenUp, Restarts, told
+
+# Seconds of a run whose goodput is told though nobody asked for restarts or a folder of records.
+_LONG = 60.0
 
 
 def run(
@@ -171,7 +174,7 @@ class _Run:
             why: it is not started again.
             last: the latest failure, where that is another one. It may be what no restart mends.
         """
-        if self._spent.count or self._spent.lost:
+        if is_told(self._spent, self._request):
             self._console.say(f"unidist: {self._spent}")
         if last is not None:
             error = f": {last.details[-1]}" if last.details else ""
@@ -183,6 +186,12 @@ class _Run:
         for line in ended.details:
             self._console.say(line)
         return ended.code
+
+
+def is_told(spent: Spent, request: Request) -> bool:
+    """Whether the goodput is of use: where it was asked for, or a run was so long that its parts say something."""
+    is_wanted = request.max_restarts > 0 or request.log_dir is not None or spent.all >= _LONG
+    return is_wanted and (spent.count > 0 or spent.lost > 0.0)
 
 
 @contextmanager
@@ -202,7 +211,7 @@ def _environ(request: Request) -> dict[str, str]:
     # What is asked for here goes before what an earlier program left in the shell.
     served = registry.entry(request.backend).keras_backends
     if served and environ.get("KERAS_BACKEND") not in served:
-        environ["KERAS_BACKEND"] = served[0]
+        environ["KERAS_BACKEND"] = on_keras.among(served).name
     environ |= {"UNIDIST_BACKEND": request.backend, "PYTHONUNBUFFERED": "1"}
     if request.nodes == 1:
         # On several nodes it is the user's to hand out, the same on all: ours would differ.

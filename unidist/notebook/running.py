@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from unidist import launch
+from unidist.backends import registry
 from unidist.errors import RankFailedError
 from unidist.launch.request import LaunchError, Request
 from unidist.notebook import values
@@ -48,7 +49,7 @@ def notebook_run(
         function: a function written with def that uses nothing of a function around it.
         *args, **kwargs: its arguments.
         processes: how many, on this machine.
-        backend: "torch", "jax", "tensorflow" or "horovod". None: UNIDIST_BACKEND, else torch.
+        backend: "torch", "jax", "tensorflow" or "horovod". None: UNIDIST_BACKEND, else that of Keras's backend.
         devices_per_process: as of `unidist run`.
         timeout: seconds that all of it may take. None: no limit, but those of collectives.
 
@@ -75,7 +76,7 @@ def notebook_run(
     """
     if timeout is not None and not 0 < timeout < math.inf:
         raise LaunchError(f"timeout={timeout!r}: give seconds above 0, or None")
-    chosen = backend or os.environ.get("UNIDIST_BACKEND") or "torch"
+    chosen = backend or registry.name_for_processes()
     with tempfile.TemporaryDirectory(prefix="unidist-notebook-") as name:
         folder = Path(name)
         text, held = text_of(function, folder, chosen)

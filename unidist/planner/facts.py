@@ -122,34 +122,44 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A tensor that a layer takes or gives in a step, for one row of a batch.
+    """A tensor that a step keeps for its backward.
 
     Attributes:
-        dims: length of each dim, as a function of the sequence length.
+        dims: length of each dim, as a function of the sequence length; of those that grow with the rows, for one row.
         itemsize: bytes of an element.
-        behind: of a tensor between the layers of a pair: the index of the layer that gives what is cut; else None.
+        behind: of a tensor between the layers of pairs: the indices of the layers on whose outputs it depends.
+        growing: how many dims grow with the rows of a batch.
     """
 
     dims: tuple[Affine, ...]
     itemsize: int
-    behind: int | None = None
+    behind: tuple[int, ...] = ()
+    growing: int = 1
 
-    def bytes_at(self, length: int) -> float:
-        return prod(dim.constant + dim.slope * length for dim in self.dims) * self.itemsize
+    def bytes_at(self, length: int, rows: int = 1) -> float:
+        elements = prod(dim.constant + dim.slope * length for dim in self.dims)
+        return float(elements * self.itemsize * rows**self.growing)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A model, as the planner sees it. `parts`: into how many slices outputs were cut to find the reaches."""
+    """A model, as the planner sees it.
+
+    Attributes:
+        parts: into how many slices outputs were cut to find the reaches.
+        slots: bytes of the optimizer's slots of each variable.
+        kept: indices of variables whose values a step keeps for its backward as they are.
+    """
 
     name: str
     variables: tuple[VariableFact, ...]
     layers: tuple[LayerFact, ...]
     reaches: tuple[Reach, ...]
     parts: int
-    slots: tuple[int, ...] = ()  # bytes of the optimizer's slots of each variable
+    slots: tuple[int, ...] = ()
     optimizer: str = ""
     activations: tuple[Activation, ...] = ()
+    kept: frozenset[int] = frozenset()
 
 
 def meeting(facts: Facts, row: int) -> list[int]:

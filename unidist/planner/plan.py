@@ -111,6 +111,20 @@ class Plan:
         total = sum(row.bytes for row in self.rows)
         return sum(row.bytes for row in self.rows if row.is_sharded) / total if total else 0.0
 
+    @property
+    def idle(self) -> str:
+        """Why the axes that may cut variables cut none; "" where they cut some, or there are none."""
+        axes = [(name, size) for name, size in self.mesh.axes if name not in self.data_axes and size > 1]
+        if not axes or any(row.is_sharded for row in self.rows):
+            return ""
+        over = " and ".join(f"{name}={size}" for name, size in axes)
+        most = max(self.rows, key=lambda row: row.bytes, default=None)
+        why = "" if most is None else f" (of {most.path!r}, the largest: {most.reason})"
+        return (
+            f"nothing is cut over {over}: each of these devices holds the whole model and computes the same{why}. Use "
+            "sizes that divide dims of the large variables, give a LayoutMap, or use DataParallel"
+        )
+
     def __str__(self) -> str:
         return self.show()
 
@@ -143,7 +157,8 @@ class Plan:
             self.traffic(),
             frozenset({2, 3}),
         )
-        return str(console.file.getvalue())
+        told = str(console.file.getvalue())
+        return f"{told}{self.idle}\n" if self.idle else told
 
     def _repr_svg_(self) -> str | None:
         return names.shown(self, "svg")

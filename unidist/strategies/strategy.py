@@ -43,6 +43,8 @@ class Strategy:
         uneven: whether a variable may be cut into shards of different sizes.
         joint: whether one dim of a variable may be cut by several axes.
         sequence_parallel: what stands between layers with cut kernels is cut too, along the sequence (dim 1).
+        exact_random: layers draw one device's random numbers.
+        per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
 
     Raises:
         MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
@@ -56,6 +58,8 @@ class Strategy:
     uneven: bool = True
     joint: bool = True
     sequence_parallel: bool = False
+    exact_random: bool = False
+    per_tensor_rows: bool = False
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)

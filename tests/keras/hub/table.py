@@ -43,7 +43,7 @@ def row(name: str) -> str:
     alone = zoo.alone(name, STEPS)
     fractions, pairs, sent = [], "", ""
     for ranks in (2, 4):
-        mesh = unidist.Mesh({"model": ranks})
+        mesh = zoo.mesh({"model": ranks})
         found, traffic = zoo.planned(name, ranks, STEPS)
         zoo.assert_equal(found, alone)
         plan = unidist.plan(found.model, mesh)

@@ -150,6 +150,20 @@ def generate(kind: str, strategy: Any = None, sampler: Any = "greedy", *, fitted
     return np.asarray(model.generate(prompt(kind), stop_token_ids=None)["token_ids"]), model
 
 
+def check_prompts_of_a_scope(sampler: str) -> None:
+    """Inside of the scope keras_hub lays out what it is given over the data axes."""
+    written = []
+    for strategy in (None, unidist.DataParallel(zero=3)):
+        keras.utils.set_random_seed(5)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            tokens, model = generate("gpt2", strategy, sampler, fitted=True)
+            found = [model.generate(prompt(), stop_token_ids=stop) for stop in (None, tuple(tokens[:, -3].tolist()))]
+        written.append([np.asarray(one[key]) for one in found for key in ("token_ids", "padding_mask")])
+    for a, b in zip(*written, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert written[0][3].sum() < written[0][1].sum(), "nothing has stopped"
+
+
 def translate(strategy: Any = None) -> np.ndarray:
     """Tokens of an encoder and a decoder."""
     keras.utils.set_random_seed(5)

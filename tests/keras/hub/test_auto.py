@@ -30,7 +30,7 @@ SOME = [(name, 4 if name in FOUR and name != "t5" else 2) for name in zoo.BACKBO
 
 @pytest.mark.parametrize(("name", "ranks"), unless_all(SOME, RANKS))
 def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int) -> None:
-    mesh = unidist.Mesh({"model": ranks})
+    mesh = zoo.mesh({"model": ranks})
     found, traffic = zoo.planned(name, ranks, STEPS)
     zoo.assert_equal(found, zoo.alone(name, STEPS))
     plan = unidist.plan(found.model, mesh)
@@ -51,7 +51,7 @@ def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int
     [("bert", 2), ("llama gqa", 2), ("gpt2", 4), ("t5", 2), ("bart", 2), *((name, 4) for name in GROUPED[:-1])],
 )
 def test_a_step_sends_what_the_plan_predicts(name: str, ranks: int) -> None:
-    mesh = unidist.Mesh({"model": ranks})
+    mesh = zoo.mesh({"model": ranks})
     found, traffic = zoo.planned(name, ranks, STEPS)
     plan = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH)
 
@@ -103,6 +103,7 @@ def test_the_page_of_models_says_what_is_measured(name: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
 @pytest.mark.parametrize("name", ["llama gqa", "gemma"])
 def test_the_maps_that_keras_hub_ships_are_taken(name: str, shape: tuple[int, int]) -> None:
+    unidist.use("sim", devices=shape[0] * shape[1])
     mesh = keras.distribution.DeviceMesh(shape, ["batch", "model"], unidist.list_devices()[: shape[0] * shape[1]])
     rules = type(zoo.BACKBONES[name]()).get_layout_map(mesh)
     with warnings.catch_warnings():

@@ -26,7 +26,7 @@ CASES = [
 
 
 def strategy(sizes: dict[str, int], **more: int) -> unidist.ModelParallel:
-    return unidist.ModelParallel(unidist.Mesh(sizes), sequence_parallel=True, **more)
+    return unidist.ModelParallel(zoo.mesh(sizes), sequence_parallel=True, **more)
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
@@ -50,7 +50,7 @@ def test_a_block_sends_the_halves_of_its_all_reduces(name: str, ranks: int) -> N
     bytes: (n - 1) / n of the activations each."""
     sent = {}
     for in_parts in (False, True):
-        mesh = unidist.Mesh({"model": ranks})
+        mesh = zoo.mesh({"model": ranks})
         with unidist.ledger() as traffic:
             zoo.train(zoo.BACKBONES[name], unidist.ModelParallel(mesh, sequence_parallel=in_parts), steps=3)
         blocks = [e for e in traffic.events if e.purpose.startswith("transformer_layer_")]
@@ -106,7 +106,7 @@ def test_norms_see_a_part_of_the_sequence(name: str, kernel: str, count: int, ra
 
 @pytest.mark.parametrize("name", ["bert", "llama gqa", "gpt2"])
 def test_layers_with_cut_kernels_send_what_the_plan_predicts(name: str) -> None:
-    mesh = unidist.Mesh({"model": 2})
+    mesh = zoo.mesh({"model": 2})
     with unidist.ledger() as traffic:
         found = zoo.train(zoo.BACKBONES[name], strategy({"model": 2}), steps=3)
     plan = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, sequence_parallel=True)
@@ -148,7 +148,8 @@ def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
     weights = [v._storage.leaf(0) for v in model.variables]
 
     def forward(frame) -> int:  # type: ignore[no-untyped-def]
-        out, saved = saved_bytes(lambda: model(x, training=True), weights)
+        with frame.with_pairs_of(engine.pairing):
+            out, saved = saved_bytes(lambda: model(x, training=True), weights)
         assert out.requires_grad
         return saved
 

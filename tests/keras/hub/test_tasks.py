@@ -156,7 +156,7 @@ def test_low_rank_kernels_added_between_generating_and_training() -> None:
     assert found.model.call_with_cache.level(0) == (6, False)
     assert found.model.call_with_cache.why(0) == "6 layers on shards, the cache whole"
     said = {v.path.split("/")[-1]: v.reason for v in sessions.of(found.model).engine.verdicts.values()}
-    low = "computes with low-rank kernels beside its own (LoRA)"
+    low = "has low-rank kernels (LoRA), with whose shards no rule computes"
     assert said["value"] == said["query"] == f"it {low}"
     assert said["key"].endswith(f"/value' {low}")
 
@@ -165,6 +165,11 @@ def test_a_trained_model_generates() -> None:
     wanted, _ = tasks.generate("gpt2", fitted=True)
     found, _ = tasks.generate("gpt2", zoo.strategy("gpt2", 2), fitted=True)
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "beam"])
+def test_prompts_that_a_scope_lays_out(sampler: str) -> None:
+    tasks.check_prompts_of_a_scope(sampler)
 
 
 @pytest.mark.parametrize("fitted", [False, True])
@@ -201,6 +206,11 @@ def test_text_in_two_processes(two_processes: ProcessWorld) -> None:
 @pytest.mark.processes
 def test_generating_in_two_processes(two_processes: ProcessWorld) -> None:
     two_processes.call(tasks.check_generating, 2, True)
+
+
+@pytest.mark.processes
+def test_prompts_that_a_scope_lays_out_in_two_processes(two_processes: ProcessWorld) -> None:
+    two_processes.call(tasks.check_prompts_of_a_scope, "greedy")
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import keras
@@ -86,9 +87,17 @@ def rules(name: str) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+def mesh(sizes: dict[str, int]) -> unidist.Mesh:
+    """A mesh of all devices; of the simulator's there are as many as it takes."""
+    count = prod(sizes.values())
+    if unidist.backend().name == "sim" and len(unidist.list_devices()) != count:
+        unidist.use("sim", devices=count)
+    return unidist.Mesh(sizes)
+
+
 def strategy(name: str, ranks: int, *, uneven: bool = True) -> unidist.ModelParallel:
-    mesh = unidist.Mesh({"model": ranks})
-    return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules(name), strict=False, uneven=uneven))
+    grid = mesh({"model": ranks})
+    return unidist.ModelParallel(grid, unidist.LayoutMap(grid, rules(name), strict=False, uneven=uneven))
 
 
 def inputs(model: Any) -> Any:
@@ -167,7 +176,7 @@ def alone(name: str, steps: int = STEPS) -> Trained:
 def planned(name: str, ranks: int, steps: int) -> tuple[Trained, unidist.Ledger]:
     """A backbone under `ModelParallel(mesh)`, and what was sent: for all tests that look at it."""
     with unidist.ledger() as traffic:
-        found = train(BACKBONES[name], unidist.ModelParallel(unidist.Mesh({"model": ranks})), steps=steps)
+        found = train(BACKBONES[name], unidist.ModelParallel(mesh({"model": ranks})), steps=steps)
     return found, traffic
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.comparing import same
@@ -151,3 +152,10 @@ def test_gradients_that_are_cut_wrongly_change_the_numbers(four: ProcessWorld, e
     found = four.call("tests.keras.jax.mistakes:run_with", "gradients in part", RUN("train"), "mlp", "dp", 3)[0]
     with pytest.raises(AssertionError):
         same(found, expected("train", "mlp", None, 0, "adam"))
+
+
+def test_a_sparse_gradient_is_one_devices(four: ProcessWorld) -> None:
+    wanted, _ = four.call("tests.keras.jax.zero:sparse_step", None)[0]
+    found, is_cut = four.call("tests.keras.jax.zero:sparse_step", 3)[0]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert is_cut

@@ -21,6 +21,8 @@ def strict() -> None:
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword", DeprecationWarning)
     # Keras's IoU metrics ask JAX for 64 bits.
     warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
+    # References train on one device beside strategies.
+    warnings.filterwarnings("ignore", "model '.*' has no strategy", UserWarning)
     keras.utils.disable_interactive_logging()
 
 

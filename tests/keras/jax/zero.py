@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,19 @@ def _gathers(model: Any, x: Any) -> int:
 
     program = jax.jit(jax.grad(loss)).lower([v.value for v in model.trainable_variables])
     return int(program.as_text().count("stablehlo.all_gather"))
+
+
+def sparse_step(zero: int | None) -> tuple[Any, bool]:
+    """(a variable behind two steps down a sparse gradient, whether it is stored in parts)."""
+    from jax.experimental.sparse import BCOO
+
+    keras.utils.clear_session()
+    with contextlib.nullcontext() if zero is None else unidist.DataParallel(zero=zero).scope():
+        variable = keras.Variable(np.arange(32.0, dtype="float32").reshape(8, 4))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build([variable])
+        gradient = BCOO.fromdense(np.eye(8, 4, dtype="float32"))
+        states, values = [v.value for v in optimizer.variables], [variable.value]
+        for _ in range(2):
+            values, states = optimizer.stateless_apply(states, [gradient], values)
+    return np.asarray(values[0]), not variable.value.sharding.is_fully_replicated

@@ -26,6 +26,12 @@ def source(name):
     check(name, unidist.DataParallel())
 
 
+def graphs():
+    from tests.keras.torch.sources import check_graphs_in_a_process
+
+    check_graphs_in_a_process()
+
+
 def unseeded():
     """Weights of models whose initial values nobody seeded, after a fit that shuffles, and what Keras draws then."""
     import keras

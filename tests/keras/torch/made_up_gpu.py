@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import unidist
 from unidist.backends.torch.backend import TorchBackend
 from unidist.keras.compat import torch_core
-from unidist.keras.torch import context, data, engine
+from unidist.keras.torch import context, cutting, engine
 from unidist.keras.torch.context import Rows
 from unidist.keras.torch.steps import fused, optimizers, statistics, traffic
 from unidist.keras.torch.steps.reducer import Reducer
@@ -86,7 +86,7 @@ def _model() -> Any:
     return keras.Model(tokens, keras.layers.Dense(2, **ones)(x))
 
 
-def step(zero: int, rows_are_even: bool) -> list[str]:
+def step(zero: int) -> list[str]:
     """What the losses, metrics and the optimizer of a warm step would wait for."""
     unidist.use("torch")
     with gpu():
@@ -119,7 +119,11 @@ def step(zero: int, rows_are_even: bool) -> list[str]:
             found.prepare()
             for _ in range(2):
                 with Waits() as waits:
-                    found.step(without_backward, data.LocalBatches([given], Rows(8, 8, rows_are_even, 8)), kind="train")
+                    found.step(
+                        without_backward,
+                        cutting.LocalBatches([given], Rows(8, (8,))),
+                        kind="train",
+                    )
     unidist.shutdown()
     return waits.found
 

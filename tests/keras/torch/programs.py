@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import unidist
 from tests.keras.torch.models import OwnOfPairs, compiling_by
 from unidist.keras import sessions
+from unidist.keras.compat import TorchTrainer
 from unidist.keras.torch.values import saved, units
 
 RULES = {
@@ -97,6 +98,10 @@ def counted(traffic: unidist.Ledger, kind: str) -> Counter[tuple[str, str, Any]]
     if kind == "shards":
         # The weights that are looked at in the end have the names of another model's layers.
         events = [dataclasses.replace(e, purpose=re.sub(r"_\d+/", "/", e.purpose)) for e in events]
+    # Whether somebody wishes to stop is asked by the clock.
+    events = [e for e in events if e.purpose != "agreement"]
+    # Numbers that are added to losses come together behind a program, and else where they are first used.
+    events = [e for e in events if e.purpose not in ("losses", "logs") or e.bytes > 8]
     return Counter((e.op, e.purpose, e.bytes) for e in events if kind != "sequence" or e.op != "all_reduce")
 
 
@@ -201,6 +206,24 @@ def refused() -> str:
     return _refusal("data", lambda: [keras.layers.Dense(8), Decides()])
 
 
+def with_a_torch_module() -> tuple[Any, Any, list[str]]:
+    """(losses of a model with a torch module in two processes, those of one device, what unidist warns of)."""
+
+    def trained(strategy: Any) -> Any:
+        keras.utils.set_random_seed(2)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            module = keras.layers.TorchModuleWrapper(torch.nn.Linear(8, 8))
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "tanh"), module, keras.layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=strategy is not None)
+        x = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
+        return model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = trained(unidist.DataParallel())
+    return found, trained(None), [text for one in said if "eagerly" in (text := str(one.message))]
+
+
 def start() -> None:
     unidist.use("torch")
 
@@ -223,3 +246,31 @@ def of_pairs_of_rows() -> tuple[Any, Any, list[str]]:
         found = trained(unidist.DataParallel(), True)
     ours = [text for one in said if "unidist" in (text := str(one.message))]
     return found, trained(None, False), ours
+
+
+class Bare(TorchTrainer, keras.layers.Layer):
+    """A trainer that is no keras.Model, and has no `layers`."""
+
+    def __init__(self) -> None:
+        keras.layers.Layer.__init__(self)
+        TorchTrainer.__init__(self)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def of_a_layer_that_trains() -> tuple[Any, Any, int]:
+    """(losses of a program for each layer in two processes, those of one device as is, how often values were sent)."""
+
+    def trained(strategy: Any, jit_compile: bool) -> Any:
+        keras.utils.set_random_seed(2)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = Bare()
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit_compile)
+        x = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
+        return model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    with compiling_by("aot_eager"), unidist.ledger() as sent:
+        found = trained(unidist.DataParallel(zero=3), True)
+    return found, trained(None, False), sent.count("all_gather")

@@ -123,6 +123,26 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], int | None]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_kernels_are_planned_and_predict_alike(kind: str) -> None:
+    """Of int4, variables say to which group each row belongs."""
+
+    def predicted(strategy: unidist.ModelParallel | None):  # type: ignore[no-untyped-def]
+        keras.utils.set_random_seed(5)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = mlp()
+            for layer in model.layers:
+                layer.quantize(kind)
+        found = model.predict(np.random.default_rng(6).normal(size=(6, 8)), verbose=0)
+        return model, found
+
+    (model, found), (_, wanted) = (
+        predicted(given) for given in (unidist.ModelParallel(unidist.Mesh({"model": 4})), None)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert sessions.of(model).engine is not None
+
+
 def train(build: Callable[[], keras.Model], strategy: unidist.ModelParallel | None, in_scope: bool = True):  # type: ignore[no-untyped-def]
     keras.utils.set_random_seed(5)
     with strategy.scope() if strategy and in_scope else contextlib.nullcontext():

@@ -239,7 +239,7 @@ def test_a_model_that_is_not_built_has_nothing_to_save(tmp_path: Path) -> None:
 UNWRITTEN = """
 import atexit, resource, sys
 import unidist
-unidist.use("sim")
+unidist.use("sim", devices=2)
 import keras
 from unidist.keras.checkpoint import api, later
 

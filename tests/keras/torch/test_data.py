@@ -11,18 +11,34 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.keras.torch import cases
-from tests.keras.torch.sources import SOURCES, check
+from tests.keras.torch.sources import SOURCES, check, check_graphs, check_graphs_that_are_cut
 from tests.visible import WITH_TENSORFLOW
 from unidist.keras.torch import saving
 from unidist.testing.processes import ProcessWorld
 
-WITHOUT_TENSORFLOW = [name for name in SOURCES if name != "tf.data"]
+OF_TENSORFLOW = [name for name in SOURCES if "tf.data" in name]
+WITHOUT_TENSORFLOW = [name for name in SOURCES if name not in OF_TENSORFLOW]
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", WITHOUT_TENSORFLOW)
 def test_sources_in_the_simulator(name):
     check(name, unidist.DataParallel())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tensors_with_other_numbers_of_rows(zero):
+    check_graphs(zero)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tensors_that_are_cut_each_by_its_own_rows(zero):
+    check_graphs_that_are_cut(zero)
+
+
+@pytest.mark.processes
+def test_tensors_with_other_numbers_of_rows_in_two_processes(with_tensorflow):
+    with_tensorflow.call(cases.graphs)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +60,14 @@ def test_tf_data_in_the_simulator():
     with ProcessWorld(
         1, launcher=None, env=env, setup=cases.start, setup_args=("sim",), timeout=240, preload=preload
     ) as processes:
-        processes.call(cases.source, "tf.data")
+        for name in OF_TENSORFLOW:
+            processes.call(cases.source, name)
 
 
 @pytest.mark.processes
 def test_tf_data_in_two_processes(with_tensorflow):
-    with_tensorflow.call(cases.source, "tf.data")
+    for name in OF_TENSORFLOW:
+        with_tensorflow.call(cases.source, name)
 
 
 @pytest.mark.processes

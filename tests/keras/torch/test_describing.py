@@ -53,7 +53,7 @@ CASES = {
     "low rank": (
         low_rank,
         (None, "model"),
-        "gathered for each call: it computes with low-rank kernels beside its own (LoRA)",
+        "gathered for each call: it has low-rank kernels (LoRA), with whose shards no rule computes",
     ),
     "convolution": (
         lambda: alone(layers.Conv1D(8, 3, name="a")),
@@ -124,7 +124,7 @@ def test_before_and_behind_the_first_step():
     model.get_layer("b").enable_lora(1)
     model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)
-    low = "computes with low-rank kernels beside its own (LoRA)"
+    low = "has low-rank kernels (LoRA), with whose shards no rule computes"
     assert unidist.describe(model).why == {
         f"{first}/a": f"column, gathered: '{first}/b' {low}",
         f"{first}/b": f"gathered for each call: it {low}",

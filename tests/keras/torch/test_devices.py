@@ -76,10 +76,9 @@ def on_made_up_gpu(program: str, *args: Any) -> Any:
         return world.call(f"tests.keras.torch.made_up_gpu:{program}", *args)[0]
 
 
-@pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_nothing_in_a_warm_step_waits_or_mixes_devices(zero: int, even: bool) -> None:
-    assert on_made_up_gpu("step", zero, even) == []
+def test_nothing_in_a_warm_step_waits_or_mixes_devices(zero: int) -> None:
+    assert on_made_up_gpu("step", zero) == []
 
 
 def test_seeds_on_the_host_are_drawn_there() -> None:

@@ -18,7 +18,7 @@ from tests.keras.torch.drifting import CUT, adam, built, other_bits, strategy
 from tests.keras.torch.models import TOLERANCE, assert_equal, features, train
 from unidist.backends.sim.ranks import VirtualRanks
 from unidist.keras import sessions
-from unidist.keras.torch.steps import metrics
+from unidist.keras.torch import carrying
 from unidist.keras.torch.world import leave_worlds
 from unidist.testing.processes import ProcessWorld
 
@@ -114,7 +114,7 @@ def test_replicas_on_parts_of_sequences_do(on_gpus, axes):
 @pytest.mark.parametrize("kind", [keras.Model, OwnStep, OwnLoss, Derived])
 def test_ranks_have_the_same_logs_and_replicas(on_gpus, axes, kind, monkeypatch):
     seen = {}
-    original = metrics.logs_of_all
+    original = carrying.agreed
 
     def noting(here, logs):
         out = original(here, logs)
@@ -123,7 +123,7 @@ def test_ranks_have_the_same_logs_and_replicas(on_gpus, axes, kind, monkeypatch)
         )
         return out
 
-    monkeypatch.setattr(metrics, "logs_of_all", noting)
+    monkeypatch.setattr(carrying, "agreed", noting)
     compiled = {"loss": "mse", "metrics": ["mae"]}
     found = train(lambda: built(kind=kind), *features(), strategy(axes), optimizer=adam, compiled=compiled)
     first, *others = (seen[rank] for rank in range(4))

@@ -29,7 +29,7 @@ class Noting(keras.layers.Layer):
 
 def test_the_input_of_column_layers_is_freed_after_its_step() -> None:
     noting = Noting(name="noting")
-    mesh = unidist.Mesh({"model": 2})
+    mesh = unidist.Mesh({"model": 4})
     layout_map = unidist.LayoutMap(mesh, {".*(left|right)/kernel": (None, "model")})
     with unidist.ModelParallel(mesh, layout_map).scope():
         inputs = keras.Input((6,))
@@ -42,5 +42,5 @@ def test_the_input_of_column_layers_is_freed_after_its_step() -> None:
         model.fit(rng.normal(size=(12, 6)), rng.normal(size=(12, 4)), batch_size=4, verbose=0)
     assert traffic.count("all_reduce") > 0
     gc.collect()
-    assert len(noting.given) >= 6
+    assert len(noting.given) == 3  # the first rank's of three steps
     assert [one for one in noting.given if one() is not None] == []

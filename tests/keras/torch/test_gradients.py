@@ -12,7 +12,7 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
 from tests.keras.torch.test_steps import OwnStep
-from unidist.keras.torch.rows.rowparts import RowPart
+from unidist.backends.torch.sharded import ShardedTensor
 from unidist.keras.torch.values import flat
 
 STRATEGIES = {
@@ -87,7 +87,7 @@ def test_a_variable_without_a_gradient_in_a_step_stays_as_it_is(strategy, poison
 
 def has_any(rows):
     """Of this rank's rows: a user's code would ask those of all."""
-    return bool((rows.part if isinstance(rows, RowPart) else rows).any())
+    return bool((rows.local if isinstance(rows, ShardedTensor) else rows).any())
 
 
 class SkippingRows(OwnStep):

@@ -262,3 +262,31 @@ def test_a_file_of_numbers_is_refused(tmp_path: Path) -> None:
         unidist.save(model, tmp_path, step=1)
     with pytest.raises(CheckpointError, match="is a file of float64"):
         unidist.restore(model, tmp_path)
+
+
+def test_keras_finds_no_layers_in_what_stands_on_a_layer(tmp_path: Path) -> None:
+    """Keras saves and loads what a list on a layer holds: one of ours would be in every file, or never end."""
+    rows = np.zeros((4, 4), "float32")
+    unidist.use("sim", devices=2)
+    with unidist.DataParallel(zero=3).scope():
+        own = keras.layers.Lambda(lambda x: x - x.mean())
+        inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), own])
+        model = keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(4)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.warns(UserWarning, match="eagerly"):
+        model.fit(rows, rows, verbose=0)
+    held = [item for layer in model._flatten_layers() for item in vars(layer).items()]
+    ours = [one for name, one in held if name.startswith("_unidist")]
+    assert len(ours) > 5
+    assert not [one for one in ours if _layers_in(one)]
+    model.save_weights(tmp_path / "a.weights.h5")
+    model.load_weights(tmp_path / "a.weights.h5")
+
+
+def _layers_in(container: Any) -> list[Any]:
+    """The layers that Keras's walk over lists and dicts finds."""
+    if isinstance(container, dict):
+        container = container.values()
+    elif not isinstance(container, list | tuple | set):
+        return []
+    return [one for one in container if isinstance(one, keras.Layer) or _layers_in(one)]

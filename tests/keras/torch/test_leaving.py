@@ -13,6 +13,7 @@ import pytest
 
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
+from unidist.keras import looks as its_looks
 from unidist.keras.checkpoint import leaving
 from unidist.keras.checkpoint.leaving import Leaving, Requests
 from unidist.keras.processes import Processes, taking_part
@@ -36,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     found = Clock()
-    monkeypatch.setattr(leaving, "_now", lambda: found.now)
+    monkeypatch.setattr(its_looks, "_now", lambda: found.now)
     token = taking_part.set(Processes(0, ((0,), (1,)), lambda array, purpose: array, found.of_all))
     yield found
     taking_part.reset(token)
@@ -80,7 +81,7 @@ def test_an_epochs_end_is_looked_at_where_epochs_are_long(clock: Clock) -> None:
         training.after_epoch()
         assert len(clock.looks) == looks
         steps(clock, training, 0.01, 2)
-    assert training.at_end() is False
+    assert training.now() is False
 
 
 def test_another_process_was_asked(clock: Clock) -> None:
@@ -88,7 +89,7 @@ def test_another_process_was_asked(clock: Clock) -> None:
     steps(clock, training, 2.0, 1)
     clock.other = 1
     assert steps(clock, training, 2.0, 1) == [True]
-    assert training.after_epoch() is training.at_end() is True
+    assert training.after_epoch() is training.now() is True
 
 
 def handler_of(number: int) -> int:

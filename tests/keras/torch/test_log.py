@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import keras
-from keras import layers
+from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import features, model_parallel, two_by_two
@@ -64,3 +64,64 @@ def test_backends_and_hooks_are_told_of(caplog):
     assert off.startswith("hooks off: ")
     assert using.startswith("using 'sim' (as asked), KERAS_BACKEND=")
     assert on == f"hooks on: {off.split()[2]} attributes of Keras on 'torch' replaced"
+
+
+class Ranked(layers.Layer):
+    """Sorts each feature over the rows of a batch."""
+
+    def __init__(self, width):
+        super().__init__()
+        self._width = width
+
+    def call(self, x):
+        return x + 0.1 * ops.sum(ops.sort(x[:, : self._width], axis=0)) if self._width else x
+
+
+def warned(caplog, layer, *, gathers, callbacks=()):
+    """What four steps say at WARNING."""
+    caplog.set_level(logging.WARNING, "unidist")
+    x, y = features(8)
+    model = keras.Sequential([keras.Input((12,)), layer, layers.Dense(3)], name="net")
+    unidist.parallelize(model, unidist.DataParallel())
+    model.compile("sgd", "mse")
+    model.fit(x, y, epochs=4, verbose=0, callbacks=list(callbacks))
+    assert ("operation sort" in unidist.describe(model).why) == gathers
+    found = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_an_operation_that_gathers_much_is_told_of_once_for_each_model(caplog):
+    for _ in range(2):
+        (said,) = warned(caplog, Ranked(12), gathers=True)
+        assert said.startswith("model 'net': no rule cuts the operation 'sort', so its operands were gathered: ")
+        assert 1 < float(said.split(": ")[2].split("%")[0]) < 100
+        assert "describe(model).why" in said
+
+
+class Wide(layers.Layer):
+    """Has many weights, whose gradients are most of what is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.ranked, self.inner = Ranked(1), layers.Dense(2000)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(self.ranked(x))
+
+
+def test_what_gathers_little_or_has_rules_is_not_told_of(caplog):
+    """8 numbers are less than a hundredth of the gradients of 26,000 weights."""
+    assert warned(caplog, Wide(), gathers=True) == []
+    assert warned(caplog, layers.Lambda(lambda x: x - ops.mean(x, axis=0)), gathers=False) == []
+
+
+def test_what_begins_to_gather_later_is_told_of(caplog):
+    layer = Ranked(0)
+    later = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: setattr(layer, "_width", 12 * (epoch > 1))
+    )
+    assert len(warned(caplog, layer, gathers=True, callbacks=[later])) == 1

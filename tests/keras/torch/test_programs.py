@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 import unidist
 from tests import preloaded
 from tests.keras.torch import programs
+from tests.keras.torch.models import OwnOfPairs
 from unidist.testing.processes import ProcessWorld
 
 pytestmark = pytest.mark.processes
@@ -74,9 +76,35 @@ def test_a_loss_of_pairs_of_rows_in_a_step_of_ones_own_is_that_of_all(world: Pro
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_the_simulator_cannot_compile() -> None:
-    with unidist.DataParallel().scope():
-        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
-        model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(unidist.CapabilityError, match=r"'sim' cannot be part .* jit_compile=False"):
-        model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 3), "float32"))
+def test_a_layer_that_trains_itself_is_compiled_too(world: ProcessWorld) -> None:
+    for found, wanted, sent in world.call(programs.of_a_layer_that_trains):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        assert sent > 0
+
+
+def test_a_model_with_a_torch_module_runs_eagerly_and_says_so(world: ProcessWorld) -> None:
+    for found, wanted, said in world.call(programs.with_a_torch_module):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        assert len(said) == 1
+        assert "has a torch module, so it runs eagerly" in said[0]
+
+
+@pytest.mark.parametrize("kind", [keras.Sequential, OwnOfPairs])
+def test_the_simulator_runs_it_eagerly_and_says_so_once(kind: type[keras.Sequential]) -> None:
+    def trained(jit_compile: bool) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with unidist.DataParallel().scope():
+            model = kind([keras.layers.Input((4,)), keras.layers.Dense(3)])
+            model.compile("sgd", "mse", jit_compile=jit_compile)
+        x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+        for _ in range(2):
+            model.fit(x, x[:, :3].copy(), batch_size=4, verbose=0, shuffle=False)
+        assert model.jit_compile is jit_compile
+        return [np.asarray(v) for v in model.weights]
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = trained(True)
+    assert sum("eagerly, with the same numbers" in str(one.message) for one in said) == 1
+    for one, other in zip(found, trained(False), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -84,6 +84,13 @@ def test_training_is_what_it_is_without(name, mode, monkeypatch):
     assert_equal(trained(STRATEGIES[name](), *MODES[mode]), trained(STRATEGIES[name](), None))
 
 
+def test_an_activation_is_the_users_own_again(monkeypatch):
+    """Keras puts another in its place in each call, in which ranks wait for each other's weights."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    model = trained(STRATEGIES["zero 3"](), "activations").model
+    assert model.get_layer("a").activation is keras.activations.relu
+
+
 def test_what_is_linear_in_a_weight_has_its_gradient():
     """<W, dL/dW> = L, whatever a dropout with a seed drops."""
     parts, losses = [], []  # of the ranks: each has its part of the weight

@@ -14,6 +14,7 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import OwnOfPairs, assert_equal, features, model_parallel, train, two_by_two
 from unidist.errors import LayoutError, MeshError
+from unidist.keras.torch.values import units
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -126,7 +127,6 @@ class Beginning(OwnTrackers):
 def test_a_number_that_a_step_begins_to_compute_later_is_of_all_rows_from_the_next_step_on():
     x, y = features(rows=12)
     found, wanted = (train(own(Beginning), x, y, given, compiled={}) for given in (unidist.DataParallel(), None))
-    assert any("train_step of" in name for name in unidist.describe(found.model).why)
     assert found.history["largest"][-1] == pytest.approx(wanted.history["largest"][-1], abs=1e-5)
     assert_equal(found, wanted)
 
@@ -155,7 +155,6 @@ def test_batches_behind_each_other_stay_in_parts(strategy):
     with unidist.ledger() as sent:
         found = train(own(Judged), x, y, strategy, compiled={})
     assert_equal(found, train(own(Judged), x, y, compiled={}))
-    assert not any("train_step of" in name for name in unidist.describe(found.model).why)
     assert not any(event.purpose.startswith("rows of") for event in sent.events)
 
 
@@ -169,10 +168,10 @@ class Following(OwnTrackers):
 
 
 @pytest.mark.parametrize("kind", [OwnTrackers, Following])
-def test_a_step_sees_all_rows_where_it_follows_a_number_of_them(kind):
+def test_a_metric_follows_a_number_of_all_rows_or_of_none(kind):
     x, y = features()
-    model = train(own(kind), x, y, unidist.DataParallel(), compiled={}).model
-    assert any("train_step of" in name for name in unidist.describe(model).why) == (kind is OwnTrackers)
+    found, wanted = (train(own(kind), x, y, given, compiled={}) for given in (unidist.DataParallel(), None))
+    assert_equal(found, wanted)
 
 
 class OwnNumbers(OwnTrackers):
@@ -349,29 +348,85 @@ class LaterTwoLosses(TwoLosses):
     at_once = False
 
 
-def test_a_loss_by_hand_behind_another_is_refused_where_no_step_before_has_shown_it():
-    x, y = features()
-    with pytest.raises(unidist.CapabilityError, match=r"behind another loss.backward\(\) of the same step"):
-        train(own(LaterTwoLosses), x, y, unidist.DataParallel())
-
-
-@pytest.mark.parametrize("kind", [OwnLoss, TwoLosses])
+@pytest.mark.parametrize("kind", [OwnLoss, TwoLosses, LaterTwoLosses])
 def test_losses_by_hand_are_of_all_rows(kind, strategy):
     x, y = features()
     found, wanted = (train(own(kind), x, y, given) for given in (strategy, None))
     assert_equal(found, wanted)
-    if strategy.strategy.data_axes:
-        why = unidist.describe(found.model).why
-        assert any(name.startswith("train_step of") and text.startswith("given the rows") for name, text in why.items())
 
 
-def test_a_compiled_step_with_a_loss_of_its_own_is_refused_with_the_remedy(monkeypatch):
-    """A program knows one device's rows."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+class Losing(OwnStep):
+    """A step down a loss of its own."""
+
+    def train_step(self, data):
+        self.zero_grad()
+        weights = list(self.trainable_weights)
+        loss = self._lost(*data, weights)
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss.detach()}
+
+
+class OfWeights(Losing):
+    """Its loss has no row in it, but for every other step."""
+
+    def _lost(self, x, y, weights):
+        loss = sum(ops.sum(ops.square(v)) for v in weights)
+        if int(self.optimizer.iterations.value) % 2:
+            loss = loss + ((y - self(x, training=True)) ** 2).mean()
+        return loss
+
+
+def test_a_loss_of_weights_alone_is_one_devices(strategy):
     x, y = features()
-    compiled = {"loss": "mse", "jit_compile": True}
-    with pytest.raises(unidist.CapabilityError, match=r"self\.compute_loss\(x=x, y=y, y_pred=y_pred\)"):
-        train(own(OwnLoss), x, y, unidist.DataParallel(), compiled=compiled)
+    found, wanted = (train(own(OfWeights), x, y, given) for given in (strategy, None))
+    assert_equal(found, wanted)
+
+
+class Once(keras.metrics.Metric):
+    """Its state is a number that all devices know, and the largest that one has seen."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.known = self.add_weight(initializer="zeros", name="known")
+        self.largest = self.add_weight(initializer="zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.known.assign(3.0)
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_pred - y_true))))
+
+    def result(self):
+        return self.known + 10 * self.largest
+
+
+def test_a_metric_may_keep_no_sum(strategy):
+    x, y = features()
+    found, wanted = (
+        train(own(OwnStep), x, y, given, compiled={"loss": "mse", "metrics": [Once(name="once")]})
+        for given in (strategy, None)
+    )
+    assert_equal(found, wanted)
+
+
+class Penalized(Losing):
+    """A penalty on the gradients of its weights."""
+
+    def _lost(self, x, y, weights):
+        loss = ((y - self(x, training=True)) ** 2).mean()
+        slopes = torch.autograd.grad(loss, [v.value for v in weights], create_graph=True)
+        return loss + 0.1 * sum((slope**2).sum() for slope in slopes)
+
+
+def test_a_penalty_on_the_gradients_of_weights_is_one_devices(strategy):
+    """Where they are cut over a model axis it is refused."""
+    x, y = features()
+    wanted = train(own(Penalized), x, y)
+    if "model" in strategy.strategy.mesh.axis_names:
+        with pytest.raises(unidist.CapabilityError, match="cut over a model axis"):
+            train(own(Penalized), x, y, strategy)
+    else:
+        assert_equal(train(own(Penalized), x, y, strategy), wanted)
 
 
 class Changed(OwnStep):
@@ -468,10 +523,6 @@ def by_torch(make):
 
 
 REFUSED = {
-    "a second derivative": (
-        lambda self, loss: torch.autograd.grad(loss, [v.value for v in self.trainable_weights], create_graph=True),
-        r"create_graph=True\) of a variable was called in train_step",
-    ),
     "a hook": (
         lambda self, loss: self.trainable_weights[0].value.register_hook(print),
         r"register_hook was called on Value\('.*/kernel', shape=\(12, 16\)\), which is cut among the ranks",
@@ -495,41 +546,110 @@ def test_what_has_no_meaning_on_a_part_is_refused(name):
         train(own(finishing(finish)), x, y, unidist.DataParallel(zero=2))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "make", "text"),
-    [
-        (
-            "dp",
-            lambda held: torch.optim.SGD(held[1], 0.1),
-            r"in the simulator, where it would do so once for each rank",
-        ),
-        ("zero 1", lambda held: torch.optim.SGD(held[0], 0.1), r"before the model was distributed"),
-    ],
-)
-def test_torchs_optimizers_of_parameters_without_gradients_are_refused(strategy, make, text):
+def test_torchs_optimizers_of_parameters_from_before_are_refused():
     x, y = features()
     model = own(keras.Sequential)()
-    before = list(model.parameters())
-    unidist.parallelize(model, STRATEGIES[strategy]())
-    optimizer = make((before, list(model.parameters())))
+    optimizer = torch.optim.SGD(list(model.parameters()), 0.1)
+    unidist.parallelize(model, STRATEGIES["zero 1"]())
     model.compile("sgd", loss="mse")
     model.fit(x, y, verbose=0)
-    with pytest.raises(unidist.CapabilityError, match=text):
+    with pytest.raises(unidist.CapabilityError, match=r"before the model was distributed"):
         optimizer.step()
 
 
-def test_what_ranks_assign_on_their_one_model_is_said_once():
-    class Counting(OwnStep):
-        def train_step(self, data):
-            self.steps = getattr(self, "steps", 0) + 1
-            return super().train_step(data)
+def test_torchs_optimizers_of_the_programs_parameters_are_refused_on_ranks():
+    x, y = features()
+    with unidist.DataParallel().scope():
+        model = own(finishing(lambda self, loss: self.by_torch.step()))()
+        model.compile("sgd", loss="mse")
+        model.by_torch = torch.optim.SGD(list(model.parameters()), 0.1)
+        with pytest.raises(unidist.CapabilityError, match=r"the simulator, where it would do so once for each rank"):
+            model.fit(x, y, verbose=0)
+
+
+class Counted(keras.layers.Layer):
+    """Keeps what it has counted in attributes, in one that is private and in one that is written in place too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._calls, self.kept, self.mean = 0, {"calls": []}, torch.zeros(())
+
+    def call(self, x):
+        self._calls += 1
+        self.kept["calls"].append(self._calls)
+        self.mean.mul_(0.5).add_(1.0)
+        return x * (1.0 + (self._calls + len(self.kept["calls"])) % 3 + self.mean)
+
+
+class Counting(OwnStep):
+    def train_step(self, data):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().train_step(data)
+
+
+class Restarting(keras.callbacks.Callback):
+    """The program's writes are all ranks'."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.steps = 10 * epoch
+        self.model.layers[0].kept["calls"].clear()
+
+
+# Where layouts cut the model, proofs of pairs call it too.
+@pytest.mark.parametrize("kind", ["dp", "zero 1", "zero 3"])
+def test_each_rank_has_the_attributes_that_it_assigns(kind):
+    """As each process has, so that what a model and a layer count by themselves is one device's."""
+
+    def build():
+        return Counting([keras.Input((12,)), Counted(), keras.layers.Dense(3)])
 
     x, y = features()
-    with pytest.warns(
-        UserWarning, match=r"train_step of Counting assigns self.steps. In the simulator 4 ranks"
-    ) as said:
-        train(own(Counting), x, y, unidist.DataParallel())
-    assert sum("on one model object" in str(warning.message) for warning in said) == 1
+    given = {"callbacks_too": [Restarting()], "optimizer": lambda: keras.optimizers.SGD(1e-4)}
+    found, wanted = (train(build, x, y, strategy, **given) for strategy in (STRATEGIES[kind](), None))
+    assert_equal(found, wanted)
+    for one, other in zip(found.model.layers, wanted.model.layers, strict=True):
+        assert getattr(one, "kept", None) == getattr(other, "kept", None)
+    assert found.model.steps == wanted.model.steps == 13
+
+
+@pytest.mark.parametrize("kind", [layers.GRU, layers.LSTM])
+def test_each_rank_has_the_masks_that_a_cell_keeps(kind, monkeypatch):
+    """A cell keeps the masks of its call's rows, of which ranks have other numbers. These drop nothing."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1)  # ranks wait for each other between one layer's weights
+
+    def build():
+        cell = kind(6, dropout=1e-9, recurrent_dropout=1e-9, name="r")
+        return keras.Sequential([layers.Input((5, 4)), layers.Dense(6, name="a"), cell, layers.Dense(3, name="c")])
+
+    x, y = features(rows=13, width=20)
+    x = x.reshape(13, 5, 4)
+    found, wanted = (train(build, x, y, given, batch_size=9, shuffle=False) for given in (STRATEGIES["zero 3"](), None))
+    assert_equal(found, wanted)
+
+
+class Adding(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(1e-3 * ops.mean(x**2))
+        self.add_loss(1e-3 * ops.max(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", ["dp", "zero 3"])
+def test_losses_behind_a_step_are_one_devices(kind):
+    """One of the four devices has one row, the others two."""
+
+    def build():
+        dense = keras.layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")
+        return keras.Sequential([keras.Input((12,)), Adding(), dense])
+
+    x, y = features(rows=14)
+    found, wanted = (train(build, x, y, strategy, batch_size=7).model for strategy in (STRATEGIES[kind](), None))
+    for _ in range(2):
+        losses = [[float(loss.detach()) for loss in model.losses] for model in (found, wanted)]
+        assert len(losses[0]) == 4
+        np.testing.assert_allclose(*losses, atol=1e-5)
+        for model in (found, wanted):
+            model(x[:3])
 
 
 class Centred(keras.Sequential):
@@ -554,9 +674,6 @@ def test_a_predict_step_of_ones_own_sees_all_rows(kind, strategy):
         a, b = (keras.tree.flatten(model.predict(x, batch_size=7, verbose=0)) for model in (found, wanted))
         for one, other in zip(a, b, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
-    if strategy.strategy.data_axes:
-        (says,) = (why for name, why in unidist.describe(found).why.items() if name.startswith("predict_step of"))
-        assert says.startswith("given the rows of all" if kind is Centred else "called with each shard's own rows")
 
 
 @pytest.mark.parametrize("rows", [10, 8])
@@ -583,3 +700,29 @@ class Mixed(OwnStep):
 def test_a_number_without_a_weight_counts_once(strategy):
     x, y = features(rows=8)
     assert_equal(train(own(Mixed), x, y, strategy), train(own(Mixed), x, y))
+
+
+def test_a_hook_inside_of_a_model_sees_all_rows():
+    """A model of known layers alone is native at its own call, as long as nobody looks inside."""
+    seen = []
+
+    def spread(layer, args, out):
+        seen.append(float(ops.convert_to_numpy(ops.max(out) - ops.min(out))))
+
+    def trained(strategy):
+        seen.clear()
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(5, name="a"), layers.Dense(2)])
+        model.set_weights([np.sin(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.cos(np.arange(72.0)).reshape(12, 6)
+        model.fit(x, x[:, :2], batch_size=6, shuffle=False, verbose=0)
+        hook = model.get_layer("a").register_forward_hook(spread)
+        model.fit(x, x[:, :2], batch_size=6, shuffle=False, verbose=0)
+        hook.remove()
+        return list(seen)
+
+    wanted = trained(None)
+    found = trained(unidist.DataParallel())
+    assert len(wanted) == 2
+    np.testing.assert_allclose(found, np.repeat(wanted, len(found) // 2), rtol=1e-5)

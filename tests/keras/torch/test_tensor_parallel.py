@@ -115,8 +115,8 @@ def test_names_of_backends(name: str) -> None:
 def test_devices_by_number_and_name() -> None:
     unidist.use("sim", devices=4)
     names = unidist.list_devices()
-    found = unidist.TensorParallelKeras(functional(), device_ids=[3, names[1]])
-    assert found.get_parallelism_info()["devices"] == [names[3], names[1]]
+    found = unidist.TensorParallelKeras(functional(), device_ids=[3, names[1], 0, 2])
+    assert found.get_parallelism_info()["devices"] == [names[k] for k in (3, 1, 0, 2)]
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -34,6 +34,10 @@ REDUCED_AS = {
 }
 # Moved as another dtype of the same size, bit by bit.
 MOVED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16}
+# What a rank may give at most to be gathered by a sum.
+_WHOLE_NUMBERS, _FEW_BYTES = (torch.int32, torch.int64), 64
+# Behind the shape of what is gathered so: no other sum has it.
+_UNLIKE_OTHERS = (1, 1, 1, 1)
 
 
 class Primitives:
@@ -96,9 +100,23 @@ class Primitives:
         return self.start("all_reduce", transport, hvd.allreduce_async_, x, op=NATIVE[op])
 
     def all_gather(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
-        joined = self.start("all_gather", transport, hvd.allgather_async, _carried(x)).result()
+        is_few = x.dtype in _WHOLE_NUMBERS and x.nbytes <= _FEW_BYTES
+        joined = self._few(x, transport) if is_few else self._gathered(_carried(x), transport)
         out = _by_place(joined.view(transport.size, *x.shape), transport)
         return out.view(transport.size * x.shape[0], *x.shape[1:]).view(x.dtype)
+
+    def _gathered(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        return self.start("all_gather", transport, hvd.allgather_async, x).result()  # type: ignore[no-any-return]
+
+    def _few(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+        """A few whole numbers, gathered by a sum: each rank gives zeros, but for its own row.
+
+        Horovod compares what ranks do within one kind of operation. A rank in an all-gather waits for ever where
+        another one is in an all-reduce. So agreements are of the kind that gradients and barriers are of.
+        """
+        rows = torch.zeros((transport.size, *x.shape, *_UNLIKE_OTHERS), dtype=x.dtype)
+        rows[sorted(transport.ranks).index(transport.ranks[transport.index])] = x.view(*x.shape, *_UNLIKE_OTHERS)
+        return self.start("all_gather", transport, hvd.allreduce_async_, rows, op=hvd.Sum).result()  # type: ignore[no-any-return]
 
     def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
         parts = x.view(transport.size, -1)

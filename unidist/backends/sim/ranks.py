@@ -58,6 +58,14 @@ class VirtualRanks(LocalViewBackend[torch.Tensor]):
         finally:
             torch.set_num_threads(before)
 
+    @contextlib.contextmanager
+    def calling_at_turns(self, call: Callable[[int], None]) -> Iterator[None]:
+        self.world.on_turn.append(call)
+        try:
+            yield
+        finally:
+            self.world.on_turn.remove(call)
+
     @property
     def rank(self) -> int:
         """The rank of the calling thread.

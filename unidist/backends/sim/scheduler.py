@@ -37,9 +37,10 @@ class Run:
     """One run: who can go on, who waits for whom. Only the rank with the baton touches it (and the main thread,
     which may set `failure`)."""
 
-    def __init__(self, crew: Crew, task: Callable[[int], Any]) -> None:
+    def __init__(self, crew: Crew, task: Callable[[int], Any], on_turn: Sequence[Callable[[int], None]] = ()) -> None:
         self.crew = crew
         self.task = task
+        self.on_turn = on_turn
         self.context = contextvars.copy_context()
         self.results: list[Any] = [None] * len(crew.batons)
         self.ready: deque[int] = deque(range(1, len(crew.batons)))
@@ -67,6 +68,7 @@ class Run:
         self.begun = True
         try:
             if self.failure is None:
+                self._take_turn(rank)
                 self.results[rank] = self.context.copy().run(self.task, rank)
         except Abort as abort:
             # What the rank was raising when it came to a collective that nobody joins is where the trouble began.
@@ -116,12 +118,17 @@ class Run:
             self.waiting[rank] = ranks
             self.hand_over()
             self.crew.batons[rank].acquire()
+            self._take_turn(rank)
             if self.failure is not None:
                 raise Abort
         if meeting.error is not None:
             raise meeting.error
         result, meeting.results[place] = meeting.results[place], None
         return result
+
+    def _take_turn(self, rank: int) -> None:
+        for call in self.on_turn:
+            call(rank)
 
     def _joined(self, rank: int, ranks: tuple[int, ...], tag: Hashable) -> _Meeting:
         purpose = events.purpose()

@@ -31,6 +31,7 @@ class VirtualWorld:
     Attributes:
         on_enter: hooks that carry thread-local state into the ranks. Each is called in the thread that calls `run`
             and returns enter(rank), a context manager in which that rank runs.
+        on_turn: called with the rank, in its thread, each time that it begins or goes on.
 
     Raises:
         MeshError: n is below 1.
@@ -41,6 +42,7 @@ class VirtualWorld:
             raise MeshError(f"a world of virtual ranks needs at least one rank, found {n}")
         self.size = n
         self.on_enter: list[Callable[[], Enter]] = []
+        self.on_turn: list[Callable[[int], None]] = []
         self._crew: Crew | None = None
         self._key = object()
         self._running = threading.Lock()
@@ -157,7 +159,7 @@ class VirtualWorld:
         """Starts a run and waits for its end. What interrupts the wait (Ctrl-C) unwinds the ranks first; a second
         interruption leaves a rank that does not stop to itself and the next run to new threads."""
         crew = self._crew_of_this_process()
-        run = crew.run = Run(crew, task)
+        run = crew.run = Run(crew, task, tuple(self.on_turn))
         try:
             crew.batons[0].release()
             run.wait()

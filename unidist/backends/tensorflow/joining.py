@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from unidist.backends.tensorflow.gate import Gate
 from unidist.errors import BackendMismatchError, BackendNotAvailableError
 
 _JOBS, _CLIENT, _COUNT, _NAME = "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NUM_CLIENTS", "DTENSOR_JOB_NAME"
+_IP = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +73,72 @@ def join(cluster: Cluster, devices: int = 1) -> Membership:
     os.environ.update({_JOBS: ",".join(jobs), _CLIENT: str(index), _COUNT: str(count), _NAME: "worker"})
     take_gpus(launch.local_index if launch else index, launch.local_count if launch else None, devices)
     kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
-    dtensor.initialize_accelerator_system(kind)
-    if all(is_loopback(job.rpartition(":")[0]) for job in jobs):
-        _keep_to_the_loopback()
+    is_one_node = all(is_loopback(job.rpartition(":")[0]) for job in jobs)
+    with _kept_to_the_loopback() if is_one_node else contextlib.nullcontext():
+        dtensor.initialize_accelerator_system(kind)
     return Membership(count, index, Gate(index, count, lines, cluster.timeout))
 
 
-def _keep_to_the_loopback() -> None:
-    """Binds this process's listening sockets to the loopback's interface, on Linux.
+# Seconds between two looks for sockets that have begun to listen.
+_LOOK = 0.001
 
-    TensorFlow's servers listen at every address, and take no other: "0.0.0.0" is written in their source.
+
+@contextlib.contextmanager
+def _kept_to_the_loopback() -> Iterator[None]:
+    """Inside, sockets of this process that begin to listen are bound to the loopback's interface, on Linux.
+
+    TensorFlow's servers listen at every address, and take no other: "0.0.0.0" is written in their source. So a thread
+    looks for them while they start, and not only when all processes have met.
+
+    Raises:
+        BackendNotAvailableError: the system does not let them be bound.
     """
+    started = threading.Event()
+
+    def watch() -> None:
+        while not started.wait(_LOOK):
+            with contextlib.suppress(OSError):
+                _keep_to_the_loopback()
+
+    watching = threading.Thread(target=watch, name="unidist-loopback", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        started.set()
+        watching.join()
+    try:
+        _keep_to_the_loopback()
+    except OSError as error:
+        raise BackendNotAvailableError(
+            f"TensorFlow listens at every address of this machine, and its sockets could not be bound to the loopback "
+            f"({error}): use torch or jax, or a system that allows SO_BINDTODEVICE"
+        ) from error
+
+
+def _keep_to_the_loopback() -> None:
+    """Raises OSError where a socket that listens at every address stays so."""
     folder = Path("/proc/self/fd")
     for name in os.listdir(folder) if folder.is_dir() else ():
-        with contextlib.suppress(OSError):
-            number = int(name)
+        with contextlib.suppress(FileNotFoundError):
             if os.readlink(folder / name).startswith("socket:"):
-                with socket.socket(fileno=os.dup(number)) as found:
-                    if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+                _bind_to_the_loopback(int(name))
+
+
+def _bind_to_the_loopback(number: int) -> None:
+    try:
+        found = socket.socket(fileno=os.dup(number))
+    except OSError:  # it was closed meanwhile
+        return
+    with found:
+        listens = found.family in _IP and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and not is_loopback(found.getsockname()[0]) and not _interface(found):
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+
+
+def _interface(found: socket.socket) -> bytes:
+    """The interface that it is bound to, or b""."""
+    return found.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(bytes(1))
 
 
 def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[str], dict[int, Line]]:

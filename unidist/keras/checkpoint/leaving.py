@@ -1,7 +1,6 @@
 """Leaving: what a fit does whose process is asked to end. All processes save at the same step, and end.
 
-Whichever process is asked. They agree about once a second, by one small number of each: whether it was asked, and from
-the first process after how many steps they look next. In one process nothing is exchanged.
+Whichever process is asked. They agree about once a second (`unidist/keras/looks.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 from unidist.flight.form import LEFT
 from unidist.flight.recorder import recorder
-from unidist.keras.processes import Processes, taking_part
+from unidist.keras.looks import Looks
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
@@ -26,10 +25,6 @@ _now = time.monotonic
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Seconds within which signals are one request: schedulers tell every process of a job, and launchers tell theirs.
 _ONE_REQUEST = 3.0
-# Seconds between two looks: at least, and where a look takes long. At best it takes a 400th of the time.
-_BETWEEN, _MOST_BETWEEN, _SHARE = 1.0, 5.0, 400
-# What each process sends: the steps until the next look, whether they look when an epoch ends, and whether it is asked.
-_MOST_STEPS, _STEP, _EPOCHS, _ASKED = 1 << 28, 4, 2, 1
 
 
 class Requests:
@@ -98,61 +93,16 @@ def _handler_of(action: Any) -> int:
     return int.from_bytes(action.raw[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
 
 
-class Leaving:
+class Leaving(Looks):
     """Whether the processes of a fit are to leave. All come to the same answer at the same step."""
 
     def __init__(self) -> None:
         self._requests = Requests()
-        self._cost = 0.0
-        self._steps = self._left = 1
-        self._looks_at_epochs = self._are_long = True
-        self._looked = self._epoch_ended = _now()
+        super().__init__(lambda: self._requests.number is not None, "leaving")
 
     def begin(self) -> None:
         self._requests.listen()
-        self._looked = self._epoch_ended = _now()
-
-    def after_step(self) -> bool:
-        several = taking_part.get()
-        if several is None:
-            return self._is_asked
-        self._left -= 1
-        if self._left > 0:
-            return False
-        now = _now()
-        each = (now - self._looked) / self._steps
-        between = min(max(_BETWEEN, _SHARE * self._cost), _MOST_BETWEEN)
-        return self._look(several, min(2 * self._steps, _MOST_STEPS, int(between / max(each, 1e-9))))
-
-    def after_epoch(self) -> bool:
-        """Looks where epochs take longer than what is between two looks: validation may take long."""
-        several, now = taking_part.get(), _now()
-        if several is None:
-            return self._is_asked
-        self._are_long, self._epoch_ended = now - self._epoch_ended > _BETWEEN, now
-        return self._looks_at_epochs and self._look(several, self._steps)
-
-    def at_end(self) -> bool:
-        """Looks once more, behind all steps."""
-        several = taking_part.get()
-        return self._is_asked if several is None else self._look(several, 1)
-
-    @property
-    def _is_asked(self) -> bool:
-        return self._requests.number is not None
-
-    def _look(self, several: Processes, steps: int) -> bool:
-        """A collective. The first process says how many steps there are until the next one."""
-        began = _now()
-        own = max(steps, 1) * _STEP + self._are_long * _EPOCHS + self._is_asked * _ASKED
-        told = several.of_all(own, "leaving")
-        self._steps = self._left = told[0] // _STEP
-        self._looks_at_epochs = bool(told[0] & _EPOCHS)
-        self._looked = _now()
-        took = self._looked - began
-        # The shortest: in the others processes waited for each other.
-        self._cost = min(took, self._cost or took)
-        return any(number & _ASKED for number in told)
+        super().begin()
 
     def leave(self) -> NoReturn:
         """Ends this process; all is saved.

@@ -91,7 +91,7 @@ class Checkpoint(Follower):
             raise ArgumentError('memory_every="epoch": give a number of batches (100), or seconds (30.0 or "30s")')
         self._turn_of_memory = None if memory_every is None else turn(memory_every)
         self._fit: _Fit | None = None
-        hooks.table().turn_on()
+        hooks.table().turn_on_all_there_are()
 
     @property
     def steps_before(self) -> int:
@@ -247,7 +247,7 @@ class _Fit:
 
     def end(self) -> None:
         """The training has ended, and is saved."""
-        if self.leaving.at_end():
+        if self.leaving.now():
             self.leaving.leave()
         self.leaving.end(deliver=True)
 

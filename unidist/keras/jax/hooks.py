@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -74,6 +75,11 @@ def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     if (several := processes.processes()) is not None:
         several.align_seeds()
+
+
+def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
+    """One process writes for all: see `saving.by_first`. The others need not read along."""
+    return keras_saving.by_first(model, processes.processes(), saving.gathered, write)
 
 
 def _of_variables() -> Iterator[Hook]:

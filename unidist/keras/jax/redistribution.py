@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
 from unidist.keras.compat import in_stateless_scope
@@ -103,7 +104,8 @@ def _to_compute(placed: layouts.Placement, value: Any) -> Any:
 
 
 def _to_state(placed: layouts.Placement, value: Any) -> Any:
-    return _constrained(value, placed.state)
+    # A sparse gradient's arrays are its numbers and their indices: it stays whole.
+    return value if isinstance(value, JAXSparse) else _constrained(value, placed.state)
 
 
 def _to_storage(placed: layouts.Placement, value: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Activations: the tensors that a model's innermost layers take and give in a run."""
+"""Activations: the tensors that a step keeps for its backward, seen in runs on a few rows."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,6 +16,10 @@ from unidist.planner.facts import Activation, Affine
 
 # Activation functions whose derivative is computed from what they give, which the next layer takes and keeps anyway.
 _BY_WHAT_THEY_GIVE = frozenset({"linear", "relu", "sigmoid", "tanh", "softmax", "log_softmax", "exponential"})
+
+
+# A run shows what a step would keep: layers do as in a step.
+as_in_a_step: ContextVar[bool] = ContextVar("unidist_as_in_a_step", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +38,13 @@ class Seen:
     Attributes:
         calls: how many calls of layers were seen: one in which none is seen has no layer inside.
         source: the candidate that gave NaN last.
+        weights: ids of the variables whose values are kept as they are, where that shows.
     """
 
     marking: bool = False
     calls: int = 0
     source: int | None = None
+    weights: set[int] = field(default_factory=set)
     tensors: list[SeenTensor] = field(default_factory=list)
     _known: dict[int, Any] = field(default_factory=dict)
 
@@ -64,35 +71,56 @@ def keeps_what_it_takes(activation: Callable[..., Any] | None) -> bool:
     return activation is not None and getattr(activation, "__name__", "") not in _BY_WHAT_THEY_GIVE
 
 
+@dataclass(frozen=True, slots=True)
+class Seens:
+    """What was seen in runs of a model.
+
+    Attributes:
+        near, far: of two runs, whose sequences differ in length.
+        wide: of one with twice the rows of `near`; None: the first dim alone grows with the rows.
+        marked: of runs in which what one layer of each pair gives is NaN.
+        weights: ids of the variables whose values are kept as they are.
+    """
+
+    near: list[SeenTensor]
+    far: list[SeenTensor]
+    wide: list[SeenTensor] | None
+    marked: list[list[SeenTensor]]
+    weights: frozenset[int] = frozenset()
+
+    @property
+    def are_alike(self) -> bool:
+        runs = (self.near, self.far, self.near if self.wide is None else self.wide)
+        ranks = [[len(tensor.shape) for tensor in run] for run in runs]
+        return ranks[0] == ranks[1] == ranks[2]
+
+    def behind(self, k: int) -> tuple[int, ...]:
+        """The candidates on whose outputs the k-th tensor depends."""
+        runs = [run for run in self.marked if len(run) == len(self.near)]
+        return tuple(sorted({found for run in runs if (found := run[k].behind) is not None}))
+
+
 def activations(
-    near: list[SeenTensor],
-    far: list[SeenTensor],
-    marked: list[SeenTensor],
-    line: Callable[[int, int], Affine],
-    rows: int,
-    itemsize: Callable[[str], int],
+    seens: Seens, line: Callable[[int, int], Affine], rows: int, itemsize: Callable[[str], int]
 ) -> tuple[Activation, ...]:
-    """The activations of one row.
+    """What a step keeps, at any number of rows.
 
     Args:
-        near, far: of two runs, whose sequences differ in length. marked: of one in which what pairs cut is NaN.
+        seens: of the runs.
         line: of a length in the one run and in the other, what it is at any length of the sequence.
         rows: of the runs' batches.
     """
-    if [len(tensor.shape) for tensor in near] != [len(tensor.shape) for tensor in far]:
+    near, far = seens.near, seens.far
+    if not seens.are_alike:
         # A model that takes more steps for a longer sequence, as a recurrent one does: one number, none of it cut.
         total = line(*(sum(prod(x.shape) * itemsize(x.dtype) for x in run) for run in (near, far)))
         return (Activation((total.times(1 / rows),), 1),)
-    behind = [tensor.behind for tensor in marked] if len(marked) == len(near) else [None] * len(near)
-    return tuple(
-        Activation(
-            tuple(line(a, b).times(1 / rows if dim == 0 else 1) for dim, (a, b) in enumerate(_dims(one, other))),
-            itemsize(one.dtype),
-            source,
-        )
-        for one, other, source in zip(near, far, behind, strict=True)
-    )
-
-
-def _dims(near: SeenTensor, far: SeenTensor) -> list[tuple[int, int]]:
-    return list(zip(near.shape, far.shape, strict=True))
+    found = []
+    for k, (one, other) in enumerate(zip(near, far, strict=True)):
+        grow = [dim == 0 for dim in range(len(one.shape))]
+        if seens.wide is not None:
+            grow = [wide > n for n, wide in zip(one.shape, seens.wide[k].shape, strict=True)]
+        ends = zip(one.shape, other.shape, grow, strict=True)
+        dims = tuple(line(n, longer).times(1 / rows if grows else 1) for n, longer, grows in ends)
+        found.append(Activation(dims, itemsize(one.dtype), seens.behind(k), sum(grow)))
+    return tuple(found)

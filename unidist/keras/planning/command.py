@@ -12,19 +12,17 @@ from typing import Any
 
 from unidist.algebra import Mesh
 from unidist.algebra.mesh import parse_mesh
+from unidist.backends import on_keras
 from unidist.drawing.page import report
 from unidist.errors import DrawingError, LayoutError, UnidistError
 from unidist.strategies.zero import STAGES
-
-# Where no Keras backend is chosen: the first of these that is installed.
-_KERAS_BACKENDS = ("torch", "jax", "tensorflow")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the plan of FILE.py:FUNCTION's model. Exit code 0."""
     options = _parse(arguments)
     page = _page(options.html)
-    _choose_keras_backend()
+    os.environ["KERAS_BACKEND"] = on_keras.choice().name
     mesh = Mesh(parse_mesh(options.mesh))
     model = build(load(options.target))
     from unidist.keras.planning.planning import plan
@@ -80,13 +78,6 @@ def _page(file: str | None) -> Path | None:
 
 def _axes(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(text.split(","))
-
-
-def _choose_keras_backend() -> None:
-    if "KERAS_BACKEND" not in os.environ and "keras" not in sys.modules:
-        found = next((name for name in _KERAS_BACKENDS if importlib.util.find_spec(name) is not None), None)
-        if found is not None:
-            os.environ["KERAS_BACKEND"] = found
 
 
 def load(target: str) -> Callable[[], Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from unidist.keras.calls import ENTRANCES
 from unidist.keras.planning.candidates import children
 
 # What concerns variables alone and no path between layers.
@@ -63,9 +64,12 @@ class Kinds:
 
 
 def _own(layer: Any) -> Iterator[tuple[str, Any]]:
-    """A layer's attributes. A call that stands before its class's, as a runner's does, is that of its class."""
+    """A layer's attributes but for unidist's own. A call that stands before its class's, as a runner's does, is that of
+    its class."""
     for name, value in vars(layer).items():
-        if name != "call" or getattr(inspect.unwrap(value), "__func__", None) is not type(layer).call:
+        if name.startswith("_unidist"):
+            continue
+        if name not in ENTRANCES or getattr(inspect.unwrap(value), "__func__", None) is not getattr(type(layer), name):
             yield name, value
 
 

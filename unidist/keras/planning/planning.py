@@ -9,9 +9,9 @@ from unidist.algebra import Axes, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
 from unidist.keras.maps import as_layout_map
+from unidist.keras.options import takes_uneven
 from unidist.keras.planning.reading import ended, read
 from unidist.keras.planning.waiting import let_go
-from unidist.keras.strategy import takes_uneven
 from unidist.planner.plan import Plan, make_plan, to_follow
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes
@@ -38,7 +38,7 @@ def plan(
     Args:
         model: a built Keras model.
         mesh: a Mesh or Keras DeviceMesh.
-        layout_map: "auto": the layouts are found by running the model on two small rows, with random numbers for the
+        layout_map: "auto": the layouts are found by running the model on a few small rows, with random numbers for the
             outputs of its Dense, EinsumDense, Embedding and convolution layers, and watching where a change of one
             slice of them arrives. Else a LayoutMap of unidist or of Keras, or a mapping of rules.
         data_axis, model_axis, zero: see ModelParallel.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,14 +13,18 @@ import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
 from unidist.keras.planning import samples
-from unidist.keras.planning.activations import SeenTensor, activations
+from unidist.keras.planning.activations import Seens, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
+from unidist.keras.planning.kept import Runs, seen_in_runs
 from unidist.keras.planning.reaching import Reacher
 from unidist.keras.planning.running import Runner, Trace, _numpy, middle
+from unidist.keras.telling import in_words, listed
 from unidist.planner.facts import Activation, Affine, Calls, Facts, LayerFact, Reach, VariableFact
 
 # Lengths of sequences to run a model on: the first two that it takes.
 LENGTHS = ((8, 16), (4, 8), (2, 4))
+# Where it takes none of these: windows of sound are longer.
+LONG = (1024, 1040)
 # What NumPy alone does not know.
 _SMALL = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1}
 
@@ -30,7 +35,7 @@ def ended(facts: Facts) -> list[Reach]:
 
 
 def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], list[Reach]] = ended) -> Facts:
-    """What the planner must know of a model, found by running it on two rows without its kernels.
+    """What the planner must know of a model, found by running it on a few rows without its kernels.
 
     Args:
         model: a built model; its variables need no values.
@@ -72,48 +77,35 @@ def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], l
         while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
             reaches = [reacher.to_the_end(r) if (r.source, r.dim) in wanted else r for r in reaches]
             facts = replace(facts, reaches=_renumbered(reaches, order))
-        marked = _marked(runner, model, inputs, runs, reaches)
+        seens = seen_in_runs(runner, model, inputs, runs, reaches)
         number = {k: n for n, k in enumerate(order)}
-    return replace(facts, activations=_activations(runs, marked, number))
+    kept = frozenset(place[k] for k in seens.weights if k in place)
+    return replace(facts, activations=_activations(runs, seens, number), kept=kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The model's run, and the shapes of one on longer sequences (the same one where none can be longer)."""
-
-    near: Trace
-    far: Trace
-    lengths: tuple[int, int]
-
-    def line(self, near: int, far: int) -> Affine:
-        """What is so large in the one run, and so large in the other."""
-        slope = (far - near) / (self.lengths[1] - self.lengths[0])
-        return Affine(near - slope * self.lengths[0], slope)
-
-
-def _run(runner: Runner, model: Any, inputs: Any) -> _Runs:
+def _run(runner: Runner, model: Any, inputs: Any) -> Runs:
     kwargs = {"training": False} if model._call_has_training_arg else {}
-    described = inputs if inputs is not None else getattr(model, "_inputs_struct", None)
-    if described is None and getattr(model, "_functional", None) is not None:
-        described = model._functional._inputs_struct
-    is_open = samples.is_open(described)
-    problems = []
-    for near, far in LENGTHS if is_open else LENGTHS[:1]:
+    is_open = samples.is_open(inputs if inputs is not None else samples.described_by(model))
+    counts = samples.counts(model, inputs)
+    problems: dict[int, Exception] = {}
+    tries = [*itertools.product(counts, LENGTHS), (counts[0], LONG)] if is_open else [(n, LENGTHS[0]) for n in counts]
+    for rows, (near, far) in tries:
         try:
-            given = samples.sample(model, inputs, far) if is_open else None
+            given = samples.sample(model, inputs, rows, far) if is_open else None
             longer = runner.run(model, (given,), kwargs, measure=True) if is_open else None
-            trace = runner.run_kept(model, (samples.sample(model, inputs, near),), kwargs, capture=True)
-            return _Runs(trace, longer or trace, (near, far))
+            trace = runner.run_kept(model, (samples.sample(model, inputs, rows, near),), kwargs, capture=True)
+            return Runs(trace, longer or trace, rows, (near, far))
         except UnidistError:
             raise
         except Exception as error:
-            # Whatever a model may raise: it may be the length, and if not, the user must learn that the plan ran it.
-            problems.append(error)
+            # Whatever a model may raise: it may be the rows or the length, and if not, the user must learn of it.
+            problems.setdefault(rows, error)
+    problem = problems[counts[-1]]
     raise LayoutError(
-        f"model {model.name!r} could not be run on a small random batch to find its layouts: "
-        f"{type(problems[0]).__name__}: {problems[0]}. Give plan(model, mesh, inputs=...) a batch that it takes, or "
-        "ModelParallel a LayoutMap"
-    ) from problems[0]
+        f"model {model.name!r} could not be run on random batches of {listed(map(str, counts))} rows to find its "
+        f"layouts: {type(problem).__name__}: {in_words(problem)}. Give plan(model, mesh, inputs=...) a batch that it "
+        "takes, or ModelParallel a LayoutMap"
+    ) from problem
 
 
 # (candidate, whether of its calls back to the vocabulary): calls that take what changed in the changed place alone.
@@ -128,9 +120,9 @@ class _Behind:
     tables: _Kept
 
 
-def _behind(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[Any]) -> _Behind:
+def _behind(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: list[Any]) -> _Behind:
     kwargs = {"training": False} if model._call_has_training_arg else {}
-    given = samples.sample(model, inputs, runs.lengths[0])
+    given = samples.sample(model, inputs, runs.rows, runs.lengths[0])
     sums = frozenset(reach.target[0] for reach in reaches if reach.target is not None)
     tables = frozenset(k for k, found in enumerate(runner.candidates) if found.kind == "table")
 
@@ -144,28 +136,9 @@ def _behind(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[
     return _Behind(kept(sums), kept(tables))
 
 
-def _marked(runner: Runner, model: Any, inputs: Any, runs: _Runs, reaches: list[Any]) -> list[SeenTensor]:
-    """The tensors of a run in which the outputs of pairs' first layers are NaN: those between a pair's layers have it,
-    as nothing else is reached."""
-    sources = frozenset(reach.source for reach in reaches if reach.target is not None)
-    if not sources:
-        return []
-    kwargs = {"training": False} if model._call_has_training_arg else {}
-    given = samples.sample(model, inputs, runs.lengths[0])
-    try:
-        return _tensors(runner.run(model, (given,), kwargs, marked=sources))
-    except Exception:
-        # A model, or a framework that looks for mistakes, may refuse NaN: then nothing is known to be cut.
-        return []
-
-
-def _activations(runs: _Runs, marked: list[SeenTensor], number: dict[int, int]) -> tuple[Activation, ...]:
-    found = activations(_tensors(runs.near), _tensors(runs.far), marked, runs.line, samples.ROWS, itemsize)
-    return tuple(replace(one, behind=None if one.behind is None else number[one.behind]) for one in found)
-
-
-def _tensors(trace: Trace) -> list[SeenTensor]:
-    return [] if trace.seen is None else trace.seen.tensors
+def _activations(runs: Runs, seens: Seens, number: dict[int, int]) -> tuple[Activation, ...]:
+    found = activations(seens, runs.line, runs.rows, itemsize)
+    return tuple(replace(one, behind=tuple(number[k] for k in one.behind)) for one in found)
 
 
 def _renumbered(reaches: list[Reach], order: list[int]) -> tuple[Reach, ...]:
@@ -210,7 +183,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
 
 
 def _layer(
-    found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: _Runs, behind: _Behind
+    found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: Runs, behind: _Behind
 ) -> LayerFact:
     def of(variable: Any) -> int | None:
         return None if variable is None else place[id(variable)]
@@ -229,14 +202,14 @@ def _layer(
     )
 
 
-def _calls(found: Candidate, index: int, runs: _Runs, behind: _Behind, *, reverse: bool) -> Calls:
+def _calls(found: Candidate, index: int, runs: Runs, behind: _Behind, *, reverse: bool) -> Calls:
     def counted(of: Trace) -> tuple[int, int]:
         """Elements taken and given for one row."""
         taken = given = 0
         for x, (shape, scores) in zip(of.taken.get(index, []), of.given.get(index, []), strict=True):
             if scores is reverse:
                 taken, given = taken + prod(x.shape), given + prod(shape)
-        return taken // samples.ROWS, given // samples.ROWS
+        return taken // runs.rows, given // runs.rows
 
     trace = runs.near
     inputs = tuple(

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from math import prod
 from typing import Any
 
 import keras
@@ -26,40 +25,8 @@ from unidist.keras.known import keeps_numbers
 from unidist.keras.planning.activations import Seen, keeps_what_it_takes
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 from unidist.keras.planning.candidates import inside as within
-
-
-class RandomValues(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which every variable reads as random numbers, made when they are first asked for.
-
-    No variable's own value is read or allocated, so models without values work too. Floats are uniform in
-    [0.5, 1.5): positive, since a variance may be among them, and never 0, which would hide a path.
-    """
-
-    def __init__(self, values: dict[int, Any], owners: dict[int, int], read: Callable[[int], None]) -> None:
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._random = values
-        self._owners = owners
-        self._read = read
-
-    def get_current_value(self, variable: Any) -> Any:
-        owner = self._owners.get(id(variable))
-        if owner is not None:
-            self._read(owner)
-        # What layers write during a run stays in this scope and does not reach the next run.
-        written = self.state_mapping.get(id(variable))
-        if written is not None:
-            return written
-        if id(variable) not in self._random:
-            self._random[id(variable)] = random_value(tuple(variable.shape), variable.dtype)
-        # Anew each time: what is made inside a program, as of a recurrent layer's steps, is worth nothing outside.
-        return keras.ops.convert_to_tensor(self._random[id(variable)], variable.dtype)
-
-
-def random_value(shape: tuple[int, ...], dtype: str) -> Any:
-    """Floats in [0.5, 1.5), zeros of other dtypes; NumPy's."""
-    if not is_float_dtype(dtype):
-        return np.zeros(shape, dtype)
-    return np.random.default_rng(prod(shape)).uniform(0.5, 1.5, shape).astype("float32")
+from unidist.keras.planning.saved import Saved
+from unidist.keras.planning.values import RandomValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +122,37 @@ class Runner:
         places_of: frozenset[int] = frozenset(),
         measure: bool = False,
         marked: frozenset[int] = frozenset(),
+        saved: bool = False,
     ) -> Trace:
-        """Calls a layer; with `change`, with one slice of one candidate's output changed; with `places_of`, with one
-        place of the sequence changed in the outputs of these candidates; with `measure`, for the shapes alone; with
-        `marked`, with NaN as the outputs of these candidates."""
+        """Calls a layer.
+
+        Args:
+            change: one slice of one candidate's output is changed.
+            places_of: one place of the sequence is changed in the outputs of these candidates.
+            measure: for the shapes alone.
+            marked: the outputs of these candidates are NaN.
+            saved: with autograd at work, on torch.
+        """
         self._trace, self._change, self._capturing, self._places_of = Trace(), change, capture, places_of
         self._measuring, self._marked = measure, marked
-        if capture or measure or marked:
+        if capture:
+            # Of a run that failed before, as on other rows, nothing counts.
+            self.captured.clear()
+        if saved:
+            self._trace.seen = Saved(bool(marked))
+        elif capture or measure or marked:
             self._trace.seen = Seen(bool(marked))
-        with RandomValues(self._values, self._owners, self.read_elsewhere.add) as scope:
+        keeping = contextlib.nullcontext() if self._saved is None else self._saved.watching()
+        with keeping, RandomValues(self._values, self._owners, self.read_elsewhere.add, self._saved) as scope:
             outputs = layer(*args, **kwargs)
         self._trace.outputs += [t for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
+
+    @property
+    def _saved(self) -> Saved | None:
+        """Of the run, if autograd is at work in it."""
+        seen = self._trace.seen
+        return seen if isinstance(seen, Saved) else None
 
     def run_kept(self, layer: Any, args: Any, kwargs: Any, capture: bool = False) -> Trace:
         """A run with nothing changed, kept so that it can be run again in parts, where that is possible."""
@@ -216,7 +202,7 @@ class Runner:
 
     def _looking_on(self, layer: Any, rest: Call, *args: Any, **kwargs: Any) -> Any:
         seen = self._trace.seen
-        if seen is None:
+        if seen is None or self._saved is not None:
             return rest(*args, **kwargs)
         before = seen.calls
         given = rest(*args, **kwargs)
@@ -240,10 +226,12 @@ class Runner:
             # In a program, as a recurrent layer's cell: nobody sees what goes on there, so its weights stay whole.
             self.read_elsewhere.add(index)
         else:
-            taken = Shaped(tuple(inputs.shape)) if self._measuring else inputs
+            taken = Shaped(tuple(inputs.shape)) if self._measuring or self._saved is not None else inputs
             self._trace.taken.setdefault(index, []).append(taken)
             calls.append((shape, reverse))
         value = self._random.get(key)
+        if self._saved is not None:
+            value = np.full(shape, 0.5, "float32")  # shapes alone count, and where NaN is
         if value is None:
             value = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
             if not self._measuring:
@@ -259,10 +247,14 @@ class Runner:
         before = y = keras.ops.convert_to_tensor(value, found.layer.compute_dtype)
         activation = getattr(found.layer, "activation", None)
         y = y if activation is None else activation(y)
-        if (seen := self._trace.seen) is not None:
+        if (seen := self._trace.seen) is not None and self._saved is None:
             seen.add(inputs)
             seen.source = index if marked else seen.source
             seen.add((before if keeps_what_it_takes(activation) else None, y))
+        if self._saved is not None:
+            activated = getattr(activation, "__name__", "linear") != "linear"
+            call = lambda x: rest(x, *args, **kwargs)  # noqa: E731
+            y = self._saved.of_layer(call, inputs, y, activated, index if marked else None)
         if found.kind == "table" and not reverse:
             mask = keras.layers.Embedding.compute_mask(found.layer, inputs)
             if mask is not None:

@@ -8,14 +8,26 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError
+from unidist.keras import sessions
 from unidist.keras.compat import is_float_dtype, tree
 
 ROWS = 2
+# Where a model takes no such few: numbers that many divide.
+_MORE = (12, 48, 240)
 PLACES = 32  # of an image's side that is not fixed
 
 
-def sample(model: Any, given: Any, length: int) -> Any:
-    """Inputs of `ROWS` rows; dims that the model leaves open are `length`, of images 32.
+def counts(model: Any, given: Any) -> list[int]:
+    """Numbers of rows to try in turn: few; then as many as the user gave, as the model says, or as it was last given;
+    if nothing of that is known, more."""
+    described = tree.flatten(given if given is not None else described_by(model))
+    fixed = [x.shape[0] for x in described if x is not None and len(x.shape) and x.shape[0] is not None]
+    known = fixed[0] if fixed else sessions.of(model).rows
+    return list(dict.fromkeys([ROWS, *(_MORE if known is None else (known,))]))
+
+
+def sample(model: Any, given: Any, rows: int, length: int) -> Any:
+    """Inputs of so many rows; dims that the model leaves open are `length`, of images 32.
 
     Args:
         given: what the user gave: arrays or KerasTensors in the model's own structure, or None.
@@ -24,20 +36,24 @@ def sample(model: Any, given: Any, length: int) -> Any:
         LayoutError: the model does not say what it takes.
     """
     if given is not None:
-        return tree.map_structure(lambda x: _one(x, length) if isinstance(x, keras.KerasTensor) else _cut(x), given)
-    if getattr(model, "_functional", None) is not None:
-        # Sequential holds its graph inside.
-        model = model._functional
-    if hasattr(model, "_inputs_struct"):
-        return tree.map_structure(lambda x: _one(x, length), model._inputs_struct)
+        return tree.map_structure(
+            lambda x: _one(x, rows, length) if isinstance(x, keras.KerasTensor) else _cut(x, rows), given
+        )
+    if (described := described_by(model)) is not None:
+        return tree.map_structure(lambda x: _one(x, rows, length), described)
     shapes = getattr(model, "_build_shapes_dict", None)
     if shapes and len(shapes) == 1:
         found = next(iter(shapes.values()))
-        return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), length), found)
+        return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), rows, length), found)
     raise LayoutError(
         f"model {model.name!r} does not say what it takes: give plan(model, mesh, inputs=...) a batch, or "
         "KerasTensors, as it is called with; then ModelParallel(mesh, that_plan.layout_map)"
     )
+
+
+def described_by(model: Any) -> Any:
+    """What a model says that it takes; None where it does not. Sequential holds its graph inside."""
+    return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
 
 
 def is_open(inputs: Any) -> bool:
@@ -47,20 +63,20 @@ def is_open(inputs: Any) -> bool:
     )
 
 
-def _one(x: Any, length: int) -> Any:
+def _one(x: Any, rows: int, length: int) -> Any:
     fill = PLACES if len(x.shape) > 3 else length
     shape = tuple(fill if n is None else n for n in x.shape[1:])
     rng = np.random.default_rng(len(shape))
     name = (x.name or "").lower()
     if "mask" in name:
-        mask = np.ones((ROWS, *shape), "float32")
+        mask = np.ones((rows, *shape), "float32")
         # Some places are hidden, as in a batch of sentences of several lengths.
         mask[-1, -1:] = 0
         return keras.ops.convert_to_tensor(mask, x.dtype)
     if is_float_dtype(x.dtype):
-        return keras.ops.convert_to_tensor(rng.normal(size=(ROWS, *shape)).astype("float32"), x.dtype)
-    return keras.ops.convert_to_tensor(rng.integers(0, 2, (ROWS, *shape)), x.dtype)
+        return keras.ops.convert_to_tensor(rng.normal(size=(rows, *shape)).astype("float32"), x.dtype)
+    return keras.ops.convert_to_tensor(rng.integers(0, 2, (rows, *shape)), x.dtype)
 
 
-def _cut(x: Any) -> Any:
-    return keras.ops.convert_to_tensor(x[:ROWS])
+def _cut(x: Any, rows: int) -> Any:
+    return keras.ops.convert_to_tensor(x[:rows])

@@ -8,6 +8,7 @@ from typing import Any
 from unidist.keras import placed
 from unidist.keras.making import all_variables
 from unidist.keras.planning.planning import plan
+from unidist.keras.telling import warn
 
 
 def waits(model: Any, distribution: Any) -> bool:
@@ -24,13 +25,15 @@ def settle(model: Any, distribution: Any) -> bool:
     No collective: every process finds the same, from shapes and configurations alone.
 
     Raises:
-        LayoutError: the model cannot be run on a small random batch.
+        LayoutError: the model cannot be run on random batches.
     """
     if not waits(model, distribution):
         return False
     strategy = distribution.strategy
     made = plan(model, strategy.mesh, data_axis=strategy.data_axes, model_axis=distribution.model_axes)
     distribution.found.add(made.rows)
+    if made.idle:
+        warn(f"model {model.name!r} under {type(distribution).__name__}: {made.idle}")
     return True
 
 
@@ -38,7 +41,7 @@ def to_place(model: Any, distribution: Any) -> list[Any]:
     """Settles, and gives the variables that are not where the distribution wants them, slots after all others.
 
     Raises:
-        LayoutError: the model cannot be run on a small random batch.
+        LayoutError: the model cannot be run on random batches.
     """
     if settle(model, distribution):
         for variable in all_variables(model):

@@ -5,7 +5,8 @@ Made for Keras 3.15 and 3.16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 from tensorflow.python.ops import array_ops, gen_math_ops
@@ -46,7 +47,7 @@ def table() -> Table:
             Hook(gen_math_ops, "select_v2", slicing.selecting, "one condition is spread over what it chooses from"),
             Hook(array_ops, "scatter_nd", slicing.scattering, "what is scattered is gathered"),
             *keras_saving.hooks_of_saving(saving.holding, saving.gathered),
-            *keras_saving.hooks_of_loading(saving.loading),
+            *keras_saving.hooks_of_loading(saving.holding),
         )
     )
 
@@ -67,6 +68,12 @@ def leave() -> None:
 def align_seeds() -> None:
     """All processes go on with process 0's random state. A collective of the world."""
     worlds.align_seeds()
+
+
+def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
+    """One process writes for all: see `saving.by_first`. The others need not read along."""
+    several = worlds.processes() if model is None else saving.holding(model)
+    return keras_saving.by_first(model, several, saving.gathered, write)
 
 
 def _of_distribution() -> Iterator[Hook]:

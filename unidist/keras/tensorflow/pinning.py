@@ -23,6 +23,8 @@ from unidist.keras.tensorflow.values import U
 
 # Keras's functions of segments, whose gradients are look-ups.
 _OF_SEGMENTS = ("segment_sum", "segment_max", "segment_min", "segment_prod")
+# The second ones are transposed convolutions.
+_CONVOLUTIONS = ("conv2d", "conv3d", "conv2d_backprop_input", "conv3d_backprop_input_v2")
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -40,6 +42,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(gen_nn_ops, "top_kv2", _sorting, "what is sorted is whole along that dim"),
         Hook(tensorflow_numpy, "take_along_axis", _taking_along, "what is taken along an axis is whole"),
         Hook(gen_array_ops, "unpack", _unpacking, "steps of a sequence are whole"),
+        *(Hook(gen_nn_ops, name, _convolving, "gradients of convolutions are laid as these") for name in _CONVOLUTIONS),
     )
 
 
@@ -161,6 +164,25 @@ def _unpacking(original: Any) -> Any:
         return [_pinned(part, True) for part in found]
 
     return unpack
+
+
+def _convolving(original: Any) -> Any:
+    """Where an op behind it has no rule, as averages of pools, its gradient comes whole: DTensor fails where a
+    convolution of it is to be cut."""
+
+    @functools.wraps(original)
+    def convolve(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if slicing.mesh_here() is None or tf.executing_eagerly():
+            return found
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+        def pin(value: Any) -> tuple[Any, Any]:
+            return tf.identity(value), lambda gradient: dtensor.relayout_like(gradient, value)
+
+        return pin(found)
+
+    return convolve
 
 
 def _pinned(x: Any, keeps_rows: bool, rows: int = 0, of_any_kind: bool = False) -> Any:

@@ -14,12 +14,6 @@ from unidist.keras.tensorflow import placing, values, worlds
 
 
 def holding(model: Any) -> Processes | None:
-    """The processes of the world, if there are several and the model is on them."""
-    resting = any(isinstance(variable._value, values.SpreadVariable) for variable in model.variables)
-    return worlds.processes() if resting or placing.is_placed(model) else None
-
-
-def loading(model: Any) -> Processes | None:
     """The processes of the world, if there are several and the model is on them, or would be once it is made."""
     found = strategies.current() if model is None else placing.distribution_of(model)
     return None if found is None else worlds.processes()

@@ -16,7 +16,7 @@ from keras import tree
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
-from unidist.keras import making, sessions
+from unidist.keras import making, seeds, sessions
 from unidist.keras.compat import in_stateless_scope
 from unidist.keras.lockstep import Part, to_build
 from unidist.keras.strategy import UnidistDistribution
@@ -44,12 +44,20 @@ def building(original: Any) -> Any:
         if distribution is None:
             return original(self, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
-            iterator = to_build(iterator, functools.partial(parts.rows_of_counts, distribution))
+            iterator = _undrawn(to_build(iterator, functools.partial(parts.rows_of_counts, distribution)))
         if data_batch is not None:
             data_batch = tree.map_structure(lambda leaf: leaf if leaf is None else np.asarray(leaf), data_batch)
         return self._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     return _maybe_symbolic_build
+
+
+def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
+    """What Keras builds from is read as if it were not: a shuffle draws for it, and Keras alone builds without."""
+    before = seeds.state()
+    for step in steps:
+        seeds.restore(before)
+        yield step
 
 
 def making_step(name: str, step: str) -> Callable[[Any], Any]:

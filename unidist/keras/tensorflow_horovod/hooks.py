@@ -9,13 +9,13 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from unidist.errors import CapabilityError
-from unidist.keras import entrances, files, numbers, overridden, sessions
+from unidist.keras import entrances, files, numbers, overridden, sessions, stateful
 from unidist.keras import saving as keras_saving
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import (
@@ -134,6 +134,7 @@ def _with_reduced(optimizer: Any, call: Any, grads: Any, trainable_variables: An
 def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> list[Any]:
     """Means over the ranks. Those that a step of the user's own has from its tape are means: a dense one stays what it
     is by another mean, a sparse one would not."""
+    stateful.refuse_overwritten(here.model)
     left = [
         k
         for k, grad in enumerate(grads)
@@ -223,10 +224,12 @@ def _by_one_process(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(model: Any, *args: Any, **kwargs: Any) -> Any:
-        several = engine.processes() if sessions.of(model).engine is not None else None
-        if several is None:
-            return original(model, *args, **kwargs)
-        with several.saving():
-            return original(model, *args, **kwargs) if several.is_first else None
+        return writing(model, lambda: original(model, *args, **kwargs))
 
     return save
+
+
+def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any] | None = None) -> Any:
+    """One process writes for all: see `saving.by_first`. Every process holds whole values."""
+    several = engine.processes() if model is None or sessions.distribution_of(model) is not None else None
+    return keras_saving.by_first(None, several, contextlib.nullcontext, write)

@@ -17,7 +17,6 @@ from unidist.keras.compat import AutocastScope
 
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
-    from unidist.keras.torch.rows.regions import Region
     from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
     from unidist.keras.torch.values.seen import Seen
     from unidist.keras.torch.values.units import Fetcher
@@ -30,15 +29,26 @@ class Rows:
 
     Attributes:
         local: rows of this rank's shard.
-        total: rows of the global batch.
-        even: whether all shards hold as many.
-        least: rows of the shard that holds fewest.
+        sizes: rows of each shard, in order.
     """
 
     local: int
-    total: int
-    even: bool
-    least: int
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Rows of the global batch."""
+        return sum(self.sizes)
+
+    @property
+    def even(self) -> bool:
+        """Whether all shards hold as many."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def least(self) -> int:
+        """Rows of the shard that holds fewest."""
+        return min(self.sizes)
 
     @property
     def share(self) -> float:
@@ -71,7 +81,8 @@ class Frame:
     Attributes:
         rank: its number.
         world: its world.
-        rows: the batch of this step; None outside of train, test and predict steps.
+        rows: this rank's rows, which tensors are; None outside of train, test and predict steps.
+        carried: the rows of the batch that tensors carry, which to the code are the whole (carrying.py).
         overrides: id of a variable -> what it reads as at the moment.
         inputs: around a program, id of a place -> what its value reads as (programs.py).
         reads: if somebody asks, id of a place -> the dtypes in which these values are read.
@@ -84,32 +95,25 @@ class Frame:
         backward_done: gradients are there, and Keras's step hands them to the optimizer: read outside of a layer, a
             variable is the part that has the gradient.
         own_step: the step is the user's own: outside of layers a cut variable reads whole, and so does its gradient.
+        exact: layers draw one device's random numbers.
         lent: whole tensors of which such a step has views, and their versions (seen.py).
-        exact_loss: the loss of this step has its global denominators.
-        gathered_loss: the loss is computed on gathered outputs and needs no global denominators.
-        tells_losses: the step is the model's own: losses are those of all rows, not this rank's contributions.
-        sees_rows: such a step computes with rows by itself, and is given those of all shards (own_rows.py).
         is_making_gradients: a gradient that began in this step is on its way to the variables.
-        has_made_gradients: one has come there.
-        step: the region of such a step.
-        numbers: what such a step, without that, has given a Mean of its own making; None: nobody compares them.
-        tells_numbers: some of these, or of its logs, are of this rank's rows.
         trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
-        calls: ids of the layers that hold a pair and are being called.
+        prover: what has proven the pairs of the model whose trainer runs (pairing.py): its pairs may be in use.
+        pairs: those that are in use: the layer that has all of it is being called.
         wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
         probe: while pairs are being proven, called with a column rule's output or a row rule's input.
         number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that are whole on every rank (sequence.py).
-        region: the layer, operation or loss that is computing with the rows of all shards in view (regions.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
-        written: what notes each variable before it is written: rematerialized calls that are going on (remat.py), and
-            a step that may begin again (own_rows.py).
+        written: what notes each variable before it is written: rematerialized calls that are going on (remat.py).
     """
 
     rank: int
     world: RankWorld
     rows: Rows | None = None
+    carried: Rows | None = None
     overrides: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[int, torch.Tensor] | None = None
     reads: dict[int, list[torch.dtype]] | None = None
@@ -121,26 +125,24 @@ class Frame:
     keeps_gradients: bool = False
     backward_done: bool = False
     own_step: bool = False
+    exact: bool = False
     lent: list[tuple[Seen, torch.Tensor, int]] = field(default_factory=list)
-    exact_loss: bool = False
-    gathered_loss: bool = False
-    tells_losses: bool = False
-    sees_rows: bool = False
     is_making_gradients: bool = False
-    has_made_gradients: bool = False
-    step: Region | None = None
-    numbers: list[torch.Tensor] | None = None
-    tells_numbers: bool = False
     trial: frozenset[int] | None = None
-    calls: tuple[int, ...] = ()
+    prover: Any = None
+    pairs: frozenset[Any] = frozenset()
     wide: bool = False
     probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
-    region: Region | None = None
     seed_place: int = 0
     fetcher: Fetcher | None = None
     written: tuple[Before, ...] = ()
+
+    @property
+    def is_in_step(self) -> bool:
+        """In a train, test or predict step."""
+        return self.rows is not None or self.carried is not None
 
     @contextlib.contextmanager
     def _having(self, **attributes: Any) -> Iterator[None]:
@@ -168,6 +170,14 @@ class Frame:
         into the tensor that was read, as on one device."""
         return self._having(local=False, updating_whole=True, wholes={})
 
+    def carrying_rows(self, rows: Rows) -> AbstractContextManager[None]:
+        """Tensors carry which rows this rank holds. Random numbers are one device's."""
+        return self._having(rows=None, carried=rows, seed_place=0)
+
+    def having_rows(self, rows: Rows) -> AbstractContextManager[None]:
+        """Tensors are this rank's rows, as they are."""
+        return self._having(rows=rows, carried=None, seed_place=self.world.data_place(self.rank))
+
     def widened(self) -> AbstractContextManager[None]:
         """Layers of low precision compute in float32."""
         return self._having(wide=True)
@@ -176,25 +186,21 @@ class Frame:
         """The rules with these ids, and no others, count as paired."""
         return self._having(trial=trial)
 
-    def calling(self, layer: Any) -> AbstractContextManager[None]:
-        """The layer's call is going on."""
-        return self._having(calls=(*self.calls, id(layer)))
+    def with_pairs_of(self, prover: Any) -> AbstractContextManager[None]:
+        """Pairs that it has proven may be in use, and those of no other trainer."""
+        return self._having(prover=prover, pairs=frozenset())
+
+    def using(self, pairs: frozenset[Any]) -> AbstractContextManager[None]:
+        """These pairs are in use."""
+        return self._having(pairs=self.pairs | pairs)
 
     def seeds_at(self, place: int) -> AbstractContextManager[None]:
         """Random numbers are those of a place."""
         return self._having(seed_place=place)
 
-    def looking(self, region: Region | None) -> AbstractContextManager[None]:
-        """A region is computing, or none."""
-        return self._having(region=region)
-
     def noting(self, before: Before) -> AbstractContextManager[None]:
         """What variables held before they are written inside is noted."""
         return self._having(written=(*self.written, before))
-
-    def on_wholes(self) -> AbstractContextManager[None]:
-        """What is computed is computed alike on all ranks, of the rows of all shards."""
-        return self._having(gathered_loss=True, seed_place=0)
 
     def making_gradients(self) -> AbstractContextManager[None]:
         """A gradient that began in this step is on its way to the variables."""

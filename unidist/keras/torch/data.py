@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Mesh, Sharding
+from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
-from unidist.errors import DesyncError, LayoutError
+from unidist.errors import DesyncError
 from unidist.keras.agreement import Peers, stride
 from unidist.keras.compat import TorchEpochIterator, TorchTrainer, get_device, tree
 from unidist.keras.interception import Hook
@@ -22,136 +21,26 @@ from unidist.keras.narrowing import Narrowed, tells_rows
 from unidist.keras.processes import Processes
 from unidist.keras.torch import context, devices
 from unidist.keras.torch.context import Rows
+from unidist.keras.torch.cutting import (
+    ENDED,
+    RAISED,
+    Cutting,
+    LocalBatches,
+    agreed_rows,
+    bounds,
+    cut,
+    of_places,
+    of_shards,
+    row_count,
+    rows_of,
+)
 from unidist.keras.torch.world import RankWorld, rank_world
 from unidist.keras.views import Views
 
 
-class LocalBatches(list[Any]):
-    """What an epoch iterator hands to a step: one batch that holds this rank's rows alone, and how many there are."""
-
-    def __init__(self, batches: list[Any], rows: Rows) -> None:
-        super().__init__(batches)
-        self.rows = rows
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A batch, and the rows of it that each rank has.
-
-    Attributes:
-        batch: all rows, or those of this process alone.
-        rows: how many this process has, where the batch holds these alone.
-        total: of the global batch.
-    """
-
-    world: RankWorld
-    batch: Any
-    rows: Rows | None
-    total: int
-
-    @staticmethod
-    def of(world: RankWorld, batches: list[Any], *, auto_shard: bool) -> Shards:
-        """`batches`: what an epoch iterator hands to a step; `auto_shard`: each process was given all rows."""
-        batch, rows = batches[0], None
-        if isinstance(batches, LocalBatches):
-            rows = batches.rows
-        elif not world.is_virtual and not auto_shard:
-            rows = rows_already_local(world, batch)
-        return Shards(world, batch, rows, row_count(batch) if rows is None else rows.total)
-
-    def on(self, rank: int) -> tuple[Rows, Any]:
-        if self.rows is not None:
-            return self.rows, self.batch
-        own = cut(self.batch, *bounds(self.world, rank, self.total), copy=self.world.is_virtual)
-        return rows_of(self.world, rank, self.total), own
-
-
-def row_count(batch: Any) -> int:
-    """Rows of a batch. Raises LayoutError where its arrays disagree or have none."""
-    counts = {int(leaf.shape[0]) for leaf in tree.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape)}
-    if len(counts) != 1:
-        raise LayoutError(f"a batch must have one number of rows to be cut over devices, found {sorted(counts)}")
-    return counts.pop()
-
-
-def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
-    """(start, length) of a rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
-    if not world.data_axes:
-        return 0, total
-    return world.batch_sharding((total,)).region(rank)[0]
-
-
-def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
-    shards = world.mesh.axis_size(world.data_axes) if world.data_axes else 1
-    # As torch.chunk cuts.
-    least = max(0, total - (shards - 1) * -(-total // shards))
-    return Rows(bounds(world, rank, total)[1], total, total % shards == 0, least)
-
-
-def cut(batch: Any, start: int, length: int, *, copy: bool = False) -> Any:
-    """The rows [start, start + length) of every array of a batch; copied where ranks share this process, because
-    Keras multiplies masks into sample weights in place."""
-
-    def part(x: Any) -> Any:
-        if x is None or not hasattr(x, "shape") or not len(x.shape):
-            return x
-        rows = x[start : start + length]
-        if not copy:
-            return rows
-        return rows.clone() if isinstance(rows, torch.Tensor) else rows.copy()
-
-    return tree.map_structure(part, batch)
-
-
-def rows_already_local(world: RankWorld, batch: Any) -> Rows:
-    """Rows where every process was given its own part (auto_shard_dataset=False): counted by a collective."""
-    local = row_count(batch)
-    return _agreed_rows(world, local)
-
-
-def _agreed_rows(world: RankWorld, local: int) -> Rows:
-    if not world.data_axes:
-        return Rows(local, local, True, local)
-    found = _of_shards(world, local)
-    if min(found) < 0:
-        _tell_apart(world, found)
-    return Rows(local, sum(found), len(set(found)) == 1, min(found))
-
-
-def _of_shards(world: RankWorld, number: int) -> list[int]:
-    """Every data shard's number, in order. A collective."""
-    return _of_places(world, world.data_axes, number, "batch sizes")
-
-
-def _of_places(world: RankWorld, axes: Axes, number: int, purpose: str) -> list[int]:
-    """The number of every place along the axes, in order. A collective."""
-    cut = Sharding(world.mesh, Layout(axes), (world.mesh.axis_size(axes),))
-    with events.for_purpose(purpose):
-        found = world.backend.redistribute(torch.tensor([number]), cut, cut.with_layout(Layout()))
-    return [int(n) for n in found]
-
-
-# In place of a number of rows: this shard's data has no more, or raised.
-_ENDED, _RAISED = -1, -2
-
-
-def _tell_apart(world: RankWorld, found: list[int]) -> None:
-    """Raises DesyncError unless the data of all shards has ended together."""
-    if set(found) == {_ENDED}:
-        return
-    how = "raised an error" if _RAISED in found else "ended, while others have more batches"
-    apart = [place for place, n in enumerate(found) if n == (_RAISED if _RAISED in found else _ENDED)]
-    raise DesyncError(
-        f"auto_shard_dataset=False: the data of data shards {apart} of {len(found)} {how}. Give every process as many "
-        "batches, or pass steps_per_epoch, which each of them can give",
-        ranks=tuple(r for r in world.mesh.devices if world.data_place(r) in apart),
-        collective="batch sizes",
-    )
-
-
 def _agree_on_length(world: RankWorld, batches: int) -> None:
     """Raises DesyncError where data shards were given epochs of different lengths (0: not known ahead)."""
-    found = _of_shards(world, batches) if world.data_axes else [batches]
+    found = of_shards(world, batches) if world.data_axes else [batches]
     if len(set(found)) > 1:
         told = [str(n) if n else "unknown" for n in found]
         raise DesyncError(
@@ -169,8 +58,11 @@ class EpochReader:
     tensors come as one); of any other source each batch is read and cut.
     """
 
-    def __init__(self, source: Any, world: RankWorld, already_local: bool, given: Any = None) -> None:
+    def __init__(
+        self, source: Any, world: RankWorld, already_local: bool, given: Any = None, cutting: Cutting | None = None
+    ) -> None:
         self.world = world
+        self._cutting = cutting or Cutting(world)
         self.rank = world.ranks[0]
         self.rows: Rows | None = None
         self._already_local = already_local
@@ -201,12 +93,12 @@ class EpochReader:
         while True:
             try:
                 batch = next(source, None)
-                count = _ENDED if batch is None else row_count(batch)
+                count = ENDED if batch is None else row_count(batch)
             except Exception:
                 if self.world.data_axes:
-                    _of_shards(self.world, _RAISED)
+                    of_shards(self.world, RAISED)
                 raise
-            rows = _agreed_rows(self.world, count)
+            rows = agreed_rows(self.world, count)
             if batch is None:
                 return
             self.rows = rows
@@ -221,9 +113,10 @@ class EpochReader:
         for batch in source:
             if self._views is not None:
                 self._views.check(batch)
-            total = row_count(batch)
-            self.rows = rows_of(self.world, self.rank, total)
-            yield self._sent(cut(batch, *bounds(self.world, self.rank, total)))
+            total = self._cutting.total(batch)
+            self.rows = None if total is None else rows_of(self.world, self.rank, total)
+            own = (0, None) if total is None else bounds(self.world, self.rank, total)
+            yield self._sent(cut(batch, *own))
 
     def _sent(self, batch: Any) -> Any:
         device = torch.device(get_device())
@@ -241,7 +134,7 @@ def check_alike(world: RankWorld, number: int, what: str) -> None:
     Raises:
         DesyncError: the data shards' numbers differ.
     """
-    found = _of_shards(world, number)
+    found = of_shards(world, number)
     if len(set(found)) > 1:
         raise DesyncError(
             f"{what} differ between the processes. Draw from a keras.random.SeedGenerator that the model has, and give "
@@ -265,7 +158,7 @@ def processes(world: RankWorld) -> Processes | None:
         return found
 
     def of_all(number: int, purpose: str) -> tuple[int, ...]:
-        return tuple(_of_places(line, line.mesh.axis_names, number, purpose))
+        return tuple(of_places(line, line.mesh.axis_names, number, purpose))
 
     return Processes(ranks.index(world.ranks[0]), tuple((rank,) for rank in ranks), of_first, of_all)
 
@@ -312,7 +205,7 @@ def _reading(original: Any) -> Any:
         already_local = not engine.distribution.strategy.auto_shard_dataset
         if already_local:
             _agree_on_length(engine.world, self.steps_per_epoch or self._num_batches or 0)
-        self._unidist_reader = EpochReader(source, engine.world, already_local, self.data_adapter)
+        self._unidist_reader = EpochReader(source, engine.world, already_local, self.data_adapter, engine.cutting)
         return self._unidist_reader
 
     return _get_iterator

@@ -31,7 +31,7 @@ def settle() -> None:
     put_back()
     if wanted is not None:
         _table, _wanted = Table(_hooks(wanted)), wanted
-        _table.turn_on()
+        _table.turn_on_all_there_are()
 
 
 def put_back() -> None:
@@ -56,13 +56,22 @@ def _writing_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def convert_to_tensor(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) not in (bool, int, float) or torch.device(torch_core.get_device()).type != "cuda":
+        if torch.device(torch_core.get_device()).type != "cuda" or not _is_of_numbers(x):
             return original(x, *args, **kwargs)
+        if not isinstance(x, (bool, int, float)):
+            return torch.stack([convert_to_tensor(number, *args, **kwargs) for number in x])
         with torch_core.device_scope("cpu"):
             dtype = original(x, *args, **kwargs).dtype
         return torch.full((), x, dtype=dtype, device=torch_core.get_device())
 
     return convert_to_tensor
+
+
+def _is_of_numbers(x: Any) -> bool:
+    """Whether it is a number, or a few of one kind, as a shape is."""
+    if isinstance(x, (tuple, list)):
+        return bool(x) and len({type(number) for number in x}) == 1 and _is_of_numbers(x[0])
+    return type(x) in (bool, int, float)
 
 
 def filled(number: float, like: torch.Tensor) -> torch.Tensor:

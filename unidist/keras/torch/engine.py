@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import torch
 
 from unidist.backends import ending
 from unidist.errors import CapabilityError
-from unidist.keras import sessions, stateful, telling
-from unidist.keras.compat import (
-    TorchModuleWrapper,
-    TorchTrainer,
-    tree,
-    unpack_x_y_sample_weight,
-)
+from unidist.keras import interception, needs, sessions, stateful, telling
+from unidist.keras.compat import TorchModuleWrapper, tree, unpack_x_y_sample_weight
 from unidist.keras.known import is_of_keras
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
-from unidist.keras.torch import changes, context, data
+from unidist.keras.torch import borders, carrying, changes, context, cutting
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.rows import mixing, own_rows
-from unidist.keras.torch.steps import activity, attributes, metrics, overridden, own_losses, programs, statistics
+from unidist.keras.torch.gathers import Gathers
+from unidist.keras.torch.steps import (
+    activity,
+    attributes,
+    drawing,
+    eagerly,
+    metrics,
+    overridden,
+    programs,
+    statistics,
+)
 from unidist.keras.torch.steps.perrank import PerRankList, PerRankSet
 from unidist.keras.torch.steps.traffic import Traffic
 from unidist.keras.torch.tensor_parallel import heads, pairs, rules, sequence
@@ -48,12 +50,18 @@ class Engine:
         self.model = model
         self.distribution = distribution
         self.world = placing.world_of(distribution)
-        self.pairing = Pairing(model)
+        self._exact = distribution.strategy.exact_random
+        self.pairing = Pairing(model, self._exact)
         self._looked = changes.Looked()
         self._own_layers: list[Any] = []
+        self._apart: list[Any] = []
         self.traffic: Traffic | None = None
-        self.mixers: list[mixing.Mixer] = []
-        self.own_steps = own_rows.OwnSteps(model, self.world)
+        self._each = distribution.strategy.per_tensor_rows
+        self.cutting = cutting.Cutting(self.world, self._each)
+        self.borders: list[borders.Inward] = []
+        self.gathers = Gathers(model.name)
+        self._has_own_code = self.runs_eagerly = False
+        self._attributes = attributes.PerRank(self.world)
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
         self.logs_are_read = True
@@ -61,6 +69,10 @@ class Engine:
     @contextlib.contextmanager
     def session(self, logs_are_read: bool = True) -> Iterator[None]:
         """Keras's trainer is at work on this engine's model; `logs_are_read`: somebody takes the logs of each step."""
+        # Whether the model's call can be no program.
+        self.runs_eagerly = self.world.is_virtual or eagerly.has_modules(self.model)
+        if self.runs_eagerly:
+            eagerly.tell(self.model, self.world)
         token = context.engine_at_work.set(self)
         self._ready = False
         before, self.logs_are_read = self.logs_are_read, logs_are_read
@@ -90,6 +102,11 @@ class Engine:
         if not changed and self._state() == self._prepared:
             return
         stateful.refuse(model, self.distribution)
+        if self._exact and programs.is_compiled(model) and needs.draws(model):
+            raise CapabilityError(
+                "exact_random=True with jit_compile=True: a program draws for its device's rows alone. Compile the "
+                "model with jit_compile=False, or leave exact_random out"
+            )
         placing.check_meshes(model)
         fresh = not self._prepared
         if fresh and settle(model, self.distribution):
@@ -101,15 +118,25 @@ class Engine:
                 statistics.keep_seeds_on_host(model)
         if changed:
             self._set_rules(changed)
-        self._follow_what_was_compiled()
+        overridden.install(model)
         self.pairing.part_changed()
-        metrics.adopt(model.metrics, self._loss_trackers())
-        own_losses.adopt(model, self.world)
+        metrics.adopt([*model.metrics, *self._loss_trackers()])
         self._watch_gradients()
         if programs.is_compiled(model):
             programs.install_programs(model, self.world.backend, by_layer=self._traffic().fetches)
+        if self.world.cuts_rows:
+            in_parts = self.distribution.strategy.sequence_parallel
+            is_native = lambda layer: programs.is_owner(layer) or (in_parts and layer is model)  # noqa: E731
+            self.borders = borders.give(model, is_native, self._exact)
+        self._has_own_code = needs.own_code(model)
         self._looked.note(model._flatten_layers())
         self._prepared = self._state()
+
+    def _build(self, batches: Any) -> None:
+        """What was compiled amid a training is built as at its begin: the variables of metrics are placed with it."""
+        parts = [getattr(self.model, name, None) for name in ("_compile_loss", "_compile_metrics")]
+        if any(part is not None and not part.built for part in parts):
+            self.model._symbolic_build(iterator=[(0, 1, batches)])
 
     def _state(self) -> tuple[Any, ...]:
         """What prepare() depends on beside the layers: what the model was compiled with, new variables, another choice
@@ -130,13 +157,13 @@ class Engine:
         )
 
     def _set_rules(self, changed: list[Any]) -> None:
-        """Gives rules and regions to layers that are new, or are others by now. What was proven is proven again."""
+        """Gives rules to layers that are new, or are others by now. What was proven is proven again."""
         model, world = self.model, self.world
         if self._prepared:
             self.pairing.follow_change()
         programs.forget(model)
-        for mixer in self.mixers:
-            mixer.forget()
+        for border in self.borders:
+            border.looks = None
         held = {id(rule) for rule in self.rules}
         found = [rule for layer in changed if (rule := self._rule_of(layer)) is not None and id(rule) not in held]
         self.rules.extend(found)
@@ -145,9 +172,10 @@ class Engine:
         if self.distribution.strategy.sequence_parallel and not self._prepared:
             sequence.give_whole(model)
         if world.data_axes:
-            sees_rows = bool(self.own_steps.seeing)
-            self.mixers = [*mixing.install_regions(model, sees_rows=sees_rows), *activity.install_regions(model)]
-        self._own_layers = [layer for layer in model._flatten_layers() if not is_of_keras(type(layer))]
+            activity.show_all_rows(model)
+        layers = model._flatten_layers()
+        self._own_layers = [layer for layer in layers if not is_of_keras(type(layer))]
+        self._apart = list(filter(attributes.has_own, layers))
         if not self._prepared:
             telling.applied(model, self.distribution)
 
@@ -164,11 +192,6 @@ class Engine:
         if rule is not None:
             rule.in_parts = self.distribution.strategy.sequence_parallel
         return rule
-
-    def _follow_what_was_compiled(self) -> None:
-        overridden.install(self.model)
-        if self.world.data_axes:
-            mixing.check_losses(self.model)
 
     def _loss_trackers(self) -> list[Any]:
         model = self.model
@@ -189,52 +212,66 @@ class Engine:
     def step(self, function: Callable[[Any], Any], batches: Any, *, kind: str) -> Any:
         """Keras's step function on each rank's rows; of kind "train", "test" or "predict" (outputs are joined)."""
         if not self._ready or self._looked.call_other_functions():
+            if self._prepared and kind == "train":
+                self._build(batches)
             self.prepare()
             self._ready = True
+            if kind == "train":
+                stateful.refuse_in_parts(self.model, self.distribution)
         elif self._looked.have_changed(self._own_layers) and not programs.is_compiled(self.model):
             self.pairing.follow_change()
-        shards = data.Shards.of(self.world, batches, auto_shard=self.distribution.strategy.auto_shard_dataset)
-        own_step = kind != "predict" and _is_own_step(self.model, kind)
+        with self._attributes.apart(self._apart):
+            return self._step(function, batches, kind)
+
+    def _step(self, function: Callable[[Any], Any], batches: Any, kind: str) -> Any:
+        auto_shard = self.distribution.strategy.auto_shard_dataset
+        shards = cutting.Shards.of(self.world, batches, auto_shard=auto_shard, by=self.cutting)
+        own_step = kind != "predict" and overridden.is_own_step(self.model, f"{kind}_step")
         if own_step and self.pairing.is_due(self.world.ranks):
             # Before all else: such a step may begin again.
             self.world.run(lambda frame: self._prove(frame, shards))
 
         def on_rank(frame: Frame) -> Any:
-            frame.tells_losses = own_step and bool(self.world.data_axes)
-            frame.own_step = own_step and kind == "train"
+            frame.own_step, frame.exact = own_step and kind == "train", self._exact
             with self._at_work(frame, shards, kind) as own:
                 self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
-                with frame.looking(own_rows.region_of(frame, self.model, kind)):
-                    out = function([own_rows.shown(frame, own)])
-                seen.settle()
-                return self._joined(frame, out) if kind == "predict" else metrics.logs_of_all(frame, out)
+                with self._on_carriers(frame, own) as batch:
+                    out = carrying.plain(function([batch]))
+                    seen.settle()
+                return out if kind == "predict" else carrying.agreed(frame, out)
 
-        several = self.world.is_virtual and self.world.mesh.size > 1
-        with self._watched.step() if several and own_step else contextlib.nullcontext():
-            if own_step and self.world.data_axes:
-                return self.own_steps.run(kind, on_rank)
+        may_draw = self._exact or (self._has_own_code and self.world.cuts_rows)
+        draws = drawing.alike(self.world) if may_draw else contextlib.nullcontext()
+        with draws, self.gathers.measured() if self.world.cuts_rows else contextlib.nullcontext():
             return self.world.run(on_rank)
 
     @contextlib.contextmanager
-    def _at_work(self, frame: Frame, shards: data.Shards, kind: str) -> Iterator[Any]:
+    def _on_carriers(self, frame: Frame, own: Any) -> Iterator[Any]:
+        """Gives a batch as the whole; what operations gather is counted."""
+        if not self.world.cuts_rows:
+            with carrying.step(frame, own) if frame.rows is None else contextlib.nullcontext():
+                yield own
+            return
+        with self.gathers.counted(frame), carrying.step(frame, own, self._each) as batch:
+            yield batch
+            carrying.settle_losses(self.model)
+
+    @contextlib.contextmanager
+    def _at_work(self, frame: Frame, shards: cutting.Shards, kind: str) -> Iterator[Any]:
         """A rank in a step; gives its rows of the batch."""
         frame.rows, own = shards.on(frame.rank)
         traffic = self._traffic()
         frame.shared = traffic.shared(frame)
         try:
-            with traffic.step(frame, kind):
+            with traffic.step(frame, kind), frame.with_pairs_of(self.pairing):
                 yield own
         finally:
             # What it holds leads back to the frame, and would live until Python looks for cycles.
             frame.shared = None
 
-    def _prove(self, frame: Frame, shards: data.Shards) -> None:
+    def _prove(self, frame: Frame, shards: cutting.Shards) -> None:
         with self._at_work(frame, shards, "test") as own:
             self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
-
-    @functools.cached_property
-    def _watched(self) -> attributes.Watch:
-        return attributes.Watch(self.model, self.world.mesh.size)
 
     def _traffic(self) -> Traffic:
         if self.traffic is None:
@@ -258,21 +295,6 @@ class Engine:
     def verdicts(self) -> dict[int, Verdict]:
         return self.pairing.verdicts
 
-    def _joined(self, frame: Frame, outputs: Any) -> Any:
-        rows = frame.rows
-        if not self.world.data_axes or rows is None:
-            return outputs
-
-        def join(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or x.ndim == 0 or x.shape[0] != rows.local:
-                raise ValueError(
-                    f"predict cuts the batch over devices and needs outputs with one row for each input row; found "
-                    f"shape {tuple(getattr(x, 'shape', ()))} for {rows.local} rows"
-                )
-            return self.world.gather_rows(x, rows.total)
-
-        return tree.map_structure(join, outputs)
-
 
 class StepFunction:
     """Keras's step function on each rank's rows."""
@@ -281,6 +303,8 @@ class StepFunction:
         self.engine = engine
         self.function = function
         self.kind = kind
+        # The model may be another by now, as one that a callback has compiled again.
+        engine._ready = False
 
     def __call__(self, batches: Any) -> Any:
         return self.engine.step(self.function, batches, kind=self.kind)
@@ -297,19 +321,16 @@ def _world_of_variables(model: Any) -> Any:
 
 def engine_of(model: Any) -> Engine | None:
     """The engine of a model: the one it has, or one by the distribution that it has or that is active."""
-    found: Engine | None = sessions.engine_of(model, Engine)
-    return found
+    return sessions.engine_of(model, Engine)  # type: ignore[no-any-return]
 
 
 def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
     """The engine of a model under a distribution. Raises LayoutError: it is distributed already, in another way."""
-    found: Engine = sessions.engine_for(model, distribution, Engine)
-    return found
+    return sessions.engine_for(model, distribution, Engine)  # type: ignore[no-any-return]
 
 
 def prepare_for_loop(model: Any, given: Any) -> None:
-    """Watches the gradients of a placed model that nobody has trained or parallelized yet, in real processes; not where
-    it becomes a part of a graph."""
+    """Watches the gradients of a placed model that nobody has trained yet, in real processes; not in a graph."""
     known = sessions.of(model)
     if known.engine is not None or known.is_seen or context.engine_at_work.get() is not None or not model.built:
         return
@@ -322,10 +343,6 @@ def prepare_for_loop(model: Any, given: Any) -> None:
         return
     found = engine_of(model)
     if found is not None:
+        interception.check(model, in_own_loop=True)
         with found.session():
             found.prepare()
-
-
-def _is_own_step(model: Any, kind: str) -> bool:
-    name = f"{kind}_step"
-    return name in vars(model) or getattr(type(model), name) is not getattr(TorchTrainer, name)

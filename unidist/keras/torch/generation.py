@@ -13,8 +13,10 @@ import torch
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
+from unidist.array import DistributedArray
 from unidist.keras.compat import Trainer, tree
 from unidist.keras.interception import Hook
+from unidist.keras.needs import generates
 from unidist.keras.torch import cached, engine
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import placing
@@ -24,7 +26,7 @@ from unidist.keras.torch.values.variables import place
 
 def hooks() -> tuple[Hook, ...]:
     """After Trainer.compile a model of keras_hub can generate."""
-    return (Hook(Trainer, "compile", _compiling, "generate runs on every rank"),)
+    return (Hook(Trainer, "compile", _compiling, "generate runs on every rank", needed=generates),)
 
 
 def _compiling(original: Any) -> Any:
@@ -68,6 +70,8 @@ class GenerateFunction:
         with found.session():
             found.prepare()
             self._place_seeds()
+            # In a scope keras_hub lays prompts out over the data axes; here each rank generates for all.
+            inputs = tree.map_structure(lambda x: x.numpy() if isinstance(x, DistributedArray) else x, inputs)
             return found.world.run(lambda frame: self._on_rank(frame, inputs, stop_token_ids))
 
     def _on_rank(self, frame: Frame, inputs: Any, stop_token_ids: Any) -> Any:

@@ -20,12 +20,12 @@ from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.interception import Hook, Table, by
 from unidist.keras.known import overrides
 from unidist.keras.torch import context, data, devices, distribution_lib, engine, generation, natively, saving
-from unidist.keras.torch.rows import counts
+from unidist.keras.torch.saving import writing as writing
 from unidist.keras.torch.steps import (
     clipping,
     derivatives,
+    eagerly,
     functions,
-    losses,
     metrics,
     optimizers,
     programs,
@@ -62,7 +62,6 @@ def table() -> Table:
             *natively.hooks(),
             *placing.hooks(),
             *initializing.hooks(),
-            *losses.hooks(),
             *metrics.hooks(),
             *statistics.hooks(),
             *remat.hooks(),
@@ -70,11 +69,11 @@ def table() -> Table:
             *saving.hooks(),
             *optimizers.hooks(),
             *functions.hooks(),
-            *counts.hooks(),
             *rowless.hooks(),
             *clipping.hooks(),
             *derivatives.hooks(),
             *generation.hooks(),
+            *eagerly.hooks(),
             *_of_trainers(),
             *_of_layers(),
             Hook(keras.Model, "__call__", _watching, "gradients of loops of one's own are averaged"),
@@ -85,9 +84,10 @@ def table() -> Table:
 
 def _widening(original: property) -> property:
     """Where a frame says so, layers of low precision compute in float32."""
+    of_original: Any = original.fget  # torch 2.14 cannot trace `__get__`
 
     def compute_dtype(self: Any) -> Any:
-        found, frame = original.__get__(self), context.frame()
+        found, frame = of_original(self), context.frame()
         return "float32" if frame is not None and frame.wide and found in _LOW_PRECISION else found
 
     return property(compute_dtype, doc=original.__doc__)
@@ -218,17 +218,23 @@ def _post_track_variable(self: Any, variable: Any) -> None:
 
 
 def _naming(original: Any) -> Any:
-    """In a step of the user's own they have the values and gradients of the rank at work, whole where these are cut."""
+    """In a step of the user's own they have the values and gradients of the rank at work, whole where these are cut.
+    In the simulator parameters are its program's, so ranks have values everywhere."""
 
     @functools.wraps(original)
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         found, frame = original(self, *args, **kwargs), context.frame()
-        if frame is None or not frame.own_step:
+        variables = [v for v in self.variables if placing.is_placed(v)]
+        if not (frame is not None and frame.own_step) and not _are_of_a_program(variables):
             return found  # type: ignore[no-any-return]
-        placed = {id(v._storage.parameter()): v for v in self.variables if placing.is_placed(v)}
+        placed = {id(v._storage.parameter()): v for v in variables}
         return ((name, placed[id(one)].value if id(one) in placed else one) for name, one in found)
 
     return named_parameters
+
+
+def _are_of_a_program(variables: list[Any]) -> bool:
+    return any(v._storage.world.runs_several for v in variables)
 
 
 def _zeroing(original: Any) -> Any:

@@ -16,7 +16,6 @@ from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.telling import in_parts, own_variables
 from unidist.keras.torch import engine
 from unidist.keras.torch.cached import CachedCalls
-from unidist.keras.torch.rows import mixing
 from unidist.keras.torch.tensor_parallel import rules, verdicts
 from unidist.keras.torch.values import placing
 from unidist.keras.torch.values.placing import is_placed
@@ -48,12 +47,13 @@ def rows(model: Any) -> list[Row]:
 
 
 def reasons(model: Any) -> Iterator[tuple[str, str]]:
-    """(name, why it is given the rows of all shards or not) of what may look at several rows, and (path, what it does)
-    of each layer with cut weights and of the calls with a cache."""
+    """(name, whether it looks at several shards' rows) of what may, (name, how often) of operations that gather, and
+    (path, what it does) of each layer with cut weights and of the calls with a cache."""
     found = engine.engine_of(model)
-    for mixer in [*(found.mixers if found is not None else ()), *mixing.of_losses(model)]:
-        yield mixer.name, mixer.why
-    yield from found.own_steps.why if found is not None else ()
+    for border in found.borders if found is not None else ():
+        yield border.name, border.why
+    for name, count in found.gathers.counts.items() if found is not None else ():
+        yield f"operation {name}", f"no rule cuts it: it has gathered its operands {count} times"
     if found is None or not model.built:
         return
     is_waiting = found.traffic is None and waits(model, found.distribution)

@@ -96,7 +96,7 @@ def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) ->
     _save(model, lambda: _originals["hdf5"](model, filepath, *args, **kwargs), read_along)
 
 
-def _save(model: Any, write: Callable[[], None], read_along: Callable[[], None]) -> None:
+def _save(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
     """Process 0 writes, the others read along: each whole value is a collective. Returns when the file is there.
 
     Args:
@@ -110,20 +110,37 @@ def _save(model: Any, write: Callable[[], None], read_along: Callable[[], None])
 
     _settle(model)
     world = world_of_model(model)
-    several = None if world is None else data.processes(world)
     if world is not None and world.is_virtual:
         # What ranks that do not write would fail at in real processes fails here too.
         read_along()
+    return _by_first(_processes(model), write, read_along)
+
+
+def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
+    """What `_save` does, for a writer of any kind.
+
+    Args:
+        model: None: no values are read, and the others only wait.
+    """
+    if model is None:
+        several = data.processes(placing.world_of(strategies.adopt(sessions.latest())))
+        return _by_first(several, write, lambda: None)
+    _settle(model)
+    return _by_first(_processes(model), write, read_along)
+
+
+def _by_first(several: Processes | None, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
     if several is None:
-        write()
-        return
-    with several.saving():
+        return write()
+    if keras_saving.is_writing():
+        return write() if several.is_first and not walks.is_again() else read_along()
+    with several.saving(), keras_saving.writing():
         if not several.is_first:
             read_along()
-            return
+            return None
         with walks.walking():
             try:
-                write()
+                return write()
             except BaseException:
                 # The others are in the middle of their reading: it goes on to its end.
                 with walks.going_on():

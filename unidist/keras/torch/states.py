@@ -99,7 +99,7 @@ class Stored(OnTorch):
 
     def put(self, read: Read) -> None:
         super().put(read)
-        self._storage.forget_gathered()
+        self._storage.follow_shards()
 
 
 class Summed(OnTorch):

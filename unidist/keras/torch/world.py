@@ -16,7 +16,7 @@ from unidist.backends import registry
 from unidist.backends.local import LocalViewBackend
 from unidist.errors import BackendMismatchError, CapabilityError
 from unidist.keras.compat import global_state
-from unidist.keras.torch import context
+from unidist.keras.torch import context, outside
 from unidist.keras.torch.context import Frame
 
 T = TypeVar("T")
@@ -38,7 +38,18 @@ class RankWorld:
         self.data_axes = data_axes
         self._until = _left
         self.is_virtual = backend.is_virtual
+        self.spaces: dict[int, Any] = {}  # of each rank here, once it has had carriers
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
+
+    @property
+    def runs_several(self) -> bool:
+        """Whether ranks are run here beside a program that is none of them."""
+        return self.is_virtual and self.mesh.size > 1
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether there are several data shards."""
+        return self.mesh.axis_size(self.data_axes) > 1 if self.data_axes else False
 
     @property
     def writes(self) -> bool:
@@ -97,7 +108,8 @@ class RankWorld:
             with context.entered(self.frame_for(rank)) as frame:
                 return work(frame)
 
-        results = self.backend.run(on_rank)
+        with outside.ranks_running():
+            results = self.backend.run(on_rank)
         return results[self.ranks[0]]  # type: ignore[return-value]
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Activity regularizers that look at several rows are given those of all shards."""
+"""Activity regularizers that look at several rows are given those of all shards, in calls of native rows."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from typing import Any
 import torch
 
 from unidist.keras import activity
-from unidist.keras.torch import context
+from unidist.keras.torch import borders, context
 from unidist.keras.torch.context import Rows
-from unidist.keras.torch.rows import mixing, regions
 
 
-def install_regions(model: Any) -> list[mixing.Mixer]:
+def show_all_rows(model: Any) -> None:
     """Lets the activity regularizers of a model's layers see the rows of all shards, where that may change them."""
-    return [look.mixer for look in activity.given(model, _Look)]
+    activity.given(model, lambda layer, name: _look)
 
 
-class _Look:
-    """Shows one regularizer the rows of all shards, in a step of several ranks."""
-
-    def __init__(self, layer: Any, name: str) -> None:
-        self.mixer = mixing.Mixer(layer, name)
-
-    def __call__(self, own: Any, output: Any) -> Any:
-        frame = context.frame()
-        if frame is None or frame.rows is None or not regions.can_begin(frame) or frame.region is not None:
-            return own(output)
-        return _own_share(frame.rows, self.mixer.look(frame, frame.rows, own, output))
+def _look(own: Any, output: Any) -> Any:
+    frame = context.frame()
+    if frame is None or frame.rows is None or not borders.can_begin(frame):
+        return own(output)
+    return _own_share(frame.rows, borders.on_carriers(frame, frame.rows, own, output))
 
 
 def _own_share(rows: Rows, loss: Any) -> Any:

@@ -1,54 +1,181 @@
-"""What a step of the user's own keeps on its model, in the simulator: all ranks have the one model object."""
+"""Attributes of the user's own models and layers, in the simulator: all ranks have the one object, and each has its own
+attributes on it, as each process has. So it is with what a call of Keras's own layers writes, and reads again.
+
+A rank that goes on finds them as it has left them. The program, outside of steps, has those of the first rank. What it
+changes there is changed for all ranks.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import warnings
-from collections.abc import Iterator
+import copy
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
-# Steps of a training that are looked at.
-STEPS = 3
+import numpy as np
+import torch
+
+from unidist.keras.compat import BaseOptimizer, DropoutRNNCell, backend
+from unidist.keras.known import is_of_either
+from unidist.keras.torch import context
+from unidist.keras.torch.world import RankWorld
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_SHARED = (backend.Variable, BaseOptimizer)
+_NONE: frozenset[str] = frozenset()
+
+Held = list[dict[str, Any]]
 
 
-class Watch:
-    """Warns once of each attribute of a model that its own step assigns."""
+class PerRank:
+    """The attributes that the ranks of the simulator have on some objects.
 
-    def __init__(self, model: Any, ranks: int) -> None:
-        self._model = model
-        self._ranks = ranks
-        self._left = STEPS
-        self._known: set[str] = set()
+    Args:
+        world: the ranks. The program has what the first one has.
+    """
+
+    def __init__(self, world: RankWorld) -> None:
+        self._world = world
+        # With the names in a user's class, or None where it is Keras's, and those that Keras's own calls write.
+        self._objects: list[tuple[Any, frozenset[str] | None, frozenset[str]]] = []
+        self._held: dict[int, Held] = {}
+        self._left: list[dict[str, tuple[Any, ...]]] = []
+        self._kept: Held = []  # keeps what `_left` knows by its id
+        self._shown = world.ranks[0]
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """A step is inside, on all ranks."""
-        if not self._left:
+    def apart(self, objects: Iterable[Any]) -> Iterator[None]:
+        """Inside the ranks run."""
+        if not self._world.runs_several or context.frame() is not None:
             yield
             return
-        self._left -= 1
-        before = self._held()
-        yield
-        found = self._held()
-        changed = [name for name in found if before.get(name) != found[name] and name not in self._known]
-        self._known.update(changed)
-        if changed:
-            names = ", ".join(f"self.{name}" for name in changed)
-            warnings.warn(
-                f"train_step of {type(self._model).__name__} assigns {names}. In the simulator {self._ranks} ranks run "
-                "it on one model object, so a rank reads what others have assigned. In real processes each has its "
-                "own: use unidist run with torch, or keep such numbers in weights (add_weight, trainable=False)",
-                UserWarning,
-                stacklevel=2,
-            )
+        self._follow(objects)
+        self._begin()
+        try:
+            with self._world.backend.calling_at_turns(self._turn):
+                yield
+        finally:
+            self._turn(self._world.ranks[0])
+            self._kept = self._now()
+            self._left = [{name: _content(value) for name, value in own.items()} for own in self._kept]
 
-    def _held(self) -> dict[str, Any]:
-        # Methods are put there by unidist.
-        held = {name: value for name, value in vars(self._model).items() if not callable(value)}
-        return {name: _content(value) for name, value in held.items() if not name.startswith("_")}
+    def _follow(self, objects: Iterable[Any]) -> None:
+        found = {id(one): one for one in objects if has_own(one)}
+        if list(found) != [id(one) for one, *_ in self._objects]:
+            self._objects = [(one, _names_of(one), _written(one)) for one in found.values()]
+            self._held, self._left, self._kept = {}, [{} for _ in found], [{} for _ in found]
+
+    def _turn(self, rank: int) -> None:
+        """A rank goes on."""
+        if rank == self._shown or rank not in self._held:
+            return
+        self._held[self._shown] = self._now()
+        for (one, *_), before, own in zip(self._objects, self._held[self._shown], self._held[rank], strict=True):
+            attributes = vars(one)
+            for name in before.keys() - own.keys():
+                del attributes[name]
+            attributes.update(own)
+        self._shown = rank
+
+    def _begin(self) -> None:
+        now = self._now()
+        for rank in self._world.ranks:
+            held = self._held.setdefault(rank, [{} for _ in now])
+            for own, found, left in zip(held, now, self._left, strict=True):
+                for name in left.keys() - found.keys():
+                    own.pop(name, None)
+                for name, value in found.items():
+                    if rank == self._shown:
+                        own[name] = value
+                    elif left.get(name) != _content(value):
+                        own[name] = _copied(value)
+
+    def _now(self) -> Held:
+        return [
+            {
+                name: value
+                for name, value in vars(one).items()
+                if name in written
+                or (names is not None and (name in names or name[0] != "_") and not _is_shared(value))
+            }
+            for one, names, written in self._objects
+        ]
 
 
-def _content(value: Any) -> tuple[int, ...]:
-    """Another one when the attribute is assigned, or an entry of the list or dict in it is."""
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (id(value), *map(id, entries))
+def has_own(thing: Any) -> bool:
+    """Whether ranks have attributes of their own on a model or a layer."""
+    return not is_of_either(type(thing)) or bool(_written(thing))
+
+
+def _written(layer: Any) -> frozenset[str]:
+    """What a call of Keras's writes on its layer and reads again, with other layers' weights fetched in between."""
+    if isinstance(layer, DropoutRNNCell):
+        return frozenset(("_dropout_mask", "_recurrent_dropout_mask"))
+    mode = getattr(layer, "_remat_mode", None)
+    return frozenset(("activation",)) if mode is not None and mode.mode == "activations" else _NONE
+
+
+def _names_of(thing: Any) -> frozenset[str] | None:
+    kind: Any = type(thing)
+    return None if is_of_either(kind) else _names(kind)
+
+
+@functools.cache
+def _names(kind: Any) -> frozenset[str]:
+    """Those that the methods of a class of the user's have in them: private ones beside are Keras's."""
+    own = itertools.takewhile(lambda one: not is_of_either(one), kind.__mro__)
+    codes = [
+        found.__code__
+        for one in own
+        for value in vars(one).values()
+        if isinstance(found := getattr(value, "__wrapped__", value), FunctionType)
+    ]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names, (text for text in code.co_consts if isinstance(text, str)))
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return frozenset(names)
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether ranks have one together: what Keras keeps the shards of, and functions."""
+    return callable(value) or isinstance(value, (*_SHARED, torch.nn.Parameter))
+
+
+def _copied(value: Any) -> Any:
+    """A rank's own of what is written in place."""
+    if isinstance(value, torch.Tensor):
+        return value if value.requires_grad else value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if not isinstance(value, _CONTAINERS) or any(map(_is_shared, _members(value))):
+        return value
+    made = copy.copy(value)
+    for key, member in [] if isinstance(value, set) else _items(value):
+        # Past Keras's containers, which would look for layers in it.
+        _base(made).__setitem__(made, key, _copied(member))
+    return made
+
+
+def _base(value: Any) -> Any:
+    return next(kind for kind in _CONTAINERS if isinstance(value, kind))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return list(value.items() if isinstance(value, dict) else enumerate(value))
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _content(value: Any) -> tuple[Any, ...]:
+    """Another one when an attribute is assigned, or what is in it."""
+    entries = _members(value) if isinstance(value, _CONTAINERS) else ()
+    version = (value._version,) if isinstance(value, torch.Tensor) and not value.is_inference() else ()
+    return (id(value), *version, *map(_content, entries))

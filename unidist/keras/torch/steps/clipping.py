@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from unidist.keras.interception import Hook
+from unidist.keras.needs import own_code
 from unidist.keras.torch import context
 from unidist.keras.torch.values import norms, seen
 
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 def hooks() -> Iterator[Hook]:
     why = "torch clips by the norms of whole variables"
-    yield Hook(clip_grad, "_get_total_norm", _of_wholes, why, imported=True)
-    yield Hook(torch.nn.utils, "get_total_norm", _of_wholes, why, imported=True)
+    yield Hook(clip_grad, "_get_total_norm", _of_wholes, why, imported=True, needed=own_code)
+    yield Hook(torch.nn.utils, "get_total_norm", _of_wholes, why, imported=True, needed=own_code)
     for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
-        yield Hook(clip_grad, name, _of_parts, why, imported=True)
-    yield Hook(torch.nn.utils, "clip_grads_with_norm_", _of_parts, why, imported=True)
+        yield Hook(clip_grad, name, _of_parts, why, imported=True, needed=own_code)
+    yield Hook(torch.nn.utils, "clip_grads_with_norm_", _of_parts, why, imported=True, needed=own_code)
 
 
 def _held(tensors: Any) -> list[torch.Tensor]:
@@ -44,9 +45,9 @@ def _of_parts(original: Any) -> Callable[..., Any]:
         own: dict[int, torch.Tensor] = {}
         frame = context.frame()
         for storage in list(norms.placed):
-            if (part := storage.states.get(storage.rank_at_work(frame))) is not None:
-                held = (*storage.shards.values(), *storage.leaves.values())
-                own |= dict.fromkeys(map(id, held), part)
+            part = storage.states.get(storage.rank_at_work(frame))
+            if part is not None and (frame is not None or not storage.world.runs_several):
+                own |= dict.fromkeys(map(id, storage.parameters()), part)
         return original([own.get(id(one), one) for one in given], *args, **kwargs)
 
     return clip

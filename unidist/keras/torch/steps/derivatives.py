@@ -11,13 +11,13 @@ import torch
 
 from unidist import events
 from unidist.algebra import Sharding
+from unidist.backends.torch.sharded import ShardedTensor
 from unidist.errors import CapabilityError
 from unidist.keras.interception import Hook
-from unidist.keras.torch import context
+from unidist.keras.needs import own_code
+from unidist.keras.stateful import refuse_in_a_loop
+from unidist.keras.torch import carrying, context
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.rows import own_rows
-from unidist.keras.torch.rows.rowparts import RowPart
-from unidist.keras.torch.steps import losses
 from unidist.keras.torch.values import norms, seen
 from unidist.keras.torch.values.storage import Storage
 
@@ -25,7 +25,27 @@ _OPTIONS = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allo
 
 
 def hooks() -> Iterator[Hook]:
-    yield Hook(torch.autograd, "grad", _summed, "gradients of all data shards' rows", imported=True)
+    why = "gradients of all data shards' rows"
+    yield Hook(torch.autograd, "backward", _rooted, why)
+    yield Hook(torch.autograd, "grad", _summed, why, imported=True, needed=own_code)
+
+
+def _rooted(original: Any) -> Callable[..., Any]:
+    """A loss that all ranks have, without a row in it, begins on each with its share."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        frame = context.frame()
+        if frame is None or frame.is_making_gradients:
+            original(tensors, grad_tensors, *args, **kwargs)
+            return
+        if frame.carried is not None:
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            tensors = [carrying.rooted(frame, root) for root in roots]
+        with frame.making_gradients():
+            original(tensors, grad_tensors, *args, **kwargs)
+
+    return backward
 
 
 def _summed(original: Any) -> Callable[..., Any]:
@@ -39,26 +59,24 @@ def _summed(original: Any) -> Callable[..., Any]:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         of = _storages_in_a_loop(given) if frame is None else _storages(frame, given)
-        sees_rows = frame is not None and (frame.sees_rows or frame.region is not None)
-        if not any(of) and not sees_rows:
+        if not any(of) and (frame is None or frame.carried is None):
             return original(outputs, inputs, *args, **kwargs)
         options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
         if frame is None:
             if any(s.summed_axes for s in of if s is not None):
-                _check_options(options, "in a loop of your own")
+                _check_options(options)
+            for path in (s.path for s in of if s is not None and s.is_overwritten):
+                refuse_in_a_loop(path)
             leaves = [x.kept.parameter() if isinstance(x, seen.Value) else x for x in given]
             found = original(outputs, leaves, **options)
             return tuple(g if s is None else _averaged(g, s, x) for g, s, x in zip(found, of, given, strict=True))
         roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        if any(of):
-            _check(frame, roots, options)
+        if frame.carried is not None:
+            roots = [carrying.rooted(frame, root) for root in roots]
         leaves = [x if storage is None else storage.leaf(frame.rank) for x, storage in zip(given, of, strict=True)]
-        if not sees_rows:
-            with frame.making_gradients():
-                found = original(roots, leaves, **options)
-            return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
-        found = own_rows.derived(frame, original, roots, leaves, options)
-        return tuple(_joined(frame, g, s) for g, s in zip(found, of, strict=True))
+        with frame.making_gradients():
+            found = original(roots, leaves, **options)
+        return tuple(g if s is None else _reduced(frame, g, s) for g, s in zip(found, of, strict=True))
 
     return grad
 
@@ -104,33 +122,24 @@ def _sum(grad: torch.Tensor, storage: Storage, rank: int, target: Sharding) -> t
         return storage.world.backend.redistribute(own, partial, target)
 
 
-def _joined(frame: Frame, grad: Any, storage: Storage | None) -> Any:
-    """Where the rows of all shards are in view."""
-    if storage is not None:
-        return _reduced(frame, grad, storage)
-    return grad if isinstance(grad, RowPart) else own_rows.joined(frame, grad)
-
-
-def _check(frame: Frame, roots: list[Any], options: dict[str, Any]) -> None:
-    """Raises CapabilityError where the gradients of the ranks' rows do not add up to that of all rows."""
-    if frame.world.data_axes:
-        _check_options(options, "in train_step")
-    losses.check_roots(frame, roots)
-
-
-def _check_options(options: dict[str, Any], where: str) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     if options.get("create_graph"):
         raise CapabilityError(
-            f"torch.autograd.grad(..., create_graph=True) of a variable was called {where}: the gradient is that of "
-            "this rank's rows until the ranks sum it, and torch cannot differentiate what it becomes. Compute the "
-            "penalty in a layer, or of the inputs' gradient"
+            "torch.autograd.grad(..., create_graph=True) of a variable was called in a loop of your own: the "
+            "gradient is that of this rank's rows until the ranks sum it, and torch cannot differentiate what it "
+            "becomes. Compute the penalty in train_step"
         )
 
 
-def _reduced(frame: Frame, grad: torch.Tensor | None, storage: Storage) -> torch.Tensor | None:
-    if grad is None:
-        return None
+def _reduced(frame: Frame, grad: Any, storage: Storage) -> torch.Tensor | None:
+    """A summand of each rank, as it is summed. One that has a graph stays a carrier, which can be differentiated."""
+    if grad is None or grad.requires_grad:
+        if grad is not None and storage.layout.dims:
+            raise CapabilityError(
+                f"torch.autograd.grad(..., create_graph=True) of {storage.path!r}, whose values are cut over a model "
+                "axis: its gradient cannot be differentiated again. Leave the variable whole in the layout map"
+            )
+        return grad  # type: ignore[no-any-return]
     state = storage.shardings.state
-    # With a graph of its own it stays this rank's: no collective of ours is part of one.
-    part = grad if grad.requires_grad else _sum(grad, storage, frame.rank, state)
+    part = _sum(grad.local if type(grad) is ShardedTensor else grad, storage, frame.rank, state)
     return seen.Gradient.of(storage, part) if state.layout.dims else part

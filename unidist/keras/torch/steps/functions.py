@@ -1,21 +1,27 @@
 """Functions of torch's that know nothing of tensors in parts: transforms, and those with a backward of the user's own.
 
-torch asks neither by `__torch_function__`. So they are given whole tensors: of RowParts and SequenceParts (parts.py),
+torch asks neither by `__torch_function__`. So they are given whole tensors: of carriers, of SequenceParts (parts.py),
 and of variables that are cut, as a step of the user's own sees them (seen.py).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from unidist.backends.torch.sharded import entrances, wrap
+from unidist.backends.torch.sharded.autograd import OwnGradient
 from unidist.errors import CapabilityError
+from unidist.keras.compat import CustomGradientFunction
 from unidist.keras.interception import Hook
-from unidist.keras.torch import context
+from unidist.keras.needs import own_code
+from unidist.keras.torch import carrying, context
 from unidist.keras.torch.rows.parts import Part, mapped, whole
+from unidist.keras.torch.steps import remat
 from unidist.keras.torch.values import saved, seen
 from unidist.keras.torch.values.seen import Seen
 
@@ -26,55 +32,114 @@ _DERIVATIVES = ("vjp", "jvp", "linearize")
 
 def hooks() -> Iterator[Hook]:
     why = "torch's transforms know nothing of parts"
-    yield Hook(torch, "vmap", functools.partial(_of_wholes, differentiates=False), why, imported=True)
+    own = functools.partial(Hook, why=why, imported=True, needed=own_code)
+    yield own(torch, "vmap", functools.partial(_of_wholes, differentiates=False))
     for name in _TRANSFORMS:
-        yield Hook(torch.func, name, _of_wholes, why, imported=True)
+        yield own("torch.func:", name, _of_wholes)
     for name in _DERIVATIVES:
-        yield Hook(torch.func, name, _given_wholes, why, imported=True)
+        yield own("torch.func:", name, _derivative)
     why = "torch would find no gradient of parts"
     yield Hook(torch.autograd.Function, "apply", _applied_to_wholes, why)
-    yield Hook(torch._functorch.utils, "unwrap_dead_wrappers", _without_parts, why)
+    contexts = "torch.autograd.function:BackwardCFunction"
+    yield Hook(contexts, "__init__", _by_ours, why, adds=True, needed=own_code)
 
 
 def _applied_to_wholes(original: Any) -> Any:
     """A function with a backward of the user's own may mix places in it. torch connects what it gives with what it was
     given, of which a part has no gradient itself."""
-    function = original.__func__
-
-    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(x, (Part, Seen)) for x in args):
-            return function(kind, *args, **kwargs)
-        args = tuple(map(seen.whole, args))
-        first = next((x for x in args if isinstance(x, Part)), None)
-        called = functools.partial(function, kind, **kwargs)
-        return called(*args) if first is None else first.applied(called, args)
-
-    return classmethod(functools.wraps(function)(apply))
-
-
-def _without_parts(original: Any) -> Callable[..., Any]:
-    """What each `apply` asks of torch: also one that somebody has kept from before its replacement was there."""
+    of_kind = entrances.of_apply(_Marked(vars(torch.autograd.Function)["apply"])).__get__
 
     @functools.wraps(original)
-    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> Any:
-        if any(isinstance(x, (Part, Seen)) for x in args):
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = context.frame()
+        if kind is entrances.CHECKPOINT and frame is not None:
+            return remat.remat(args[0])(*args[2:])
+        called = functools.partial(of_kind(None, kind), **kwargs)
+        if frame is not None and frame.carried is not None and frame.world.cuts_rows and _is_users(kind):
+            # Of what each rank has the whole of, as a weight, the gradient is a summand.
+            space = carrying.space_at(frame)
+            if kind is CustomGradientFunction:
+                return OwnGradient(args[0])(space, tuple(map(seen.whole, args[1:])))
+            args = tuple(wrap(x, space.whole(x.shape)) if _has_gradient(x) else x for x in args)
+        if not any(isinstance(x, (Part, Seen)) for x in args):
+            return called(*args)
+        args = tuple(map(seen.whole, args))
+        first = next((x for x in args if isinstance(x, Part)), None)
+        return called(*args) if first is None else first.applied(called, args)
+
+    return classmethod(apply)
+
+
+def _is_users(kind: Any) -> bool:
+    """Inside of a transform of torch.func all is whole."""
+    is_within = torch._C._are_functorch_transforms_active()
+    return not is_within and not str(kind.__module__).startswith(("unidist.", "torch."))
+
+
+def _has_gradient(x: Any) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.requires_grad and torch.is_grad_enabled()
+
+
+def _by_ours(original: Any) -> Callable[..., None]:
+    """Each `apply` makes such a context: also one that somebody has kept from before its replacement was there."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any) -> None:  # noqa: N807 (torch's name)
+        original(self, *args)
+        is_ours, _applying.is_ours = _applying.is_ours, False
+        frame = context.frame()
+        if is_ours or frame is None:
+            return
+        if frame.carried is not None or frame.shared is not None:
             raise CapabilityError(
                 "the `apply` of a torch.autograd.Function was kept from before unidist and Keras were there, so it "
                 "finds no gradient of tensors that devices hold in parts. Say lambda x: MyFunction.apply(x) there, and "
                 "not MyFunction.apply"
             )
-        return original(args)
 
-    return unwrap_dead_wrappers
+    return __init__
+
+
+class _Marked:
+    """torch's own `apply`, noted as called by ours. It is bound to the class of the function: as a classmethod of
+    Python's or, from torch 2.14 on, of C's."""
+
+    def __init__(self, own: Any) -> None:
+        self._bound = own.__get__
+
+    def __get__(self, instance: Any, kind: Any) -> Any:
+        own = self._bound(None, kind)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            _applying.is_ours = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                _applying.is_ours = False
+
+        return called
+
+
+class _Applying(threading.local):
+    is_ours = False
+
+
+_applying = _Applying()
 
 
 def _of_wholes(original: Any, differentiates: bool = True) -> Callable[..., Any]:
+    served = entrances.of_transform(original)
+
     @functools.wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
-        function = original(*args, **kwargs)
+        function = served(*args, **kwargs)
         return function if context.frame() is None else _given_wholes(function, differentiates)
 
     return transform
+
+
+def _derivative(original: Any) -> Callable[..., Any]:
+    return _given_wholes(entrances.of_transform(original))
 
 
 def _given_wholes(original: Any, differentiates: bool = True) -> Callable[..., Any]:

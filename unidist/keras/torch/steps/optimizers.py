@@ -9,10 +9,10 @@ from keras import optimizers
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
-from unidist.errors import CapabilityError
-from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer
+from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer, in_stateless_scope
 from unidist.keras.interception import Hook, kept
-from unidist.keras.torch import context
+from unidist.keras.needs import of_scaled_losses
+from unidist.keras.torch import carrying, context
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.steps import fused
 from unidist.keras.torch.values import norms, placing, seen
@@ -44,7 +44,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BaseOptimizer, "_clip_gradients", kept(_originals, "clip", _clip_gradients), "norms of whole variables"),
         Hook(BaseOptimizer, "_backend_update_step", kept(_originals, "update", _backend_update_step), parts),
         Hook(TorchParallelOptimizer, "_backend_update_step", turns, parts),
-        Hook(LossScaleOptimizer, "check_finite", finite, "all ranks skip a step alike"),
+        Hook(LossScaleOptimizer, "check_finite", finite, "all ranks skip a step alike", needed=of_scaled_losses),
     )
 
 
@@ -53,6 +53,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     if frame is None:
         return _apply_outside(self, grads, trainable_variables)
     seen.settle()
+    grads = [carrying.whole(g) for g in grads]
     _settle(frame, trainable_variables if trainable_variables is not None else self._trainable_variables)
     # What is read behind it is a value, no longer what has a gradient.
     frame.backward_done = False
@@ -133,17 +134,12 @@ def _accumulate(optimizer: Any, frame: Frame) -> None:
 
 
 def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
-    """A loop of the user's own: the rank at work is this process's."""
+    """A loop of the user's own: the rank at work is this process's. The simulator's program is one device's, and so is
+    a step on values that are given, which are whole."""
     targets = trainable_variables if trainable_variables is not None else getattr(self, "_trainable_variables", [])
     world = next((v._storage.world for v in targets if placing.is_placed(v)), None)
-    if world is None:
+    if world is None or world.runs_several or in_stateless_scope():
         return _originals["apply"](self, grads, trainable_variables)
-    if world.is_virtual:
-        raise CapabilityError(
-            "optimizer.apply was called outside of fit on a model in the simulator, whose ranks work only inside "
-            "fit and train_on_batch: put the loop's body into the model's train_step"
-        )
-
     seen.settle()
     given = grads
     if len(targets) == len(grads):
@@ -193,13 +189,13 @@ def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_r
 
 
 def _check_finite(self: Any, grads: Any) -> Any:
-    """Whether all gradients are finite, on every rank."""
+    """Whether all gradients are finite, on every rank. The simulator's program has whole ones."""
     finite = _originals["finite"](self, [g.part if isinstance(g, seen.Gradient) else g for g in grads])
     placed = [v for v in self._trainable_variables if placing.is_placed(v)]
     axes = tuple(dict.fromkeys(a for v in placed for a in v._storage.shardings.state.layout.sharded_axes))
-    if not axes:
+    world = placed[0]._storage.world if axes else None
+    if world is None or (world.is_virtual and context.frame() is None):
         return finite
-    world = placed[0]._storage.world
     partial = Sharding(world.mesh, Layout(partial=dict.fromkeys(axes, "min")), ())
     with events.for_purpose("finite gradients"), torch.no_grad():
         everywhere = world.backend.redistribute(finite.float(), partial, partial.with_layout(Layout()))

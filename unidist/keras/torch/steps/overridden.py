@@ -11,6 +11,7 @@ from typing import Any
 from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras import overridden
+from unidist.keras.compat import TorchTrainer
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import placing, seen
@@ -26,7 +27,7 @@ def _with_wholes(optimizer: Any, call: Callable[..., Any], grads: Any, trainable
     targets = list(given)
     cut = [v for v in targets if placing.is_placed(v) and v._storage.shardings.state.layout.dims]
     frame = context.frame()
-    if frame is None and not cut:
+    if frame is None and all(v._storage.world.runs_several for v in cut):
         return call(grads, trainable_variables)
     if frame is None or frame.accumulating:
         methods = " and ".join(overridden.overridden(optimizer))
@@ -49,3 +50,8 @@ def _whole(frame: Frame, grad: Any, variable: Any) -> Any:
         return grad.whole()
     # A part may have the shape of the whole on one rank, where the others have none: all must gather it.
     return variable._storage.joined(grad) if grad.shape == variable._storage.own(frame).shape else grad
+
+
+def is_own_step(model: Any, name: str) -> bool:
+    """Whether a step of a model is not Keras's."""
+    return name in vars(model) or getattr(type(model), name) is not getattr(TorchTrainer, name)

@@ -14,22 +14,37 @@ def _rank() -> int:
 
 
 class PerRankList:
-    """A list for each rank (and one for no rank)."""
+    """A list of losses for each rank, and one for no rank: where none is at work it has, behind a step, the numbers of
+    the first rank, which all have."""
 
     def __init__(self) -> None:
         self._lists: dict[int, list[Any]] = {}
+        self._first: int | None = None
 
     def _own(self) -> list[Any]:
-        return self._lists.setdefault(_rank(), [])
+        rank = _rank()
+        if rank < 0 and self._first is not None:
+            self._lists[rank] = [loss.detach() for loss in self._lists[self._first]]
+            self._first = None
+        return self._lists.setdefault(rank, [])
+
+    def _written(self) -> list[Any]:
+        own, rank = self._own(), _rank()
+        if rank >= 0:
+            self._first = rank if self._first is None else min(rank, self._first)
+        return own
 
     def append(self, item: Any) -> None:
-        self._own().append(item)
+        self._written().append(item)
 
     def extend(self, items: Any) -> None:
-        self._own().extend(items)
+        self._written().extend(items)
 
     def clear(self) -> None:
-        self._own().clear()
+        self._written().clear()
+
+    def __delitem__(self, key: Any) -> None:
+        del self._written()[key]
 
     def __getitem__(self, key: Any) -> Any:
         return self._own()[key]

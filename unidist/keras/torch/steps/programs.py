@@ -24,12 +24,12 @@ from torch._subclasses import fake_tensor
 
 from unidist import events
 from unidist.errors import CapabilityError
+from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import TorchModuleWrapper, TorchTrainer, get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask, tree
 from unidist.keras.torch import context
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.rows import mixing
 from unidist.keras.torch.values import giving
 from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.values.variables import DistributedVariable
@@ -45,13 +45,13 @@ _NOT_OF_STAND_INS = (
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether the model's call runs as a program of its own. A step or a module that is the user's is left to Keras,
-    which gives the whole step to torch.compile."""
-    return (
-        bool(getattr(model, "jit_compile", False))
-        and type(model).train_step is TorchTrainer.train_step
-        and not any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
-    )
+    """Whether the model's call runs as a program, in a trainer's session."""
+    return bool(getattr(model, "jit_compile", False))
+
+
+def is_owner(layer: Any) -> bool:
+    """Whether a program is the call of a layer."""
+    return _ATTRIBUTE in vars(layer)
 
 
 def install_programs(model: Any, backend: Any, *, by_layer: bool = False) -> None:
@@ -71,13 +71,13 @@ def install_programs(model: Any, backend: Any, *, by_layer: bool = False) -> Non
             "Compile the model with jit_compile=False, or use('torch')"
         )
     for owner in _with_shards(model) if by_layer else (model,):
-        if _ATTRIBUTE not in vars(owner):
+        if not is_owner(owner):
             _install(model, owner)
 
 
 def _with_shards(model: Any) -> Iterator[Any]:
     """The layers of a model, and of the models in it, that have stored shards."""
-    for layer in model.layers:
+    for layer in model._flatten_layers(include_self=False, recursive=False):
         if isinstance(layer, keras.Model):
             yield from _with_shards(layer)
         elif any(not storage.is_kept for storage in _storages(layer)):
@@ -122,7 +122,7 @@ def forget(model: Any) -> None:
 
 def _is_in_a_step(frame: Frame) -> bool:
     """In a trainer's step, not proving pairs and not in a program already."""
-    return frame.rows is not None and frame.trial is None and frame.inputs is None and frame.region is None
+    return frame.is_in_step and frame.trial is None and frame.inputs is None
 
 
 class _Tensor:
@@ -242,7 +242,7 @@ class Program:
         """
         args, kwargs = self.given.filled(tensors)
         with self._given(frame, held):
-            mixing.check_program(self.model, self.function, args, kwargs)
+            _check(self.model, self.function, args, kwargs)
         of_one_dtype = all(layer.compute_dtype == layer.variable_dtype for layer in self.layers)
         if of_one_dtype or all(storage.is_kept for storage in self.storages):
             return [None] * len(held)
@@ -286,6 +286,26 @@ class Program:
         self.out, self.sent = Shape(out), sent
         self.losers = [layer for layer, _ in losses]
         return (*_with_masks(out), *(loss for _, loss in losses))
+
+
+def _check(model: Any, call: Call, args: Any, kwargs: Any) -> None:
+    """Calls a model, or a layer of it, once before it becomes a program, which computes with each shard's own rows
+    alone. All ranks come to it together: the call may send.
+
+    Raises:
+        CapabilityError: a layer or an operation looks at several rows.
+    """
+    borders = sessions.of(model).engine.borders
+    if not borders:
+        return
+    with torch.no_grad(), StatelessScope(collect_losses=True):
+        call(*args, **kwargs)
+    found = [border.name for border in borders if border.looks]
+    if found:
+        raise CapabilityError(
+            f"jit_compile=True: {', '.join(map(repr, found))} of model {model.name!r} looks at several rows of a "
+            "batch, which a program of each shard's rows cannot. Compile the model with jit_compile=False"
+        )
 
 
 def _dtype_of(storage: Storage, reads: Sequence[torch.dtype]) -> torch.dtype | None:

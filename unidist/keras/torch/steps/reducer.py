@@ -17,9 +17,9 @@ from typing import Any, TypeVar, cast
 import torch
 
 from unidist import events
-from unidist.errors import ArgumentError, CapabilityError
+from unidist.errors import ArgumentError
+from unidist.keras.stateful import refuse_in_a_loop
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.steps import losses
 from unidist.keras.torch.values.buckets import Bucket, CutBucket, Watched, WholeBucket
 from unidist.keras.torch.world import RankWorld
 
@@ -120,10 +120,10 @@ class Reducer:
         self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
         self.launched_early = 0
         self.watched = [w for w in watched if w.leaf.requires_grad]
+        self._replaces = next((w.replaces for w in self.watched if w.replaces and w.axes), "")
         for members in self._by_kind():
             self._cut(members)
         self._order()
-        self._is_partial = any(member.axes for bucket in self.buckets for member in bucket.members)
         for bucket in self.buckets:
             for place, member in enumerate(bucket.members):
                 self._place_of[id(member.leaf)] = bucket, place
@@ -209,8 +209,10 @@ class Reducer:
             self._break_off()
         if not self._divide_up():
             return
-        self._running = True
-        self._is_own_loop = self.rank not in _at_work
+        is_own_loop = self.rank not in _at_work
+        if is_own_loop and self._replaces:
+            refuse_in_a_loop(self._replaces)
+        self._running, self._is_own_loop = True, is_own_loop
         self.launched_early = 0
         at_end = functools.partial(self._finish)
         self._at_end = weakref.ref(at_end)
@@ -297,12 +299,10 @@ class Reducer:
         """At the end of backward: launches what is left, waits, and hands the sums out as the gradients."""
         frame = self.frame
         if frame is not None:
-            frame.backward_done = frame.has_made_gradients = True
+            frame.backward_done = True
         if not self.is_paused:
             self.reduce()
         self._running = self._is_own_loop = False
-        if self._is_partial and frame is not None and frame.rows is not None and not frame.exact_loss:
-            raise CapabilityError(losses.OWN_LOSS)
 
     def reduce(self) -> None:
         """Launches every bucket that was not, and hands all out."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from unidist.keras.compat import StatelessScope, get_stateless_scope, global_state, torch_core
 from unidist.keras.interception import Hook, kept
-from unidist.keras.torch import context
+from unidist.keras.needs import recomputes
+from unidist.keras.torch import carrying, context
 from unidist.keras.torch.context import Before, Frame
-from unidist.keras.torch.rows import mixing, regions
 from unidist.keras.torch.values import saved
 from unidist.keras.torch.world import keras_state, restore_keras_state
 
@@ -28,7 +28,7 @@ def hooks() -> tuple[Hook, ...]:
     """The torch backend's remat; without a frame it is as before."""
     why = "recomputation is the call over again"
     # From Keras 3.16 on it is read where it was imported to.
-    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), why, imported=True),)
+    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), why, imported=True, needed=recomputes),)
 
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,11 +38,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         frame = context.frame()
         if frame is None or str(torch_core.get_device()) == "meta":
             return _originals["remat"](f)(*args, **kwargs)
-        if frame.region is not None and regions.are_row_parts(args, kwargs):
-            # torch saves what it is given, and knows nothing of parts: what knows them is computed once.
-            inner = mixing.without_region(f)
-            return f(*args, **kwargs) if inner is None else regions.on_locals(frame, remat(inner), args, kwargs)
-        return _originals["remat"](_Call(f, frame))(*args, **kwargs)
+        (args, kwargs), put_on = carrying.taken_off((args, kwargs))  # torch saves what it is given
+        return _originals["remat"](_Call(f, frame, put_on))(*args, **kwargs)
 
     return wrapped
 
@@ -50,8 +47,8 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 class _Call:
     """One call: computed first, and then again as often as backward asks for it."""
 
-    def __init__(self, f: Callable[..., Any], frame: Frame) -> None:
-        self._f = f
+    def __init__(self, f: Callable[..., Any], frame: Frame, put_on: Callable[[Any], Any]) -> None:
+        self._f, self._put_on = f, put_on
         self._here = frame
         self._frame = copy.copy(frame)
         self._frame.written = ()
@@ -61,6 +58,7 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fetcher = self._frame.fetcher
+        args, kwargs = self._put_on((args, kwargs))
         with saved.besides(fetcher) if fetcher is not None else contextlib.nullcontext():
             if self._before is None:
                 return self._first(args, kwargs)

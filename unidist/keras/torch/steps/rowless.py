@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unidist.keras import needs
 from unidist.keras.compat import torch_image, torch_numpy
 from unidist.keras.interception import Hook
 from unidist.keras.torch import context
@@ -21,9 +22,10 @@ def hooks() -> Iterator[Hook]:
     for name, reduce in (("max", torch.amax), ("min", torch.amin)):
         yield Hook(torch_numpy, name, functools.partial(_of_no_rows, reduce), "a rank may have no rows")
     yield Hook(torch_numpy, "reshape", _reshaping, "a rank may have no rows")
-    yield Hook(torch.nn.functional, "ctc_loss", _of_no_sequences, "a rank may have no rows")
+    why = "a rank may have no rows"
+    yield Hook("torch.nn.functional:", "ctc_loss", _of_no_sequences, why, needed=needs.of_loss("CTC"))
     for name in ("affine_transform", "elastic_transform"):
-        yield Hook(torch_image, name, _of_no_images, "a rank may have no rows")
+        yield Hook(torch_image, name, _of_no_images, why, needed=needs.of_images)
 
 
 def _of_no_images(original: Any) -> Callable[..., Any]:

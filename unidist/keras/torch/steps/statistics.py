@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.keras import numbers
+from unidist.keras import needs, numbers
 from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, get_device, torch_core, torch_random
 from unidist.keras.interception import Hook, kept
+from unidist.keras.planning.activations import as_in_a_step
 from unidist.keras.torch.context import frame
 from unidist.keras.torch.tensor_parallel.sequence import SequencePart, dropped_out
 from unidist.keras.torch.values import placing
@@ -22,17 +23,18 @@ _originals: dict[str, Any] = {}
 
 def hooks() -> tuple[Hook, ...]:
     """Without a frame they are as before."""
-    random = "random numbers differ where rows do"
+    random, whole = "random numbers differ where rows do", "batch statistics of all rows"
+    normalizes, moments = needs.of_kinds("BatchNormalization"), kept(_originals, "moments", _moments)
     return (
-        Hook(BatchNormalization, "_moments", kept(_originals, "moments", _moments), "batch statistics of all rows"),
-        Hook(SeedGenerator, "next", kept(_originals, "next", _next), random),
-        Hook(torch_random, "dropout", kept(_originals, "dropout", _dropout), random),
+        Hook(BatchNormalization, "_moments", moments, whole, needed=normalizes),
+        Hook(SeedGenerator, "next", kept(_originals, "next", _next), random, needed=needs.draws),
+        Hook(torch_random, "dropout", kept(_originals, "dropout", _dropout), random, needed=needs.draws),
     )
 
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     here = frame()
-    if here is None or here.rows is None or not here.world.data_axes or inputs.is_meta:
+    if here is None or here.rows is None or not here.world.cuts_rows or inputs.is_meta:
         return _originals["moments"](self, inputs, mask)
     with events.for_purpose("batch statistics"):
         return numbers.moments(inputs, self._reduction_axes, mask, torch.sum, here.world.of_shards)
@@ -40,14 +42,13 @@ def _moments(self: Any, inputs: Any, mask: Any) -> Any:
 
 def _next(self: Any, ordered: bool = True) -> Any:
     here = frame()
+    if not isinstance(self.state._value, torch.Tensor):
+        # Of a layer that a tf.data.Dataset calls: Keras computes it on TensorFlow.
+        return _originals["next"](self, ordered)
     if here is not None and here.written:
         here.note_write(self.state)  # also of a generator that belongs to no model
     with _where(self.state):
         seed = _originals["next"](self, ordered)
-    if here is not None and here.region is not None:
-        # One device's numbers, for the rows of all shards: from now on in every step.
-        here.region.draw()
-        return seed
     if here is None or not here.seed_place or seed.is_meta:
         return seed
     return seed + torch.tensor([numbers.seed_offset(here.seed_place), 0], dtype=seed.dtype, device=seed.device)
@@ -76,7 +77,8 @@ def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
         found = dropped_out(inputs, lambda part: _dropout(part, rate, seed=seed))
         if found is not None:
             return found
-    if here is not None and noise_shape is None and isinstance(seed, SeedGenerator):
+    draws_by_seed = as_in_a_step.get() if here is None else not here.exact
+    if draws_by_seed and noise_shape is None and isinstance(seed, SeedGenerator):
         noise_shape = tuple(inputs.shape)
     if here is not None and here.is_tracing and seed is not None and 0 < rate < 1:
         return _dropout_in_a_program(inputs, rate, noise_shape or tuple(inputs.shape), seed)

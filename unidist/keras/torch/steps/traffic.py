@@ -11,8 +11,9 @@ import torch
 
 from unidist.errors import CapabilityError
 from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
+from unidist.keras.known import overwritten
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.steps import programs
+from unidist.keras.torch.steps import eagerly
 from unidist.keras.torch.steps.reducer import Reducer
 from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
 from unidist.keras.torch.values import low
@@ -39,6 +40,9 @@ class Traffic:
         fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
         _check_fetched(model, [layer for layer, _ in fetched])
         trainable = [v._storage for v in model.trainable_variables]
+        for layer in model._flatten_layers():
+            for variable in overwritten(layer):
+                variable._storage.is_overwritten = True
         self._reducers = {
             rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
             for rank in world.ranks
@@ -50,7 +54,7 @@ class Traffic:
         for layer, own in fetched:
             self._undo.append(use_in_calls(layer, [v._storage for v in own]))
         self.fetches = bool(fetched)
-        self._has_modules = any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
+        self._has_modules = eagerly.has_modules(model)
 
     def close(self) -> None:
         """Stops watching and fetching."""
@@ -116,11 +120,14 @@ class Traffic:
     def _accumulates(self) -> bool:
         """Whether this step's gradients may wait on their ranks for those of later steps: nothing is sent. Not where
         somebody looks at them in between, nor where values are stored as shards: whole gradients would be kept there.
+        Nor where Keras takes the largest of some, and not their sum.
         """
         optimizer = getattr(self.model, "optimizer", None)
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
         own_step = type(self.model).train_step is not TorchTrainer.train_step
         if not steps or own_step or self.fetches or isinstance(optimizer, LossScaleOptimizer):
+            return False
+        if any(map(overwritten, self.model._flatten_layers())):
             return False
         return bool((int(self.model.optimizer._iterations.value) + 1) % steps)
 
@@ -140,12 +147,6 @@ class Traffic:
 
 
 def _check_fetched(model: Any, layers: list[Any]) -> None:
-    if layers and getattr(model, "jit_compile", False) and not programs.is_compiled(model):
-        raise CapabilityError(
-            "jit_compile=True: of a model with a train_step of its own, or with torch modules, torch.compile has the "
-            "whole step, and keeps whole parameters: values stored as shards over the data axis cannot be let go "
-            "behind a layer. Use zero=2 or less, or jit_compile=False"
-        )
     for layer in layers:
         if isinstance(layer, TorchModuleWrapper):
             raise CapabilityError(

@@ -13,6 +13,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
+from unidist.backends.torch.sharded import ShardedTensor
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import get_device, ops, set_keras_mask
 from unidist.keras.layers import has_more_than_its_kernel
@@ -81,7 +82,7 @@ def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return noted[1]  # type: ignore[no-any-return]
     y = move(frame, parts.whole(x), tuple(x.shape), WHOLE, fanned(axes))
     if y is not x:
-        y = _NoView.apply(y)  # type: ignore[no-untyped-call]
+        y = y if type(y) is ShardedTensor else _NoView.apply(y)  # type: ignore[no-untyped-call]
         setattr(x, _FANNED, (key, y))
     return y
 
@@ -127,8 +128,7 @@ def _column(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwa
     y = _product(layer, x, _shard(frame, layer._kernel, rule.dim, rule.axes))
     whole = _whole_shape(y, rule.out_dim, layer._kernel.shape[rule.dim])
     if layer.bias is not None:
-        bias_dim = _bias_dim(layer, rule.out_dim, y.ndim)
-        y = ops.add(y, _shard(frame, layer.bias, bias_dim, rule.axes))
+        y = ops.add(y, _bias_of_column(rule, frame, y.ndim))
     paired = rule.is_paired(frame)
     # An unknown activation gets the whole, unless the pair is proven: the proof disturbs what the activation takes.
     local = layer.activation is None or activation_name(layer.activation) in ELEMENTWISE
@@ -168,9 +168,15 @@ def _product(layer: Any, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
     return ops.matmul(x, kernel)  # type: ignore[no-any-return]
 
 
-def _bias_dim(layer: Any, out_dim: int, ndim: int) -> int:
-    """The bias's dim that is on the output's cut dim: biases align with the output from the end."""
-    return layer.bias.ndim + (out_dim % ndim - ndim)  # type: ignore[no-any-return]
+def _bias_of_column(rule: Rule, frame: Frame, ndim: int) -> torch.Tensor:
+    """Biases align with the output from the end. One that is the same all along the output's cut dim stays whole, and
+    the ranks' gradients of it add up."""
+    layer = rule.layer
+    dim = layer.bias.ndim + (rule.out_dim % ndim - ndim)
+    if dim >= 0 and layer.bias.shape[dim] == layer._kernel.shape[rule.dim]:
+        return _shard(frame, layer.bias, dim, rule.axes)
+    bias = _whole(frame, layer.bias)
+    return move(frame, bias, tuple(bias.shape), WHOLE, fanned(rule.axes))
 
 
 def activation_name(activation: Any) -> str:

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from unidist.errors import UnidistError
 from unidist.keras.compat import StatelessScope, tree
 from unidist.keras.graphs import Graph, Record, Replay
 from unidist.keras.known import keeps_numbers
-from unidist.keras.telling import listed
+from unidist.keras.telling import in_words, listed
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.tensor_parallel.rules import Rule
@@ -88,6 +89,9 @@ class Trials:
 
     Args:
         rules: all of the model's.
+
+    Attributes:
+        against: what the model raises on these rows; "" where it runs.
     """
 
     def __init__(self, model: Any, rules: list[Rule], frame: Frame, x: Any) -> None:
@@ -100,10 +104,10 @@ class Trials:
         keeping = frozenset(id(layer) for layer in inside if keeps_numbers(layer))
         seeded = {id(layer) for layer in inside if getattr(layer, "seed_generator", None) is not None}
         self._clean = _Clean([layer for layer in inside if id(layer) in seeded | keeping], keeping)
-        self._run_clean()
-        graph = self._graph
-        if graph is not None and not self._is_on_all(graph.is_whole(self._record) and self._clean.has_numbers_alone()):
-            self._graph = None
+        failed, graph = self._run_clean(), self._graph
+        is_kept = graph is not None and graph.is_whole(self._record) and self._clean.has_numbers_alone()
+        self.against, parted = agreed(frame, [failed, "" if is_kept else "no"])
+        self._graph = None if parted else graph
 
     def reach(self, column: Rule) -> Reach:
         """Where a change of a column's output arrives."""
@@ -124,7 +128,8 @@ class Trials:
             run.make(self._model, self._x, change)
         return self._is_on_all(self._is_complete(run, graph, replay))
 
-    def _run_clean(self) -> None:
+    def _run_clean(self) -> str:
+        """What the model has against it."""
         clean, frame = self._clean, self._frame
 
         def record(rule: Rule, value: torch.Tensor) -> torch.Tensor:
@@ -144,7 +149,13 @@ class Trials:
             stack.enter_context(torch.no_grad())
             if self._graph is not None:
                 self._record = stack.enter_context(self._graph.recording())
-            clean.outputs = floats(forward(self._model, self._x))
+            try:
+                clean.outputs = floats(forward(self._model, self._x))
+            except UnidistError:
+                raise
+            except Exception as error:
+                return in_words(error)
+        return ""
 
     def _goes_on(self, place: int, changed: bool) -> bool:
         """Where nothing is sent it goes on in any case: the ranks need not ask each other."""
@@ -315,13 +326,17 @@ def floats(values: Any) -> list[torch.Tensor]:
 
 def is_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     """Whether tensors are the same but for rounding."""
-    if [t.shape for t in found] != [t.shape for t in wanted]:
-        return False
-    return all(
-        float((a - b).abs().max()) <= ABSOLUTE + _relative(b) * float(b.abs().max())
-        for a, b in zip(found, wanted, strict=True)
-        if b.numel()
-    )
+    return len(found) == len(wanted) and not any(map(difference, found, wanted))
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """How a tensor differs from another by more than rounding; "" where it does not."""
+    if found.shape != wanted.shape:
+        return f"has shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
+    if not wanted.numel():
+        return ""
+    most, allowed = float((found - wanted).abs().max()), ABSOLUTE + _relative(wanted) * float(wanted.abs().max())
+    return "" if most <= allowed else f"differs by {most:.2g}, where rounding makes {allowed:.1g}"
 
 
 def _relative(t: torch.Tensor) -> float:

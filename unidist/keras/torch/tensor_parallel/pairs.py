@@ -12,7 +12,6 @@ What fails any check is gathered, and the reason is kept (verdicts.py), the same
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,31 +22,28 @@ from unidist import events
 from unidist.errors import UnidistError
 from unidist.keras.calls import Call, Stage
 from unidist.keras.layers import more_than_its_kernel
+from unidist.keras.telling import in_words, listed
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.tensor_parallel.disturbing import Reach, Trials, floats, forward, is_close
+from unidist.keras.torch.tensor_parallel.disturbing import Reach, Trials, difference, floats, forward
 from unidist.keras.torch.tensor_parallel.rules import Rule
 from unidist.keras.torch.tensor_parallel.verdicts import KINDS, Verdict, agreed, unfit
-
-DIFFERENT = "outputs or gradients differ with the pair"
-_BOLD = re.compile(r"\x1b\[\d*m")
 
 
 @dataclass(eq=False)
 class Pair:
-    """Column layers whose outputs meet in one row layer, and the layer in whose calls that is in use."""
+    """Column layers whose outputs meet in one row layer."""
 
     row: Rule
     columns: list[Rule] = field(default_factory=list)
     random: list[Any] = field(default_factory=list)
-    holder: Any = None
 
     @property
     def rules(self) -> list[Rule]:
         return [self.row, *self.columns]
 
 
-def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pair], dict[int, Verdict]]:
+def prove(model: Any, rules: list[Rule], frame: Frame, samples: list[Any]) -> tuple[list[Pair], dict[int, Verdict]]:
     """The proven pairs, not in use yet (`hold`), and a verdict for each column and row layer, by its rule's id. All
     ranks of the mesh take part and agree.
 
@@ -55,7 +51,7 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pai
         model: a placed model whose rules are installed.
         rules: its rules.
         frame: this rank's frame.
-        x: a few rows of input.
+        samples: a few rows of input, and more of them where the model takes no such few.
     """
     asked = [r for r in rules if r.kind in KINDS]
     reasons = {id(r): unfit(r) for r in asked}
@@ -67,12 +63,25 @@ def prove(model: Any, rules: list[Rule], frame: Frame, x: Any) -> tuple[list[Pai
     with events.for_purpose("proof of pairs"), frame.widened():
         frame.trial = frozenset()
         try:
-            trials = Trials(model, rules, frame, x)
+            trials, x = _first_that_runs(model, rules, frame, samples)
+            if trials.against:
+                against = f"the model does not run on a few rows of its first batch: {trials.against}"
+                return [], _verdicts(asked, {k: why or against for k, why in reasons.items()}, [])
             pairs = _closed(rows, {c: trials.reach(c) for c in columns}, reasons, frame)
             proven = _equal(model, pairs, frame, x, reasons)
         finally:
             frame.trial = None
     return proven, _verdicts(asked, reasons, proven)
+
+
+def _first_that_runs(model: Any, rules: list[Rule], frame: Frame, samples: list[Any]) -> tuple[Trials, Any]:
+    for x in samples:
+        trials = Trials(model, rules, frame, x)
+        if not trials.against:
+            break
+        if frame.fetcher is not None:
+            frame.fetcher.release()
+    return trials, x
 
 
 def _verdicts(asked: list[Rule], reasons: dict[int, str], proven: list[Pair]) -> dict[int, Verdict]:
@@ -96,34 +105,41 @@ def parted(pair: Pair) -> dict[int, Verdict] | None:
     return out
 
 
-def hold(model: Any, pairs: list[Pair]) -> list[Callable[[], None]]:
+def without_draws(found: list[Pair], verdicts: dict[int, Verdict]) -> tuple[list[Pair], dict[int, Verdict]]:
+    """The pairs in which no layer draws random numbers, and the verdicts so."""
+    for pair in found:
+        if pair.random:
+            reason = f"exact_random=True: layer {pair.random[0].name!r} draws between them"
+            verdicts |= {id(rule): Verdict(rule.name, rule.kind, reason=reason) for rule in pair.rules}
+    return [pair for pair in found if not pair.random], verdicts
+
+
+def hold(prover: Any, model: Any, pairs: list[Pair]) -> list[Callable[[], None]]:
     """From now on a pair is in use in calls of the innermost layer that has all of it, and in no others: a layer of it
-    that a step calls by itself gathers. Gives what takes off again what watches these calls."""
+    that a step calls by itself gathers. So does one that another trainer calls, whose own proof says where its model
+    leads the shards. Gives what takes off again what watches these calls."""
     has = [(layer, {id(inner) for inner in layer._flatten_layers()}) for layer in model._flatten_layers()]
-    watched: set[int] = set()
-    undo: list[Callable[[], None]] = []
+    held: dict[int, tuple[Any, list[Pair]]] = {}
     for pair in pairs:
         wanted = {id(rule.layer) for rule in pair.rules}
         holder, _ = min((one for one in has if wanted <= one[1]), key=lambda one: len(one[1]))
-        pair.holder = holder
+        held.setdefault(id(holder), (holder, []))[1].append(pair)
         for rule in pair.rules:
-            rule.holders.append(holder)
-        if id(holder) not in watched:
-            watched.add(id(holder))
-            undo.append(_note_calls(holder))
-    return undo
+            rule.pairs.append(pair)
+    return [_use_in_calls(holder, prover, frozenset(own)) for holder, own in held.values()]
 
 
 def let_go(pair: Pair) -> None:
-    """Parts a pair. Where one of its layers is in a pair of another model too, it stays in that one."""
-    for rule in pair.rules if pair.holder is not None else ():
-        rule.holders.remove(pair.holder)
-    pair.holder = None
+    """Parts a pair. Where one of its layers is in a pair of another trainer too, it stays in that one."""
+    for rule in pair.rules:
+        rule.pairs.remove(pair)
 
 
-def _note_calls(layer: Any) -> Callable[[], None]:
+def _use_in_calls(layer: Any, prover: Any, pairs: frozenset[Pair]) -> Callable[[], None]:
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-        with frame.calling(layer):
+        if frame.prover is not prover:
+            return rest(*args, **kwargs)
+        with frame.using(pairs):
             return rest(*args, **kwargs)
 
     return around_call(layer, Stage.HOLDING, inside)
@@ -180,16 +196,26 @@ def _equal(model: Any, pairs: list[Pair], frame: Frame, x: Any, reasons: dict[in
     return proven
 
 
-def _against(model: Any, pairs: list[Pair], frame: Frame, x: Any, reference: list[torch.Tensor]) -> str:
+def _against(model: Any, pairs: list[Pair], frame: Frame, x: Any, reference: dict[str, torch.Tensor]) -> str:
     """What all ranks have against pairs that are in use together; "" where nothing."""
     frame.trial = frozenset(id(rule) for pair in pairs for rule in pair.rules)
     try:
-        against = "" if is_close(_outputs_and_gradients(model, frame, x), reference) else DIFFERENT
+        against = _difference(_outputs_and_gradients(model, frame, x), reference, pairs)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         against = refused(error)
     finally:
         frame.trial = frozenset()
     return agreed(frame, [against])[0]
+
+
+def _difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], pairs: list[Pair]) -> str:
+    """The first that differs, and by how much; "" where all are the same but for rounding."""
+    layers = listed(repr(rule.name) for pair in pairs for rule in (*pair.columns, pair.row))
+    for name in wanted:
+        how = difference(found[name], wanted[name]) if name in found else "is none"
+        if how:
+            return f"with shards between {layers} {name} {how}"
+    return ""
 
 
 def refused(error: Exception) -> str:
@@ -200,19 +226,21 @@ def refused(error: Exception) -> str:
     """
     if isinstance(error, UnidistError):
         raise error
-    # Keras says the layer in the first line, in bold behind it what went wrong, then all arguments.
-    said = [line for line in _BOLD.sub("", str(error)).split("\n") if line.strip()]
-    return f"the shards do not fit where the model wants the whole: {' '.join(said[:2])}"
+    return f"the shards do not fit where the model wants the whole: {in_words(error)}"
 
 
-def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> list[torch.Tensor]:
-    leaves = [v._storage.local(frame) for v in model.trainable_variables]
+def _outputs_and_gradients(model: Any, frame: Frame, x: Any) -> dict[str, torch.Tensor]:
+    """By what they are in words."""
+    variables = model.trainable_variables
+    leaves = [v._storage.local(frame) for v in variables]
     with torch.enable_grad():
         outputs = floats(forward(model, x))
         sums = [_weighted(t) for t in outputs]
         total = sum(sums[1:], sums[0]) if sums else torch.zeros(())
         grads = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else []
-    return [*(t.detach() for t in outputs), *(g for g in grads if g is not None)]
+    of = {f"output {k} of the model": t.detach() for k, t in enumerate(outputs)}
+    gradients = enumerate(zip(variables, grads, strict=False))
+    return of | {f"the gradient of {v.path!r} (variable {k})": g for k, (v, g) in gradients if g is not None}
 
 
 def _weighted(t: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,8 @@ class Rule:
             each key head, and of key heads that this rank works with.
         meets: the row of a pair that works with this column's whole output: while that is in use, each rank takes its
             own part of it, so its gradient arrives partial, and what is joined is fanned out.
-        holders: layers in whose calls it is in a proven pair (pairs.py): a column's output stays sharded, a row's input
-            comes sharded. Who calls this layer by itself gets, and gives, the whole.
+        pairs: the proven ones that it is in (pairs.py). While one is in use, a column's output stays sharded, and a
+            row's input comes sharded. Who calls this layer by itself gets, and gives, the whole.
         world: that its weights are on.
         reason: of "gather": why no other rule serves it.
     """
@@ -50,7 +50,7 @@ class Rule:
     pairable: bool = True
     share: tuple[int, int, int] | None = None
     meets: Rule | None = None
-    holders: list[Any] = field(default_factory=list)
+    pairs: list[Any] = field(default_factory=list)
     world: Any = None
     reason: str = ""
 
@@ -58,7 +58,7 @@ class Rule:
         """Whether it is paired for this rank: as proven, or as being tried."""
         if frame.trial is not None:
             return id(self) in frame.trial
-        return any(id(holder) in frame.calls for holder in self.holders)
+        return not frame.pairs.isdisjoint(self.pairs)
 
     def is_at_home(self, frame: Frame) -> bool:
         """Whether a rank works on the mesh that the weights are on: a model may call one that another mesh has."""

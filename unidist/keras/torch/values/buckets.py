@@ -31,6 +31,7 @@ class Watched:
         cut_axes, cut: how the reduced gradient is cut among some of them; () and None: each rank has it whole.
         late: it arrives at the end of backward, so that no other shall wait for it.
         drifting: the axes over which it arrives whole, with other last bits.
+        replaces: the path of the variable whose next value it is; "" where it is a gradient like any other.
     """
 
     leaf: torch.nn.Parameter
@@ -40,13 +41,15 @@ class Watched:
     cut: Cut | None = None
     late: bool = False
     drifting: Axes = ()
+    replaces: str = ""
 
     @staticmethod
     def of(storage: Storage, rank: int, *, late: bool = False) -> Watched:
         found = cut_between(storage.sharding, storage.shardings.state, rank)
         cut_axes, cut = found or ((), None)
         axes, drifting = storage.summed_axes, storage.drifting_axes
-        return Watched(storage.leaf(rank), storage.states[rank], axes, cut_axes, cut, late, drifting)
+        replaces = storage.path if storage.is_overwritten else ""
+        return Watched(storage.leaf(rank), storage.states[rank], axes, cut_axes, cut, late, drifting, replaces)
 
     @property
     def kind(self) -> tuple[Any, ...]:

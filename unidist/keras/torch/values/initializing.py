@@ -14,7 +14,7 @@ import torch
 
 from unidist.keras import strategy as strategies
 from unidist.keras.compat import floatx, get_device, to_torch_dtype, torch_random
-from unidist.keras.interception import Hook, kept
+from unidist.keras.interception import Hook, kept, no_model
 from unidist.keras.torch.context import frame
 
 SMALL = 1 << 16
@@ -27,9 +27,10 @@ _originals: dict[str, Any] = {}
 def hooks() -> tuple[Hook, ...]:
     """uniform and truncated_normal of Keras's torch backend, for large variables in a scope."""
     why = "large variables are drawn in place"
+    normal = kept(_originals, "truncated_normal", truncated_normal)
     return (
-        Hook(torch_random, "uniform", kept(_originals, "uniform", uniform), why),
-        Hook(torch_random, "truncated_normal", kept(_originals, "truncated_normal", truncated_normal), why),
+        Hook(torch_random, "uniform", kept(_originals, "uniform", uniform), why, needed=no_model),
+        Hook(torch_random, "truncated_normal", normal, why, needed=no_model),
     )
 
 

@@ -104,6 +104,8 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
             _place(variable, distribution, id(variable) in trained, prepare=lambda x: _from_first(x, world))
 
     place_all(model.variables)
+    for variable in model.variables:
+        placed.of(variable).is_settled = True
     optimizer = getattr(model, "optimizer", None)
     # Where layers are yet to be built it would know some variables only: Keras builds both from the first batch.
     if optimizer is not None and not optimizer.built and is_built(model):
@@ -139,11 +141,12 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
 def move_model(model: Any, distribution: UnidistDistribution) -> None:
     """Moves the placed variables of a model, and its optimizer's slots, to where the strategy says now: one by one,
-    so that one whole variable exists at a time. A collective of the mesh."""
+    so that one whole variable exists at a time. What a trainer is prepared for stays: its rules, its buckets and its
+    optimizer's slots are of this place. A collective of the mesh."""
     world = world_of(distribution)
     trained = _trained(model)
     for variable in model.variables:
-        if is_placed(variable) and not variable._storage.layout.partial:
+        if is_placed(variable) and not placed.of(variable).is_settled and not variable._storage.layout.partial:
             _move(variable, world, shardings_of(variable, distribution, id(variable) in trained))
     for slot in _optimizer_variables(model):
         if is_placed(slot) and placed.owner_of(slot) is not None:
@@ -156,6 +159,7 @@ def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
     value = variable._storage.whole(None).detach()
     held = Storage(world, shardings, variable.path)
     held.fill(value, trainable=variable._trainable)
+    held.follow(variable._storage)
     lay(variable, held)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from unidist.errors import CapabilityError
 from unidist.keras.compat import tree
-from unidist.keras.torch import context
+from unidist.keras.torch import carrying, context
 from unidist.keras.torch.rows import rowwise
 from unidist.keras.torch.rows.parts import mapped, values
 from unidist.keras.torch.values import norms
@@ -267,6 +267,9 @@ def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     given = [*args, *kwargs.values()]
     gradients = [x for x in given if isinstance(x, Gradient)]
+    if gradients:
+        args, kwargs = mapped(carrying.whole, args), mapped(carrying.whole, kwargs)
+        given = [*args, *kwargs.values()]
     if not gradients or (in_place and not isinstance(first, Gradient)):
         return NotImplemented
     state = gradients[0].kept.shardings.state

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from unidist.keras.torch import outside
 from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.values.variables import DistributedVariable
 
@@ -34,7 +35,7 @@ class PlacedParameters(torch.nn.ParameterDict):
         """Key in a state dict -> the place of a variable; nothing of it is under way any more."""
         placed = {k: v._storage for k, v in self._variables.items() if k in self and isinstance(v, DistributedVariable)}
         for storage in placed.values():
-            storage.parameter()
+            storage.parameter() if not storage.world.runs_several else outside.look(storage)
         return {prefix + key: storage for key, storage in placed.items()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

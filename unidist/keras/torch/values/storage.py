@@ -12,7 +12,7 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.errors import CapabilityError
-from unidist.keras.torch import context
+from unidist.keras.torch import context, outside
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import norms, walks
 from unidist.keras.torch.values.flat import is_nested
@@ -68,6 +68,7 @@ class Storage:
         is_sharded: whether layers see a shard.
         is_whole: whether layers see the whole value on every rank.
         is_kept: whether what layers compute with is what is stored.
+        is_overwritten: whether its gradient is its next value.
         units: what gathers it, by rank. lows: its gathered value in the dtype of computation, where it has one.
     """
 
@@ -80,12 +81,13 @@ class Storage:
         self.states: dict[int, torch.nn.Parameter] = {}
         self.units: dict[int, Unit] = {}
         self.lows: dict[int, LowValue] = {}
-        self._trainable = False
+        self._outside: outside.Outside | None = None
         norms.watch(self)
         held = shardings.held.layout
         self.is_sharded = bool(held.dims)
         self.is_whole = not held.dims and not held.partial
         self.is_kept = shardings.stored == shardings.held
+        self.is_overwritten = False
 
     @property
     def sharding(self) -> Sharding:
@@ -105,6 +107,11 @@ class Storage:
     def is_cut(self) -> bool:
         """Whether each rank stores a part of the value."""
         return bool(self.shardings.stored.layout.dims) and not self.shardings.stored.layout.partial
+
+    def is_others(self, frame: Frame) -> bool:
+        """Whether it is a sum over data shards, and another rank adds to it what all ranks know."""
+        axes = tuple(axis for axis, op in self.shardings.stored.layout.partial if op == "sum")
+        return bool(axes) and not self.world.is_first(frame.rank, axes)
 
     @property
     def has_part_of_gradient(self) -> bool:
@@ -149,9 +156,13 @@ class Storage:
             self.leaves[rank] = torch.nn.Parameter(leaf, requires_grad=shard.requires_grad)
 
     def set_trainable(self, trainable: bool) -> None:
-        for parameters in (self.shards, self.leaves, self.states):
-            for parameter in parameters.values():
-                parameter.requires_grad = trainable and parameter.is_floating_point()
+        for parameter in self.parameters():
+            parameter.requires_grad = trainable and parameter.is_floating_point()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All that torch may see of it."""
+        of_program = [self._outside.parameter] if self._outside is not None else []
+        return [*self.shards.values(), *self.leaves.values(), *self.states.values(), *of_program]
 
     def forget_gradients(self, rank: int) -> None:
         self.shards[rank].grad = self.leaves[rank].grad = self.states[rank].grad = None
@@ -167,13 +178,15 @@ class Storage:
                 self.shards[rank].copy_(self._shard_of(value, rank))
                 for unit in [] if self.is_kept else units:
                     unit.write(self, value[self.sharding.slices(rank)])
+            if frame is None and self._is_ahead():
+                self.outside.parameter.copy_(value)
 
     def assign_parts(self, part: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
         """Writes each rank's shard of a value that is cut; `part` gives the slices."""
         with torch.no_grad():
             for rank in self.world.ranks:
                 self.settled(rank).copy_(part(self.shardings.stored.slices(rank)))
-        self.forget_gathered()
+        self.follow_shards()
 
     def _shard_of(self, value: torch.Tensor, rank: int) -> torch.Tensor:
         stored = self.shardings.stored
@@ -186,6 +199,8 @@ class Storage:
 
     def settled(self, rank: int) -> torch.nn.Parameter:
         """The stored value, when what the last update sent has come."""
+        if self._is_ahead():
+            outside.give(self)
         if self.is_kept and rank in self.units:
             self.units[rank].finish()
         return self.shards[rank]
@@ -195,11 +210,13 @@ class Storage:
         units = [self.units[rank]] if rank in self.units else []
         return [*units, self.lows[rank].unit] if rank in self.lows else units
 
-    def forget_gathered(self) -> None:
-        """What layers compute with is gathered anew from the stored shards when it is next needed."""
+    def follow_shards(self) -> None:
+        """The stored shards were written: what layers compute with is gathered anew when it is next needed."""
         for rank in self.units:
             for unit in self.gathered_by(rank):
                 unit.free()
+        if self._is_ahead():
+            outside.take(self)
 
     # reading ------------------------------------------------------------------------------------------------------
 
@@ -244,8 +261,24 @@ class Storage:
         return self.states[self.rank_at_work(frame)]
 
     def parameter(self) -> torch.nn.Parameter:
-        """What torch sees of the variable: this process's (first) stored shard."""
-        return self.settled(self.world.ranks[0])
+        """What torch sees of the variable: this process's stored shard, or that of the simulator's program."""
+        return self.outside.parameter if self.world.runs_several else self.settled(self.world.ranks[0])
+
+    @property
+    def outside(self) -> outside.Outside:
+        """What the simulator's program has of it."""
+        if self._outside is None:
+            self._outside = outside.Outside.like(self.shards[self.world.ranks[0]], self.shardings.stored.shape)
+        return self._outside
+
+    def _is_ahead(self) -> bool:
+        return self._outside is not None and outside.is_ahead(self)
+
+    def follow(self, before: Storage) -> None:
+        """It is the same variable's: the program goes on with the parameter that it has."""
+        self._outside = before._outside
+        if self._outside is not None and self._outside.is_looked_at:
+            outside.move(before, self)
 
     def leaf(self, rank: int) -> torch.nn.Parameter:
         """Where a rank's gradient arrives; its value need not be there."""
@@ -280,8 +313,8 @@ class Storage:
             held = self.local(frame, dtype)
             return held if self.is_whole else self._moved(held, self.sharding, differentiable)
         stored = self.shardings.stored
-        if frame is None and self.world.is_virtual and (stored.layout.dims or stored.layout.partial):
-            return torch.as_tensor(self._assembled())
+        if frame is None and self.world.is_virtual:
+            return self.outside.parameter if self._is_ahead() else outside.assembled(self.shards, stored)
         shard = self.settled(self.rank_at_work(frame))
         if not stored.layout.dims and not stored.layout.partial:
             return shard
@@ -312,17 +345,3 @@ class Storage:
                 return whole
             with torch.no_grad():
                 return self.world.backend.redistribute(shard.detach(), sharding, target)
-
-    def _assembled(self) -> torch.Tensor:
-        """The whole value from all virtual ranks' shards, without a step of theirs."""
-        first = next(iter(self.shards.values())).detach()
-        sharding, layout = self.shardings.stored, self.shardings.stored.layout
-        out = torch.zeros(sharding.shape, dtype=first.dtype, device=first.device)
-        for rank, shard in self.shards.items():
-            here = self.world.mesh.coordinate(rank)
-            counted = [axis for axis, op in layout.partial if op == "sum"]
-            if any(here[a] for a in self.world.mesh.axis_names if layout.state(a) != "S" and a not in counted):
-                continue
-            part = out[sharding.slices(rank)]
-            part.copy_(part + shard.detach() if counted else shard.detach())
-        return out

@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unidist.errors import CapabilityError
+from unidist.keras.torch import context
 from unidist.keras.torch.values import norms, seen
 
 _REMEDY = "Use an optimizer of keras.optimizers, which updates each rank's part"
@@ -43,14 +44,14 @@ def leave() -> None:
 
 def _check(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raises CapabilityError where a parameter is not what has the reduced gradient."""
+    frame = context.frame()
     given = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     name = f"torch.optim.{type(optimizer).__name__}"
     for storage in list(norms.placed):
-        for rank, state in storage.states.items():
-            held = (storage.shards[rank], storage.leaves[rank], state)
-            if not any(id(one) in given for one in held):
-                continue
-            if storage.world.is_virtual and storage.world.mesh.size > 1:
+        if frame is None and storage.world.runs_several:
+            continue  # the program has the whole, and its gradient
+        for state in storage.states.values() if any(id(one) in given for one in storage.parameters()) else ():
+            if storage.world.runs_several:
                 raise CapabilityError(
                     f"{name} updates {storage.path!r} in the simulator, where it would do so once for each rank: "
                     f"{_REMEDY}, or run real processes"

@@ -21,7 +21,7 @@ from unidist.keras.compat import (
 from unidist.keras.compat import torch_convert_to_numpy as convert_to_numpy
 from unidist.keras.ranges import Stored
 from unidist.keras.strategy import keras_mesh
-from unidist.keras.torch import context
+from unidist.keras.torch import carrying, context, outside
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import low, seen, torch_optimizers
 from unidist.keras.torch.values.storage import Shardings, Storage
@@ -53,7 +53,8 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     @property
     def _value(self) -> torch.Tensor:
-        return self._storage.local(context.frame())
+        frame = context.frame()
+        return self._storage.local(frame) if frame is not None else self._outside()
 
     @_value.setter
     def _value(self, value: torch.Tensor) -> None:
@@ -90,7 +91,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             storage.world.check()
             if storage.has_part_of_gradient and not _in_layer():
                 return seen.Value.of(storage)
-            return storage.whole(None, differentiable=torch.is_grad_enabled() and not storage.world.is_virtual)
+            return self._outside()
         override = frame.overrides.get(id(self))
         if override is not None:
             return override
@@ -107,7 +108,16 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
                 return seen.Value.of(storage)
             if frame.backward_done:
                 return storage.own(frame)
+        if frame.carried is not None and storage.shardings.stored.layout.partial:
+            return carrying.summand(frame, self._local(frame))
         return self._whole(frame) if storage.is_sharded else self._local(frame)
+
+    def _outside(self) -> torch.Tensor:
+        """The whole value where no rank is at work."""
+        storage = self._storage
+        if not storage.world.runs_several:
+            return storage.whole(None, differentiable=torch.is_grad_enabled())
+        return outside.look(storage) if outside.can_look(storage) else storage.whole(None)
 
     def local(self, frame: Frame) -> torch.Tensor:
         """What a rank holds of it while it computes, in the dtype of computation."""
@@ -140,8 +150,10 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._check_shape(value.shape, self._shape)
             self._storage.assign_parts(lambda index: self._convert_to_tensor(value.part(index), dtype=self._dtype))
             return value
-        value = seen.whole(self._convert_to_tensor(value, dtype=self._dtype))
         frame = context.frame()
+        if frame is not None and frame.carried is not None:
+            value = carrying.part_of(self, frame, value)
+        value = seen.whole(self._convert_to_tensor(value, dtype=self._dtype))
         if frame is not None and frame.written:
             frame.note_write(self)
         if in_stateless_scope():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 # How many whole values this walk has come by, and how many of them an earlier, broken one has read.
-_walk = SimpleNamespace(met=0, read=0)
+_walk = SimpleNamespace(met=0, read=0, is_again=False)
 
 
 @contextlib.contextmanager
@@ -23,11 +23,16 @@ def walking() -> Iterator[None]:
 @contextlib.contextmanager
 def going_on() -> Iterator[None]:
     """The same walk from its start, after it broke off: what was read then is not asked for again."""
-    _walk.read, _walk.met = _walk.met, 0
+    _walk.read, _walk.met, _walk.is_again = _walk.met, 0, True
     try:
         yield
     finally:
-        _walk.read = 0
+        _walk.read, _walk.is_again = 0, False
+
+
+def is_again() -> bool:
+    """Whether this is a walk that broke off before, and is gone to its end for the others."""
+    return bool(_walk.is_again)
 
 
 def was_read() -> bool:

@@ -1,0 +1,124 @@
+"""Attributes of frameworks that are gone, or of another kind, while unidist puts its hooks on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import unidist
+from unidist.errors import CapabilityError
+from unidist.keras import compat, hooks, interception
+from unidist.keras.drivers import driver, hooks_of
+from unidist.keras.interception import Hook
+
+X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
+Y = X[:, :1] * 2
+# What takes an attribute's place.
+KINDS: dict[str, Any] = {"gone": None, "a number": 7}
+TRAINS, FAILS_ALONE = "trains", "fails without unidist"
+
+
+def every() -> list[Hook]:
+    """The hooks of all drivers and of the one in use, none twice; those for another Keras left out."""
+    package = driver()
+    assert package is not None
+    listed = (*hooks.table().hooks, *hooks_of(package).table().hooks)
+    return list(dict.fromkeys(hook for hook in listed if compat.nearest() in hook.versions))
+
+
+def cases() -> list[tuple[int, str]]:
+    """(the number of a hook, what takes its attribute's place)"""
+    return [(k, kind) for k, hook in enumerate(every()) for kind in KINDS if not (hook.adds and kind == "gone")]
+
+
+def trained(distribution: Any = None) -> list[Any]:
+    keras.utils.set_random_seed(3)
+    with distribution.scope() if distribution is not None else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=5, verbose=0)
+    return [np.asarray(v) for v in model.trainable_variables]
+
+
+@contextlib.contextmanager
+def without(hook: Hook, kind: str) -> Iterator[list[str]]:
+    """The attribute is gone or another while the hooks are put on; gives what was warned of."""
+    adapter = unidist.backend()
+    again = adapter.name, len(adapter.list_devices())
+    hooks.remove()
+    owner = hook.found()
+    kinds = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
+    home = next((one for one in kinds if hook.name in vars(one)), owner)
+    was_there, before = hook.name in vars(home), vars(home).get(hook.name)
+    interception._reported.clear()
+    try:
+        if kind == "gone":
+            delattr(home, hook.name)
+        else:
+            setattr(home, hook.name, KINDS[kind])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            unidist.use(again[0], devices=again[1])
+        yield [str(one.message) for one in caught]
+    finally:
+        hooks.remove()
+        if was_there:
+            setattr(home, hook.name, before)
+        else:
+            delattr(home, hook.name)
+        unidist.use(again[0], devices=again[1])
+
+
+def outcome(hook: Hook, kind: str) -> str:
+    """Whether a model trains as on one device, or why it does not."""
+    with without(hook, kind) as said:
+        if not interception.lost():
+            assert said == []
+        else:
+            assert {re.search(re.escape(hook.where) + " ", one) is not None for one in said} == {True}
+        try:
+            found = trained(unidist.DataParallel())
+        except CapabilityError as error:
+            return f"refused: {error}"
+        except Exception:
+            # Without the attribute Keras or its framework may not train at all, on one device either.
+            hooks.remove()
+            with pytest.raises(Exception):  # noqa: B017, PT011 - whichever
+                trained()
+            return FAILS_ALONE
+        hooks.remove()
+        same(found, trained())
+        return TRAINS
+
+
+def check(hook: Hook, kind: str) -> None:
+    """Raises where a model neither trains nor is refused by the attribute's name."""
+    found = outcome(hook, kind)
+    assert found in (TRAINS, FAILS_ALONE) or hook.where in found
+    assert hook.needed is not interception.no_model or not found.startswith("refused")
+
+
+def check_all(backend: str, numbers: list[int] | None) -> list[str]:
+    """In a process of its own: so many cases, or those of these numbers; gives what failed, and the count behind."""
+    unidist.use(backend, devices=2)
+    listed, failed = every(), []
+    chosen = cases() if numbers is None else [cases()[k % len(cases())] for k in numbers]
+    for k, kind in chosen:
+        try:
+            check(listed[k], kind)
+        except Exception as error:
+            failed.append(f"{listed[k].where} {kind}: {type(error).__name__}: {error}")
+    return [*failed, f"{len(chosen)} tried"]
+
+
+def same(found: list[Any], wanted: list[Any]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)

@@ -1,0 +1,58 @@
+"""With exact_random=True layers that draw train as on one device, to the last mask."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
+
+pytestmark = pytest.mark.processes
+
+RUN = "tests.keras.drawn:trained"
+CASES = ("images", "augmented", "channels", "alpha", "steps", "recurrent", "attention")
+PLACES = [
+    *(("sim-torch", "dp", 0, case, 5) for case in CASES),
+    *(
+        ("sim-torch", kind, zero, "images", seed)
+        for kind, zero, seed in (("dp", 3, None), ("2x2", 1, 5), ("mp", 0, None))
+    ),
+    *(("torch-2", "dp", zero, "images", seed) for zero, seed in ((0, 5), (0, None), (3, 5))),
+    *(("torch-2", "dp", 0, case, 5) for case in ("recurrent", "attention")),
+    ("horovod-2", "dp", 0, "images", 5),
+    *(("jax-4", kind, zero, "images", 5) for kind, zero in (("dp", 0), ("dp", 3), ("2x2", 0))),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Alone) -> Any:
+    return cache(lambda keras, *args: alone.world(keras).call(RUN, None, 0, *args)[0])
+
+
+@pytest.mark.parametrize(("setting", "kind", "zero", "case", "seed"), PLACES)
+def test_it_trains_as_one_device(
+    setting: str, kind: str, zero: int, case: str, seed: int | None, expected: Any, worlds: Worlds
+) -> None:
+    wanted = expected("jax" if setting.startswith("jax") else "torch", case, seed)
+    for found in worlds.get(setting).call(RUN, kind, zero, case, seed):
+        same(found, wanted)
+        assert found["_sent"] or setting.startswith("jax")
+
+
+def test_pairs_that_draw_between_are_not_used(worlds: Worlds) -> None:
+    (found,) = worlds.get("sim-torch").call(RUN, "2x2", 0, "images", 5)
+    assert "exact_random=True: layer" in found["_why"]
+    assert found["sharded"]
+
+
+def test_a_program_is_refused(worlds: Worlds) -> None:
+    for said in worlds.get("torch-2").call("tests.keras.drawn:refused"):
+        assert "exact_random=True with jit_compile=True" in said
+
+
+def test_tensorflow_refuses(worlds: Worlds) -> None:
+    with pytest.raises(Exception, match="exact_random=True: with Keras on 'tensorflow'"):
+        worlds.get("sim-tensorflow").call(RUN, "dp", 0, "images", 5)

@@ -1,0 +1,64 @@
+"""Losses of Keras's inside of losses, layers, regularizers, metrics and steps are one device's on torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
+from tests.support.sampling import unless_all
+
+pytestmark = pytest.mark.processes
+
+RUN = "tests.keras.inner:trained"
+CASES = (
+    *("both", "summed", "each and all", "each of inner", "weighed", "masked", "flat", "three deep", "around centred"),
+    *("wrapped", "late", "calling", "reducing", "deep", "of calling"),
+    *("endpoint", "endpoint of deep", "endpoint weighed", "endpoint and loss"),
+    *("scale", "several", "batches", "custom", "remat", "weights", "activity", "lambda", "own"),
+    *("two", "two calling", "two computing", "sequence", "sequence of losses", "sequence calling"),
+    *("step", "step of batches", "step of weights", "step of compiled", "step of a layer", "test step"),
+    *("compute_loss", "compute_metrics"),
+)
+# Each place where a loss may be called, with processes that send.
+IN_PROCESSES = unless_all(
+    ("each and all", "deep", "endpoint weighed", "several", "weights", "two calling", "step of compiled"), CASES
+)
+OVER_HOROVOD = unless_all(("three deep", "endpoint", "reducing"), CASES)
+PLACES = [
+    *(("sim-torch", "dp", 0, case) for case in CASES),
+    *(("sim-torch", kind, zero, case) for kind, zero in (("dp", 3), ("2x2", 1)) for case in IN_PROCESSES),
+    *(("torch-2", "dp", zero, case) for zero in (0, 3) for case in IN_PROCESSES),
+    *(("horovod-2", "dp", 0, case) for case in OVER_HOROVOD),
+]
+# Without weights and with them in turn; a flat loss goes without.
+ROWS = [(*place, k % 2 == 1 and place[3] != "flat") for k, place in enumerate(PLACES)]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Alone) -> Any:
+    return cache(lambda *args: alone.world("torch").call(RUN, None, 0, *args)[0])
+
+
+@pytest.mark.parametrize(("setting", "kind", "zero", "case", "weighted"), ROWS)
+def test_it_trains_as_one_device(
+    setting: str, kind: str, zero: int, case: str, weighted: bool, expected: Any, worlds: Worlds
+) -> None:
+    wanted = expected(case, weighted)
+    for found in worlds.get(setting).call(RUN, kind, zero, case, weighted):
+        same(found, wanted)
+        assert found["_sent"]
+
+
+def test_of_a_program_it_is_beside(alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.inner:compiled", None)[0]
+    for found in worlds.get("torch-2").call("tests.keras.inner:compiled", "dp"):
+        same(found, wanted)
+
+
+def test_a_layer_that_asks_for_a_loss_is_no_program(worlds: Worlds) -> None:
+    for said in worlds.get("torch-2").call("tests.keras.inner:refused"):
+        assert "jit_compile=True: 'stack/adding' of model 'stack' looks at several rows" in said

@@ -1,0 +1,55 @@
+"""float8 training on torch: weights, scales and histories of largest values are one device's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.parity.worlds import Alone, Worlds
+from tests.support.comparing import same
+from tests.support.sampling import unless_all
+
+pytestmark = pytest.mark.processes
+
+RUN, SIMULATED = "tests.keras.quantized:trained", "tests.keras.quantized:simulated"
+CASES = ("stack", "attention", "mixing", "own step", "shared", "remat", "accumulating", "frozen", "scaled")
+IN_PROCESSES = unless_all(("attention", "mixing", "accumulating"), CASES)
+OVER_HOROVOD = unless_all(("attention",), CASES)
+PLACES = [
+    *(("torch-2", "dp", zero, case) for zero in (0, 3) for case in IN_PROCESSES),
+    *(("torch-4", "found", 0, case) for case in unless_all(("attention",), CASES)),
+    *(("horovod-2", "dp", zero, case) for zero in (0, 3) for case in OVER_HOROVOD),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Alone) -> Any:
+    return cache(lambda name: alone.world("torch").call(RUN, None, 0, name)[0])
+
+
+def compare(found: Any, wanted: Any) -> None:
+    same(found, wanted)
+    assert found["_sent"]
+    assert not found["_gathered"], "what is largest was looked for in gathered rows"
+    assert any(value != 1 for path, value in wanted["weights"].items() if path.endswith("_scale"))
+
+
+@pytest.mark.parametrize(("devices", "zero"), [(2, 0), (3, 0), (3, 3)])
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_one_device_in_the_simulator(
+    case: str, devices: int, zero: int, expected: Any, worlds: Worlds
+) -> None:
+    compare(worlds.get("sim-torch").call(SIMULATED, devices, "dp", zero, case)[0], expected(case))
+
+
+@pytest.mark.parametrize("case", unless_all(("attention", "own step"), CASES))
+def test_it_trains_as_one_device_where_layouts_are_found(case: str, expected: Any, worlds: Worlds) -> None:
+    compare(worlds.get("sim-torch").call(RUN, "found", 0, case)[0], expected(case))
+
+
+@pytest.mark.parametrize(("setting", "kind", "zero", "case"), PLACES)
+def test_it_trains_as_one_device(setting: str, kind: str, zero: int, case: str, expected: Any, worlds: Worlds) -> None:
+    for found in worlds.get(setting).call(RUN, kind, zero, case):
+        compare(found, expected(case))

@@ -1,0 +1,81 @@
+"""PyTorch's own operator database: its operations, and sample inputs for them."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tests.torch.sharded.lockstep import Case, tensors
+
+# Whose results no two calls have in common, or which are views of memory by design.
+_RANDOM = """
+    bernoulli cauchy exponential geometric log_normal multinomial normal rand_like randint randint_like randn randn_like
+    uniform nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d nn.functional.alpha_dropout
+    nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d
+    nn.functional.rrelu pca_lowrank svd_lowrank
+"""
+_EMPTY = "empty empty_like empty_permuted empty_strided new_empty new_empty_strided"
+_STRIDES = "as_strided as_strided_copy as_strided_scatter"
+LEFT_OUT = {
+    **dict.fromkeys(_RANDOM.split(), "draws random numbers"),
+    **dict.fromkeys(_EMPTY.split(), "is not initialized"),
+    **dict.fromkeys(_STRIDES.split(), "reads memory by strides, which a part has its own of"),
+}
+
+
+def names() -> list[str]:
+    """Those with samples of float64."""
+    return [name(op) for op in op_db if op.name not in LEFT_OUT and torch.float64 in op.dtypes]
+
+
+def name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
+
+
+def cases(wanted: set[str], samples: int, skipped: Counter[str]) -> Iterator[Case]:
+    """Up to so many samples of each operation, spread over those that the database has."""
+    for op in op_db:
+        if name(op) not in wanted:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            held = list(itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=False), 40))
+            held = [sample for sample in held if tensors((sample.input, sample.args, sample.kwargs))]
+            for sample in held[:: max(1, len(held) // samples)][:samples]:
+                case = _case(op, sample, skipped)
+                if case is not None:
+                    yield case
+
+
+def _case(op: Any, sample: Any, skipped: Counter[str]) -> Case | None:
+    flat, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [k for k, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+    inputs = [flat[k].detach().clone() for k in places]
+    if any(x.layout != torch.strided or x.is_quantized for x in inputs):
+        skipped["inputs that are not strided"] += 1
+        return None
+
+    def function(*given: torch.Tensor) -> Any:
+        values = list(flat)
+        for k, x in zip(places, given, strict=True):
+            values[k] = x
+        first, args, kwargs = tree_unflatten(values, tree)
+        return op.op(first, *args, **kwargs)
+
+    try:
+        case = Case(name(op), function, inputs)
+    except Exception:
+        skipped["the plain call fails"] += 1
+        return None
+    found = [y for y in (*case.want[0], *case.want[1]) if y is not None]
+    if any(y.layout != torch.strided for y in found):
+        skipped["results or gradients that are not strided"] += 1
+        return None
+    return case

@@ -1,0 +1,146 @@
+"""Moves of local tensors from one layout to another, each with its true adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unidist.backends.torch.ops import TorchOps
+from unidist.backends.torch.sharded.space import Space
+from unidist.propagation.layouts import WHOLE, Cut, States, offset
+from unidist.propagation.moves import Move, moves
+
+Local = Callable[[torch.Tensor], torch.Tensor]
+_differentiable = TorchOps().differentiable
+
+
+def carried(space: Space, x: torch.Tensor, have: States, want: States) -> torch.Tensor:
+    """A local tensor, in another layout. Gradients go back by the adjoint of each move. Sparse ones move in full."""
+    if x.layout is not torch.strided and have != want:
+        return carried(space, x.to_dense(), have, want).to_sparse(layout=x.layout)
+    for move in moves(have, want):
+        if space.group(move.axes)[1].size == 1:
+            continue
+        # torch's own gradient of a slice is right: among zeros
+        x = _sliced(space, move)(x) if move.op == "slice" else _differentiable(*_both(space, move), x)
+    return x
+
+
+def _both(space: Space, move: Move) -> tuple[Local, Local]:
+    """A move and its adjoint."""
+    made = _MAKERS[move.op](space, move)
+    return made if isinstance(made, tuple) else (made, made)
+
+
+def _all_reduce(space: Space, move: Move) -> Local:
+    return lambda x: space.all_reduce(x, move.axes)
+
+
+def _mask(space: Space, move: Move) -> Local:
+    """The first place's counts; the others stay in the graph, so that they come to what backward sends."""
+    if space.group(move.axes)[1].index == 0:
+        return lambda x: x.view_as(x)
+    return torch.zeros_like
+
+
+def _all_gather(space: Space, move: Move) -> tuple[Local, Local]:
+    cut = _cut(move.before)
+    return _gather(space, move, cut), _scatter(space, move, cut)
+
+
+def _reduce_scatter(space: Space, move: Move) -> tuple[Local, Local]:
+    cut = _cut(move.after)
+    return _scatter(space, move, cut), _gather(space, move, cut)
+
+
+def _gather(space: Space, move: Move, cut: Cut) -> Local:
+    names, group = space.group(move.axes)
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        space.note("all_gather", names, group, (*x.shape[: cut.dim], sum(cut.sizes), *x.shape[cut.dim + 1 :]), x)
+        return space.comm.all_gather(x, group, cut.dim, cut.sizes)
+
+    return gather
+
+
+def _scatter(space: Space, move: Move, cut: Cut) -> Local:
+    names, group = space.group(move.axes)
+
+    def scatter(x: torch.Tensor) -> torch.Tensor:
+        space.note("reduce_scatter", names, group, x.shape, x)
+        return space.comm.reduce_scatter(x, group, cut.dim, cut.sizes, "sum")
+
+    return scatter
+
+
+def _all_to_all(space: Space, move: Move) -> tuple[Local, Local]:
+    before, after = _cut(move.before), _cut(move.after)
+    names, group = space.group(move.axes)
+
+    def swap(have: Cut, want: Cut) -> Local:
+        def swapped(x: torch.Tensor) -> torch.Tensor:
+            space.note("all_to_all", names, group, x.shape, x)
+            return space.comm.all_to_all(x, group, want.dim, want.sizes, have.dim, have.sizes)
+
+        return swapped
+
+    return swap(before, after), swap(after, before)
+
+
+def _embed(space: Space, move: Move) -> tuple[Local, Local]:
+    cut = _cut(move.before)
+    place = space.places[move.axes[0]]
+    start = offset(cut, place)
+
+    def embed(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros((*x.shape[: cut.dim], sum(cut.sizes), *x.shape[cut.dim + 1 :]))
+        out.narrow(cut.dim, start, cut.sizes[place]).copy_(x)
+        return out
+
+    return embed, lambda x: x.narrow(cut.dim, start, cut.sizes[place])
+
+
+def _sliced(space: Space, move: Move) -> Local:
+    cut, place = _cut(move.after), space.places[move.axes[0]]
+    start = offset(cut, place)
+    return lambda x: x.narrow(cut.dim, start, cut.sizes[place])
+
+
+def _cut(state: Any) -> Cut:
+    assert isinstance(state, Cut)
+    return state
+
+
+_MAKERS: dict[str, Callable[[Space, Move], Local | tuple[Local, Local]]] = {
+    "all_reduce": _all_reduce,
+    "mask": _mask,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "embed": _embed,
+}
+
+
+def invariant(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A whole whose gradient comes whole to every rank, from code that sees no other ranks: each takes its share.
+
+    Args:
+        axes: over which it is whole; None: all.
+    """
+    own = space.fraction(range(len(space.sizes)) if axes is None else axes)
+    return x if own == 1 else _differentiable(lambda v: v.view_as(v), lambda g: g * own, x)
+
+
+def fanned(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A whole that other code goes on with: that it came from sees its whole gradient."""
+    over = tuple(range(len(space.sizes))) if axes is None else axes
+    if space.group(over)[1].size == 1:
+        return x
+    return _differentiable(lambda v: v.view_as(v), lambda g: space.all_reduce(g, over), x)
+
+
+def plain_in(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
+    """A tensor that every rank holds alike, in a layout."""
+    return carried(space, x, (WHOLE,) * len(want), want)

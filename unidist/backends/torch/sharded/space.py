@@ -1,0 +1,200 @@
+"""Space: a mesh seen from one rank, over which values are laid out; and Spec, a layout of a shape in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from unidist import events
+from unidist.algebra import Axes, Group, Mesh, Sharding
+from unidist.backends.collectives import Collectives
+from unidist.backends.local import LocalViewBackend
+from unidist.propagation.layouts import (
+    PARTIAL,
+    WHOLE,
+    Shape,
+    States,
+    check,
+    dual,
+    fraction,
+    layout_of,
+    local_shape,
+    states_of,
+    whole_shape,
+)
+
+Note = Callable[[str, Axes, Group, Any], None]
+# The purpose of what an operation gathers begins so.
+NO_RULE = "no rule for "
+# Plans kept of one rank, of calls whose numbers change at every step too.
+PLANS_KEPT = 8192
+
+
+class Spec:
+    """The layout of one global shape. One object for each that a space has, compared by identity.
+
+    Attributes:
+        states: over each axis of the mesh.
+        shape: the global one.
+        local: the shape that this rank holds.
+        whole: whether each rank holds all of it.
+        partial: whether ranks hold summands over some axis.
+    """
+
+    __slots__ = ("_dual", "local", "partial", "shape", "space", "states", "whole")
+
+    def __init__(self, space: Space, states: States, shape: torch.Size) -> None:
+        self.space, self.states, self.shape = space, states, shape
+        self.local = torch.Size(local_shape(shape, states, space.places))
+        self.whole = all(state == WHOLE for state in states)
+        self.partial = PARTIAL in states
+        self._dual: Spec | None = None
+
+    def __repr__(self) -> str:
+        named = zip(map("+".join, self.space.lines), self.states, strict=True)
+        return ", ".join(
+            f"{axis}: {state!r}" if state not in ("R", "P") else f"{axis}: {state}" for axis, state in named
+        )
+
+    @property
+    def dual(self) -> Spec:
+        """Of the gradient."""
+        if self._dual is None:
+            self._dual = self.space.spec(dual(self.states), self.shape)
+        return self._dual
+
+    @property
+    def joined(self) -> Spec:
+        """Without partial sums."""
+        return self.space.spec(tuple(WHOLE if s == PARTIAL else s for s in self.states), self.shape)
+
+    @property
+    def sharding(self) -> Sharding:
+        """The algebra's, in torch.chunk's sizes."""
+        mesh = self.space.mesh
+        return Sharding(mesh, layout_of(self.states, mesh.axis_names), tuple(self.shape))
+
+
+class Full(NamedTuple):
+    """What a collective is noted with: the shape and dtype of its full tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Space:
+    """A mesh as one rank sees it, with the collectives that join its ranks.
+
+    All ranks of a space are one program: they come to each collective in the same order, with the same shapes.
+
+    Args:
+        mesh: the axes.
+        rank: this one.
+        comm: its collectives.
+        note: is called before each collective, with its name, axes, group, and full tensor.
+        lines: what a state is given of: each one axis of the mesh, or several that cut as one. None: each axis. Ranks
+            that differ along other axes are programs of their own.
+
+    Attributes:
+        gathers: how often each operation had to gather, by its name.
+        moves: collectives so far.
+        exact: random numbers are drawn for wholes, by the generator itself, as one device does. All ranks' generators
+            must stand alike.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        comm: Collectives[torch.Tensor],
+        note: Note | None = None,
+        lines: tuple[Axes, ...] | None = None,
+    ) -> None:
+        self.mesh, self.rank, self.comm = mesh, rank, comm
+        self._note = note
+        self.lines = tuple((axis,) for axis in mesh.axis_names) if lines is None else lines
+        self.sizes: tuple[int, ...] = tuple(mesh.axis_size(line) for line in self.lines)
+        self.places: tuple[int, ...] = tuple(mesh.group(line, rank).index for line in self.lines)
+        self.gathers: Counter[str] = Counter()
+        self.moves = 0
+        self.exact = False
+        self.plans: dict[Any, Any] = {}
+        self._specs: dict[tuple[States, Shape], Spec] = {}
+        self._groups: dict[tuple[int, ...], tuple[Axes, Group]] = {}
+
+    @classmethod
+    def of(cls, backend: LocalViewBackend[torch.Tensor], mesh: Mesh, lines: tuple[Axes, ...] | None = None) -> Space:
+        """That of a backend whose ranks hold torch tensors; asked in the rank's thread."""
+        return cls(mesh, backend.rank, backend.comm, backend.record, lines)
+
+    def spec(self, states: States, shape: Shape) -> Spec:
+        """Raises LayoutError where the states do not fit the shape."""
+        found = self._specs.get((states, shape))
+        if found is None:
+            check(shape, states, self.sizes)
+            found = self._specs[states, shape] = Spec(self, states, torch.Size(shape))
+        return found
+
+    def whole(self, shape: Shape) -> Spec:
+        return self.spec((WHOLE,) * len(self.sizes), shape)
+
+    def spec_of(self, states: States, local: torch.Size) -> Spec:
+        """That of which this rank holds a part of that shape."""
+        return self.spec(states, whole_shape(local, states))
+
+    def spec_for(self, sharding: Sharding) -> Spec:
+        return self.spec(states_of(sharding), sharding.shape)
+
+    def keep(self, key: Any, plan: Any) -> None:
+        if len(self.plans) >= PLANS_KEPT:
+            self.plans.clear()
+        self.plans[key] = plan
+
+    def group(self, axes: tuple[int, ...]) -> tuple[Axes, Group]:
+        """The names of axes, and this rank's group along them."""
+        found = self._groups.get(axes)
+        if found is None:
+            names = tuple(axis for line in axes for axis in self.lines[line])
+            found = self._groups[axes] = names, self.mesh.group(names, self.rank)
+        return found
+
+    def note(self, op: str, axes: Axes, group: Group, shape: Shape, x: torch.Tensor) -> None:
+        self.moves += 1
+        if self._note is not None:
+            self._note(op, axes, group, Full(shape, x.dtype))
+
+    def first(self, states: States) -> bool:
+        """Whether this rank's summand holds what is added once: the first place of each partial axis."""
+        return not any(place and state == PARTIAL for place, state in zip(self.places, states, strict=True))
+
+    @contextmanager
+    def gathering(self, name: str) -> Iterator[None]:
+        """An operation makes wholes of its operands inside: it is counted, and collectives are for it."""
+        self.gathers[name] += 1
+        with events.for_purpose(NO_RULE + name):
+            yield
+
+    def fraction(self, axes: Iterable[int]) -> float:
+        """This rank's part of what all places along axes hold alike."""
+        return prod(fraction(self.places[axis], self.sizes[axis]) for axis in axes)
+
+    def all_reduce(self, x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        names, group = self.group(axes)
+        if group.size == 1:
+            return x
+        self.note("all_reduce", names, group, x.shape, x)
+        return self.comm.all_reduce(x, group, "sum")
+
+    def agreed(self, number: int) -> int:
+        """The number that the mesh's first rank comes with."""
+        names, group = self.group(tuple(range(len(self.sizes))))
+        if group.size == 1:
+            return number
+        x = torch.tensor(number)
+        self.note("broadcast", names, group, x.shape, x)
+        return int(self.comm.broadcast(x, group, 0))

@@ -1,0 +1,259 @@
+"""ShardedTensor: a tensor that carries its layout. To the code that uses it, it is the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unidist.algebra import Sharding
+from unidist.backends.torch.sharded.moving import carried
+from unidist.backends.torch.sharded.space import Space, Spec
+from unidist.errors import CapabilityError, LayoutError
+from unidist.propagation.layouts import PARTIAL, WHOLE, States
+
+NONE: dict[str, Any] = {}
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Aside:
+    """What few carriers have beside their part.
+
+    Attributes:
+        moved: the part in other layouts that somebody has asked for, with the version of the part then.
+        joined: the carrier without partial sums, once somebody has joined it: nobody shall pay again.
+        origin: a part, and its version, from which this one was copied though torch would give a view.
+    """
+
+    __slots__ = ("gradient", "joined", "moved", "origin")
+
+    def __init__(self) -> None:
+        self.moved: dict[States, tuple[int, torch.Tensor]] = {}
+        self.joined: tuple[int, ShardedTensor] | None = None
+        self.origin: tuple[torch.Tensor, int] | None = None
+        self.gradient: ShardedTensor | None = None
+
+
+_Tensor: Any = torch.Tensor
+# A class attribute hides torch's property of the name.
+_SET_LATER: Any = None
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+class ShardedTensor(_Tensor):  # type: ignore[misc]
+    """This rank's part of a tensor, and its layout. It stands above autograd: the part is what torch differentiates.
+
+    What is read most is a plain attribute here: torch's own properties each go through `__torch_function__`.
+
+    Attributes:
+        local: this rank's part.
+        spec: the layout, in its space.
+        shape: the global one, as everything that a tensor says of itself.
+    """
+
+    local: torch.Tensor = _SET_LATER
+    spec: Spec = _SET_LATER
+    aside: Aside | None = None
+    shape: torch.Size = _SET_LATER
+    dtype: torch.dtype = _SET_LATER
+    device: torch.device = _SET_LATER
+    ndim: int = _SET_LATER
+    is_meta: bool = False
+    # Set by calls.py and autograd.py, which are above this module.
+    dispatch: Handler
+    gradient_of: Callable[[Any], Any]
+    set_gradient: Callable[[Any, Any], None]
+
+    @property
+    def sharding(self) -> Sharding:
+        """The algebra's, in torch.chunk's sizes."""
+        return self.spec.sharding
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad_(value)
+
+    @property
+    def grad_fn(self) -> Any:
+        return self.local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.local.is_leaf
+
+    @property
+    def grad(self) -> Any:
+        return ShardedTensor.gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        ShardedTensor.set_gradient(self, value)
+
+    @property
+    def _version(self) -> int:
+        return self.local._version
+
+    def whole(self) -> torch.Tensor:
+        """The value as a plain tensor, gathered where that needs it: all ranks must ask. Others are given the same one:
+        clone it before writing into it."""
+        return moved(self, (WHOLE,) * len(self.spec.states))
+
+    def redistribute(self, spec: Spec) -> ShardedTensor:
+        """This value in another layout, of the same shape. A tensor of its own."""
+        return wrap(moved(self, spec.states).clone(), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Says nothing that other ranks would have to come for: what only one rank prints must not wait."""
+        if self.spec.whole:
+            return f"ShardedTensor({self.local!r}, {self.spec!r})"
+        return f"ShardedTensor(shape={tuple(self.shape)}, {self.spec!r}, local={self.local!r})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and not all(kind in _SERVED for kind in types):
+            return NotImplemented  # another kind of tensor, which may know this one
+        return ShardedTensor.dispatch(func, args, kwargs or NONE)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _NUMBER:  # an argument that torch wants as a number: torch.arange(x), torch.full(size, x)
+            return args[0].whole().item()
+        raise CapabilityError(
+            f"{func} reached the inside of a sharded tensor, which holds nothing: something called torch past "
+            "__torch_function__; give it x.whole()"
+        )
+
+
+_SERVED = (ShardedTensor, torch.Tensor, torch.nn.Parameter)
+_make = torch.Tensor._make_wrapper_subclass
+
+
+def wrap(local: torch.Tensor, spec: Spec) -> ShardedTensor:
+    """A part as a carrier. Nothing is checked."""
+    shape, dtype, device = spec.shape, local.dtype, local.device
+    x: ShardedTensor = _make(ShardedTensor, shape, dtype=dtype, device=device)
+    x.local, x.spec, x.shape, x.dtype, x.device, x.ndim = local, spec, shape, dtype, device, len(shape)
+    return x
+
+
+def from_local(local: torch.Tensor, spec: Spec) -> ShardedTensor:
+    """A carrier of this rank's part.
+
+    Raises:
+        LayoutError: the part has not the shape that this rank holds.
+    """
+    if local.shape != spec.local:
+        raise LayoutError(
+            f"rank {spec.space.rank} gave a part of shape {tuple(local.shape)}, but under {spec} a tensor of shape "
+            f"{tuple(spec.shape)} has {tuple(spec.local)} there"
+        )
+    return wrap(local, spec)
+
+
+def distribute(x: torch.Tensor, spec: Spec) -> ShardedTensor:
+    """A carrier of a tensor that every rank holds alike. Of a sum the first place holds all."""
+    part = carried(spec.space, x, (WHOLE,) * len(spec.states), spec.states)
+    return wrap(part.clone() if _shares(part, x) and not spec.whole else part, spec)
+
+
+def version(x: torch.Tensor) -> int:
+    """Of its memory: what is written in place counts it on. Inference tensors have none and are not kept."""
+    return -1 if x.is_inference() else x._version
+
+
+def moved(x: ShardedTensor, want: States) -> torch.Tensor:
+    """The part of a carrier in a layout. Kept for the next who asks, until the carrier is written to."""
+    spec = x.spec
+    if spec.states == want:
+        return x.local
+    now = version(x.local)
+    aside = x.aside
+    if aside is None:
+        aside = x.aside = Aside()
+    kept = aside.moved.get(want)
+    if kept is not None and kept[0] == now and usable(kept[1], x.local):
+        return kept[1]
+    out = carried(spec.space, x.local, spec.states, want)
+    if now >= 0:
+        aside.moved[want] = now, out
+        if spec.partial and all(
+            w in (h, WHOLE) and (w == h or h == PARTIAL) for h, w in zip(spec.states, want, strict=True)
+        ):
+            joined = wrap(out, spec.space.spec(want, spec.shape))
+            copied_from(joined, x.local, now)  # who takes a view of it takes none of x
+            aside.joined = now, joined
+    return out
+
+
+def usable(kept: torch.Tensor, source: torch.Tensor) -> bool:
+    """What was made without a gradient is of no use to who needs one."""
+    return kept.requires_grad or not (source.requires_grad and torch.is_grad_enabled())
+
+
+def current(x: ShardedTensor) -> ShardedTensor:
+    """A carrier that has something aside: without its sums, where somebody has joined them.
+
+    Raises:
+        CapabilityError: it was copied where torch would give a view, and what it was copied from was written to.
+    """
+    aside = x.aside
+    assert aside is not None
+    if aside.origin is not None and version(aside.origin[0]) != aside.origin[1]:
+        raise CapabilityError(
+            f"this tensor of shape {tuple(x.shape)} was taken as a view of one that was written to since, but its "
+            "layout made it a copy: take it after the write"
+        )
+    joined = aside.joined
+    if joined is not None and joined[0] == version(x.local) and usable(joined[1].local, x.local):
+        return joined[1]
+    return x
+
+
+def copied_from(x: ShardedTensor, origin: torch.Tensor, version: int) -> None:
+    """Marks a carrier as a copy of what torch would give a view of."""
+    if x.aside is None:
+        x.aside = Aside()
+    x.aside.origin = origin, version
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two have memory in common."""
+    mine = one.untyped_storage().data_ptr()
+    return mine != 0 and mine == other.untyped_storage().data_ptr()
+
+
+shares = _shares
+
+
+def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested lists, tuples, slices and dicts with what is of a kind changed, one after the other."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) is slice:
+        return slice(*(replaced(one, kind, change) for one in (value.start, value.stop, value.step)))
+    if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
+        found = [replaced(one, kind, change) for one in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, dict):
+        return {name: replaced(one, kind, change) for name, one in value.items()}
+    return value
+
+
+def space_of(values: Any) -> Space | None:
+    """That of the first carrier in nested lists, tuples and dicts."""
+    if type(values) is ShardedTensor:
+        return values.spec.space
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return None
+    for value in values:
+        found = space_of(value)
+        if found is not None:
+            return found
+    return None

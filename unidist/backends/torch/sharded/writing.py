@@ -1,0 +1,106 @@
+"""What writes in place. The carrier keeps its layout, so that views of it see what was written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unidist.backends.torch.sharded.moving import carried
+from unidist.backends.torch.sharded.tensor import ShardedTensor, current, moved, replaced, wrap
+from unidist.errors import CapabilityError
+from unidist.propagation.layouts import WHOLE
+
+Planned = Callable[..., Any]
+Tensor = torch.Tensor
+# Those whose names do not end in an underscore, and whose first argument is written to.
+_OPERATORS = (
+    "setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor", "ifloordiv", "imod", "ilshift",
+    "irshift",
+)  # fmt: skip
+WRITES = frozenset(getattr(Tensor, f"__{name}__") for name in _OPERATORS if hasattr(Tensor, f"__{name}__"))
+
+
+def writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return func in WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Planned) -> Any:
+    """Raises CapabilityError where what is written to is a copy that torch would have as a view."""
+    if kwargs.get("out") is not None:
+        return _into_out(func, args, kwargs, planned)
+    if kwargs.get("inplace"):
+        target = args[0] if args else kwargs["input"]
+        put(target, planned(func, args, {**kwargs, "inplace": False}))
+        return target
+    target = args[0]
+    for one in _carriers(target):
+        _check(one)
+    if type(target) is ShardedTensor:
+        found = planned(func, args, kwargs, in_place=True)
+        if found is not NotImplemented:
+            return None if func is Tensor.__setitem__ else target
+    return _on_wholes(func, args, kwargs)
+
+
+def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Into wholes, which are put back into the layouts that were there."""
+    targets = _carriers(args[0])
+    wholes = {}
+    for one in targets:
+        name = getattr(func, "__name__", str(func))
+        with contextlib.nullcontext() if one.spec.whole else one.spec.space.gathering(name):
+            wholes[id(one)] = one.whole().clone()
+    first = replaced(args[0], ShardedTensor, lambda x: wholes[id(x)])
+    rest, named = replaced((args[1:], kwargs), ShardedTensor, ShardedTensor.whole)
+    out = func(first, *rest, **named)
+    for one in targets:
+        put(one, wrap(wholes[id(one)], one.spec.space.whole(wholes[id(one)].shape)))
+    return None if out is None else args[0]
+
+
+def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Planned) -> Any:
+    target = kwargs["out"]
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    # What is written to may be the only carrier.
+    result = planned(func, args, rest) if _carriers([args, *rest.values()]) else func(*args, **rest)
+    several = isinstance(target, (tuple, list))
+    for one, value in zip(target if several else (target,), result if several else (result,), strict=True):
+        _check(one)
+        put(one, value)
+    return target
+
+
+def put(target: Any, value: Any) -> None:
+    """A value into a carrier's own layout, or into a plain tensor."""
+    if tuple(target.shape) != tuple(value.shape):
+        raise CapabilityError(
+            f"a tensor of shape {tuple(target.shape)} cannot be written in place with one of {tuple(value.shape)}, "
+            "which needs other memory: make a new tensor"
+        )
+    if type(target) is not ShardedTensor:
+        target.copy_(value.whole() if type(value) is ShardedTensor else value)
+        return
+    states = target.spec.states
+    if type(value) is ShardedTensor:
+        part = moved(current(value) if value.aside is not None else value, states)
+    else:
+        part = carried(target.spec.space, value, (WHOLE,) * len(states), states)
+    target.local.copy_(part)
+
+
+def _check(x: Any) -> None:
+    if type(x) is ShardedTensor and x.aside is not None and x.aside.origin is not None:
+        raise CapabilityError(
+            f"this tensor of shape {tuple(x.shape)} is a copy where torch would give a view, for it needs parts of "
+            "other ranks: write into the tensor that it was taken from, as x[...] = value"
+        )
+
+
+def _carriers(value: Any) -> list[ShardedTensor]:
+    if type(value) is ShardedTensor:
+        return [value]
+    return [one for v in value for one in _carriers(v)] if isinstance(value, (tuple, list)) else []

@@ -1,0 +1,63 @@
+"""Which models need an attribute that unidist replaces: `Hook.needed` of those that not every model needs.
+
+A layer, loss or metric of the user's own may call whatever there is, so it needs every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from unidist.keras.compat import INSIDE, LossScaleOptimizer, tree
+from unidist.keras.known import is_of_either
+
+Need = Callable[[Any], bool]
+
+
+def own_code(model: Any) -> bool:
+    """Whether a model runs code that is neither Keras's nor keras_hub's."""
+    if model is None:
+        return False
+    losses = [x for x in tree.flatten(getattr(model, "loss", None)) if x is not None and not isinstance(x, str)]
+    parts = [*model._flatten_layers(), *model.metrics, *losses, getattr(model, "optimizer", None) or keras.Model]
+    functions = [getattr(part, "_fn", None) or getattr(part, "fn", None) for part in parts]
+    return not all(is_of_either(x if hasattr(x, "__name__") else type(x)) for x in (*parts, *filter(None, functions)))
+
+
+def of_layers(is_one: Callable[[Any], bool]) -> Need:
+    """The need of models that have such a layer."""
+    return lambda model: model is not None and (own_code(model) or any(map(is_one, model._flatten_layers())))
+
+
+def of_kinds(*names: str) -> Need:
+    """The need of models with layers of Keras's classes that have these names, or of others derived from them."""
+    return of_layers(lambda layer: any(kind.__name__ in names for kind in type(layer).__mro__))
+
+
+def of_loss(name: str) -> Need:
+    """The need of models whose loss is Keras's of this name."""
+
+    def needed(model: Any) -> bool:
+        if model is None:
+            return False
+        given = [x if isinstance(x, str) else type(x).__name__ for x in tree.flatten(getattr(model, "loss", None))]
+        return own_code(model) or name.lower() in map(str.lower, given)
+
+    return needed
+
+
+def of_scaled_losses(model: Any) -> bool:
+    """Whether a model's loss is scaled for float16."""
+    return model is not None and isinstance(getattr(model, "optimizer", None), LossScaleOptimizer)
+
+
+draws = of_layers(lambda layer: bool(getattr(layer, "_seed_generators", None)))
+recomputes = of_layers(lambda layer: getattr(layer, "_remat_mode", None) is not None)
+of_images = of_layers(lambda layer: type(layer).__module__.startswith(f"{INSIDE}layers.preprocessing"))
+
+
+def generates(model: Any) -> bool:
+    """Whether a model is one of keras_hub's that write texts."""
+    return hasattr(model, "generate")

@@ -1,0 +1,70 @@
+"""The options of a strategy, as Keras's backend can have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from unidist.errors import CapabilityError
+
+# Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.
+_NOT_WITH = {
+    "exact_random": ("each device draws for its own rows", "layers draw for parts of sequences"),
+    "per_tensor_rows": ("all tensors of a batch are cut alike", "the model's call takes rows of one number"),
+}
+
+
+def options(
+    auto_shard_dataset: bool,
+    zero: int,
+    sequence_parallel: bool = False,
+    exact_random: bool = False,
+    per_tensor_rows: bool = False,
+) -> dict[str, Any]:
+    """The rest of a Strategy, as Keras's backend can have it."""
+    if sequence_parallel:
+        check_sequence_parallel()
+    by_carriers = {"exact_random": exact_random, "per_tensor_rows": per_tensor_rows}
+    for name in filter(by_carriers.get, by_carriers):
+        _check(name, sequence_parallel)
+    return {
+        "auto_shard_dataset": auto_shard_dataset,
+        "zero": zero,
+        "uneven": takes_uneven(),
+        "joint": is_joint(),
+        "sequence_parallel": sequence_parallel,
+        **by_carriers,
+    }
+
+
+def takes_uneven() -> bool:
+    """Whether variables may be in uneven shards: arrays on JAX and DTensors must divide."""
+    return bool(keras.config.backend() == "torch")
+
+
+def is_joint() -> bool:
+    """Whether one dim may be cut by several axes: DTensor cuts it by one."""
+    return bool(keras.config.backend() != "tensorflow")
+
+
+def check_sequence_parallel() -> None:
+    """Raises CapabilityError where Keras's backend has no sequence parallelism."""
+    name = keras.config.backend()
+    if name != "torch":
+        raise CapabilityError(
+            f"sequence_parallel=True: with Keras on {name!r} the compiler lays out activations; this version "
+            "cuts them by sequence on torch alone. Leave it out, or set KERAS_BACKEND=torch before Keras is imported"
+        )
+
+
+def _check(name: str, sequence_parallel: bool) -> None:
+    """Raises CapabilityError where an option of tensors that carry their layout does not go."""
+    on_tensorflow, in_parts = _NOT_WITH[name]
+    if keras.config.backend() == "tensorflow":
+        raise CapabilityError(
+            f"{name}=True: with Keras on 'tensorflow' {on_tensorflow}. Leave it out, or set KERAS_BACKEND=torch or jax "
+            "before Keras is imported"
+        )
+    if sequence_parallel:
+        raise CapabilityError(f"{name}=True with sequence_parallel=True: {in_parts} there. Leave one out")

@@ -1,0 +1,75 @@
+"""What a step keeps for its backward, seen in small runs of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from unidist.keras.compat import tree
+from unidist.keras.planning import samples
+from unidist.keras.planning.activations import Seen, Seens
+from unidist.keras.planning.running import Runner, Trace
+from unidist.planner.facts import Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The model's run, and the shapes of one on longer sequences (the same one where none can be longer)."""
+
+    near: Trace
+    far: Trace
+    rows: int
+    lengths: tuple[int, int]
+
+    def line(self, near: int, far: int) -> Affine:
+        """What is so large in the one run, and so large in the other."""
+        slope = (far - near) / (self.lengths[1] - self.lengths[0])
+        return Affine(near - slope * self.lengths[0], slope)
+
+
+def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: list[Any]) -> Seens:
+    """What a step keeps, seen in runs. Where a pair's first layer gives NaN, what depends on it up to the pair's last
+    layer has it, as nothing else is reached."""
+    keeps = keras.config.backend() == "torch"
+    kwargs = {"training": keeps} if model._call_has_training_arg else {}
+
+    def seen(given: Any, marked: frozenset[int] = frozenset()) -> Seen:
+        found = runner.run(model, (given,), kwargs, marked=marked, saved=keeps).seen
+        return Seen() if found is None else found
+
+    def given(rows: int, length: int) -> Any:
+        return samples.sample(model, inputs, rows, length)
+
+    near, far, wide = runs.near.seen or Seen(), runs.far.seen or Seen(), None
+    shortest, longest = runs.lengths
+    if keeps:
+        near = seen(given(runs.rows, shortest))
+        far = near if runs.far is runs.near else seen(given(runs.rows, longest))
+        twice = given(2 * runs.rows, shortest)
+        if _rows(twice) == {2 * runs.rows}:
+            with contextlib.suppress(Exception):  # a model may take so many rows alone
+                wide = seen(twice).tensors
+    marked = []
+    for sources in _marks(reaches):
+        # A model, or a framework that looks for mistakes, may refuse NaN: then nothing is known to be cut.
+        with contextlib.suppress(Exception):
+            marked.append(seen(given(runs.rows, shortest), sources).tensors)
+    return Seens(near.tensors, far.tensors, wide, marked, frozenset(near.weights))
+
+
+def _rows(given: Any) -> set[int]:
+    return {x.shape[0] for x in tree.flatten(given) if x is not None and len(x.shape)}
+
+
+def _marks(reaches: list[Any]) -> list[frozenset[int]]:
+    """First layers of pairs, of each pair one at a time."""
+    of_pairs: dict[int, list[int]] = {}
+    for reach in reaches:
+        if reach.target is not None:
+            of_pairs.setdefault(reach.target[0], []).append(reach.source)
+    each = [list(dict.fromkeys(sources)) for sources in of_pairs.values()]
+    return [frozenset(filter(None.__ne__, turn)) for turn in itertools.zip_longest(*each)]

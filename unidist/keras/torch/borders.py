@@ -1,0 +1,256 @@
+"""Borders: where a layer computes natively, with this shard's rows, and where native rows are carried.
+
+Layers of Keras that treat each row alone need no carriers: they take their rows off, and put the layout on what they
+give. A model whose call is one program, or holds parts of sequences, has its border at that call. Amid such native rows
+what may look at several rows is on carriers in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
+from unidist.backends.torch.sharded.tensor import moved, replaced
+from unidist.keras import numbers
+from unidist.keras.calls import Call, Stage
+from unidist.keras.compat import get_device, get_keras_mask, set_keras_mask
+from unidist.keras.known import is_container, is_known, operations_of, overwritten
+from unidist.keras.needs import draws
+from unidist.keras.torch.calls import around_call
+from unidist.keras.torch.carrying import space_at, summand, wrapped
+from unidist.keras.torch.context import Frame, Rows
+from unidist.keras.torch.rows.parts import mapped
+from unidist.keras.torch.rows.parts import whole as whole_part
+from unidist.propagation.layouts import Cut
+
+# On a layer: its border, or None.
+_BORDER = "_unidist_border"
+# On what may look at several rows: its Inward.
+_INWARD = "_unidist_inward"
+# On a tensor: it has no rows, whatever its first dim.
+_ROWLESS = "_unidist_rowless"
+
+
+def give(model: Any, is_native: Callable[[Any], bool], exact: bool) -> list[Inward]:
+    """Lets what is known to treat each row alone compute natively, and anything else on carriers.
+
+    Args:
+        is_native: whether a layer's call is native whatever it computes, as a program or with parts of sequences.
+        exact: layers draw random numbers for the whole batch.
+
+    Returns:
+        What may look at several rows. Amid native rows it is on carriers in turn.
+    """
+    layers = model._flatten_layers()
+    own = [layer for layer in layers if not is_container(layer) and not _treats_each_alone(layer, exact)]
+    own += [operation for layer in layers if is_container(layer) for operation in operations_of(layer)]
+    others = {id(one) for one in own}
+    for layer in layers:
+        inner = tuple(layer._flatten_layers())
+        looked_at = inner if is_container(layer) else (layer,)
+        operations = [operation for one in looked_at if is_container(one) for operation in operations_of(one)]
+        is_alone = others.isdisjoint(map(id, (*looked_at, *operations)))
+        _set_border(layer, inner, is_alone, is_native(layer))
+    return [_inward_border(one) for one in own]
+
+
+def _treats_each_alone(layer: Any, exact: bool) -> bool:
+    return is_known(layer) and not (exact and draws(layer))
+
+
+class _Outward:
+    """A layer's border. No list or dict is put on a layer: Keras saves what those hold.
+
+    Attributes:
+        losers: the layers that may add losses in the call.
+        inner: the layers inside of one whose call would be right on carriers too.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.losers: tuple[Any, ...] = ()
+        self.inner: tuple[Any, ...] = ()
+        self.take_off = around_call(layer, Stage.BORDER, self)
+
+    def __call__(self, here: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        # A hook of the user's own, which may have come since, may look at several rows.
+        if any(one._forward_hooks or one._forward_pre_hooks for one in self.inner):
+            return rest(*args, **kwargs)
+        return _outward(self.losers, here, rest, args, kwargs)
+
+
+def _set_border(layer: Any, inner: tuple[Any, ...], is_alone: bool, is_native: bool) -> None:
+    """`inner`: the layer and those in it."""
+    known: _Outward | None = vars(layer).get(_BORDER)
+    if is_alone or is_native:
+        known = known or _Outward(layer)
+        known.losers, known.inner = inner, () if is_native else inner[1:]
+    elif known is not None:
+        known.take_off()
+        known = None
+    object.__setattr__(layer, _BORDER, known)
+
+
+def _outward(losers: tuple[Any, ...], here: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+    """A call with this shard's rows of what carries them; `losers`: what may add losses in it."""
+    if here.carried is None:
+        return rest(*args, **kwargs)
+    tensors: list[Any] = []
+    mapped(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) and x.ndim else None, (args, kwargs))
+    cut = next((x for x in tensors if type(x) is ShardedTensor and _has_rows(x)), None)
+    if cut is None or not all(_goes_with(x, cut) for x in tensors):
+        return rest(*args, **kwargs)
+    state: Any = cut.spec.states[0]
+    rows = Rows(state.sizes[here.world.data_place(here.rank)], state.sizes)
+    known: dict[int, torch.Tensor] = {}
+
+    def local(x: ShardedTensor) -> torch.Tensor:
+        if id(x) not in known:
+            known[id(x)] = x.local if x.spec.states[0] == state else x.whole()
+            if (mask := get_keras_mask(x)) is not None:
+                set_keras_mask(known[id(x)], local(mask))
+        return known[id(x)]
+
+    given = replaced((args, kwargs), ShardedTensor, local)
+    with here.having_rows(rows), _added(losers, here, rows):
+        out = rest(*given[0], **given[1])
+    for x in tensors:  # a mask that the call takes off is off: attention does so
+        if id(x) in known and get_keras_mask(known[id(x)]) is None:
+            set_keras_mask(x, None)
+    return mapped(lambda x: wrapped(here, rows, x) if _is_of(rows.local, x) else x, out)
+
+
+def _has_rows(x: ShardedTensor) -> bool:
+    state = x.spec.states[0]
+    return isinstance(state, Cut) and state.dim == 0
+
+
+def _goes_with(x: Any, cut: ShardedTensor) -> bool:
+    """Whether a tensor beside one with rows has the same ones, or none."""
+    if x.shape[0] != cut.shape[0]:
+        return type(x) is not ShardedTensor or bool(x.spec.whole)
+    return type(x) is ShardedTensor and bool(x.spec.states[0] == cut.spec.states[0])
+
+
+def _is_of(count: int, x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == count
+
+
+@contextlib.contextmanager
+def _added(holders: tuple[Any, ...], here: Frame, rows: Rows) -> Iterator[None]:
+    """What is added to a model's losses inside is a mean over this shard's rows: a summand, by its share of them."""
+    before = [len(one._losses) for one in holders]
+    yield
+    if here.carried is not None or here.rows is not rows:
+        return
+    for one, count in zip(holders, before, strict=True):
+        found = list(one._losses)
+        if len(found) > count:
+            del one._losses[count:]
+            one._losses.extend(_of_all(here, rows, loss) for loss in found[count:])
+
+
+def _of_all(here: Frame, rows: Rows, loss: Any) -> Any:
+    return loss if type(loss) is ShardedTensor else summand(here, numbers.by_share(loss, rows.share))
+
+
+class Inward:
+    """What may look at several rows, in a call of native rows: it computes on carriers there.
+
+    Attributes:
+        looks: whether it has looked at other shards' rows; None: it was not called yet.
+    """
+
+    def __init__(self, subject: Any) -> None:
+        self.name: str = getattr(subject, "path", None) or subject.name
+        self.looks: bool | None = None
+        self._subject, self._constants = subject, _constants(subject)
+        around_call(subject, Stage.REGION, self)
+
+    @property
+    def why(self) -> str:
+        if self.looks is None:
+            return "not called yet"
+        if self.looks:
+            return "given the rows of all shards: it looks at several"
+        return "called with each shard's own rows: it treats each alone"
+
+    def __call__(self, here: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        if here.carried is not None:
+            places = space_at(here)
+            before = places.moves
+            with events.for_purpose(f"rows of {self.name}"), here.reading(self._rounded(places)):
+                out = rest(*args, **kwargs)
+            self.looks = bool(self.looks) or places.moves != before
+            return out
+        rows = here.rows
+        if rows is None or not can_begin(here):
+            return rest(*args, **kwargs)
+        return on_carriers(here, rows, functools.partial(self, here, rest), args, kwargs, constants=self._constants)
+
+    def _rounded(self, space: Space) -> dict[int, torch.Tensor]:
+        """Keras rounds the bias of a layer in float8, and so its gradient: on carriers, the sum of all shards'."""
+        bias = getattr(self._subject, "bias", None)
+        if bias is None or not overwritten(self._subject):
+            return {}
+        return {id(bias): wrap(bias.value, space.whole(bias.value.shape))}
+
+
+def _inward_border(subject: Any) -> Inward:
+    known = vars(subject).get(_INWARD)
+    if known is None:
+        known = Inward(subject)
+        object.__setattr__(subject, _INWARD, known)
+    return known  # type: ignore[no-any-return]
+
+
+def on_carriers(here: Frame, rows: Rows, call: Call, *given: Any, constants: frozenset[int] = frozenset()) -> Any:
+    """What a call gives that sees the rows of all shards, amid native rows; `constants`: ids of what has none."""
+
+    def enter(x: Any) -> Any:
+        has_rows = _is_of(rows.local, x) and not getattr(x, _ROWLESS, False)
+        is_other = isinstance(x, torch.nn.Parameter) or id(x) in constants
+        return wrapped(here, rows, whole_part(x)) if has_rows and not is_other else whole_part(x)
+
+    with here.carrying_rows(rows):
+        out = call(*mapped(enter, given))
+    return mapped(functools.partial(_left, here, rows), out)
+
+
+def _left(here: Frame, rows: Rows, x: Any) -> Any:
+    """What leaves for a call of native rows."""
+    if type(x) is not ShardedTensor:
+        return x
+    state = Cut(0, rows.sizes)
+    if x.ndim and x.shape[0] == rows.total and not x.spec.partial:
+        local = moved(x, (state,))
+        if (mask := get_keras_mask(x)) is not None:
+            set_keras_mask(local, _left(here, rows, mask))
+        return local
+    out = x.whole()
+    setattr(out, _ROWLESS, True)
+    return out
+
+
+def _constants(subject: Any) -> frozenset[int]:
+    """ids of the tensors that a graph of Keras's gives to each call."""
+    found: list[Any] = []
+    nodes = getattr(subject, "_inbound_nodes", ())
+    mapped(found.append, [(node.arguments.args, node.arguments.kwargs) for node in nodes])
+    return frozenset(id(x) for x in found if isinstance(x, torch.Tensor))
+
+
+def can_begin(here: Frame) -> bool:
+    """Not where a few rows prove something else, nor in a program, whose first call has shown that it need not."""
+    return (
+        here.world.cuts_rows
+        and here.trial is None
+        and not here.wide
+        and not here.is_tracing
+        and str(get_device()) != "meta"
+    )

@@ -1,0 +1,153 @@
+"""A step on carriers: to the code that runs in it a batch is the whole, of which each data shard holds its rows.
+
+What may look at any rows (losses, metrics, steps, layers of the user's own) computes with ShardedTensors: each
+operation has a rule, or gathers. Layers of Keras that treat each row alone take their rows off them, compute natively,
+and put the layout on what they give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
+from unidist.backends.torch.sharded.autograd import serve_replaced
+from unidist.backends.torch.sharded.tensor import distribute, moved, replaced
+from unidist.keras.compat import get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.torch.context import Frame, Rows
+from unidist.keras.torch.rows.parts import mapped
+from unidist.propagation.layouts import PARTIAL, Cut, chunked
+
+# Where a batch is not cut.
+_NONE = Rows(0, (0,))
+
+
+def space_at(here: Frame) -> Space:
+    """The data shards, as the rank at work sees them."""
+    world = here.world
+    found: Space | None = world.spaces.get(here.rank)
+    if found is None:
+        serve_replaced()
+        found = world.spaces[here.rank] = Space.of(world.backend, world.mesh, (world.data_axes,))
+    return found
+
+
+@contextlib.contextmanager
+def step(here: Frame, batch: Any, apart: bool = False) -> Iterator[Any]:
+    """A step's batch on carriers; one that is not cut as it is: the whole, on each rank. `apart`: of such a batch each
+    tensor is cut by its own rows."""
+    rows = here.rows
+    if here.world.cuts_rows:
+        space_at(here).exact = here.exact
+    with here.carrying_rows(rows or _NONE), events.for_purpose("losses"):
+        is_cut = rows is not None or apart
+        yield tree.map_structure(functools.partial(_carried, here, rows), batch) if is_cut else batch
+
+
+def _carried(here: Frame, rows: Rows | None, x: Any) -> Any:
+    """This rank's rows as the whole; without `rows`, of a whole tensor. Text stays as it is."""
+    if not len(getattr(x, "shape", ())) or getattr(x.dtype, "kind", "f") in "OUST":
+        return x
+    given = torch.as_tensor(x, device=get_device())
+    if rows is not None:
+        return wrapped(here, rows, given)
+    space = space_at(here)
+    return distribute(given, space.spec((chunked(0, len(given), space.sizes[0]),), given.shape))
+
+
+def wrapped(here: Frame, rows: Rows, local: torch.Tensor) -> ShardedTensor:
+    """This rank's rows, and those of their mask, as the whole."""
+    spec = space_at(here).spec((Cut(0, rows.sizes),), torch.Size((rows.total, *local.shape[1:])))
+    out = wrap(local, spec)
+    mask = get_keras_mask(local)
+    if mask is not None:
+        set_keras_mask(out, wrapped(here, rows, mask) if mask.shape[:1] == local.shape[:1] else mask)
+    return out
+
+
+def summand(here: Frame, x: torch.Tensor) -> ShardedTensor:
+    """What ranks add up to."""
+    return wrap(x, space_at(here).spec((PARTIAL,), x.shape))
+
+
+# what is plain --------------------------------------------------------------------------------------------------------
+
+
+def whole(x: Any) -> Any:
+    """What a carrier stands for; anything else as it is."""
+    return x.whole() if type(x) is ShardedTensor else x
+
+
+def taken_off(given: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The parts of the carriers in a structure, and what puts the layouts on such parts again."""
+    layouts: list[Any] = []
+
+    def off(x: Any) -> Any:
+        is_carrier = type(x) is ShardedTensor
+        layouts.append((x.spec, get_keras_mask(x)) if is_carrier else None)
+        return x.local if is_carrier else x
+
+    def on(x: Any, layout: Any) -> Any:
+        if layout is None:
+            return x
+        out = wrap(x, layout[0])
+        if layout[1] is not None:
+            set_keras_mask(out, layout[1])
+        return out
+
+    def put_on(parts: Any) -> Any:
+        left = iter(layouts)
+        return mapped(lambda x: on(x, next(left)), parts)
+
+    return mapped(off, given), put_on
+
+
+def plain(value: Any) -> Any:
+    """A structure without carriers. Numbers that are sums come together in one collective."""
+    found: list[Any] = []
+    replaced(value, ShardedTensor, found.append)
+    sums = [x for x in found if x.spec.partial and not x.ndim and x.is_floating_point()]
+    known: dict[int, torch.Tensor] = {}
+    with torch.no_grad(), events.for_purpose("logs"):
+        if len(sums) > 1:
+            joined: Any = torch.stack([x.detach().double() for x in sums])
+            known = {id(x): number.to(x.dtype) for x, number in zip(sums, joined.whole().unbind(), strict=True)}
+        return replaced(value, ShardedTensor, lambda x: known[id(x)] if id(x) in known else x.detach().whole())
+
+
+def agreed(here: Frame, logs: Any) -> Any:
+    """The logs of a step, the same bits on ranks that have computed alike: callbacks decide by them."""
+    if not here.world.drifting or not isinstance(logs, dict):
+        return logs
+    own = {name: x for name, x in logs.items() if isinstance(x, torch.Tensor) and not x.ndim and x.is_floating_point()}
+    with torch.no_grad(), events.for_purpose("logs"):
+        return {**logs, **dict(zip(own, here.world.agreed(here, list(own.values()), ()), strict=True))}
+
+
+def settle_losses(model: Any) -> None:
+    """What was added to the losses of a model's layers is read behind the step as numbers."""
+    for layer in model._flatten_layers():
+        if any(type(loss) is ShardedTensor for loss in layer._losses):
+            found = plain(list(layer._losses))
+            layer._losses.clear()
+            layer._losses.extend(found)
+
+
+def part_of(variable: Any, here: Frame, value: Any) -> Any:
+    """What the rank at work writes of a value into a variable: a summand, where ranks hold summands."""
+    is_sum = bool(variable._storage.shardings.stored.layout.partial)
+    if type(value) is ShardedTensor:
+        return moved(value.detach(), (PARTIAL,)) if is_sum else value.detach().whole()
+    return 0 * value if is_sum and variable._storage.is_others(here) else value
+
+
+def rooted(here: Frame, root: Any) -> Any:
+    """What a gradient begins with: of a loss without rows, which all ranks have, each begins with its share."""
+    if type(root) is ShardedTensor or not here.world.cuts_rows:
+        return root
+    return wrap(root, space_at(here).whole(root.shape))

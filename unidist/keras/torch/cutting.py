@@ -1,0 +1,175 @@
+"""Batches and their rows: which of them a rank has, and batches that have no rows to cut by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Axes, Layout, Sharding
+from unidist.errors import DesyncError, LayoutError
+from unidist.keras import telling
+from unidist.keras.compat import tree
+from unidist.keras.torch.context import Rows
+from unidist.keras.torch.moving import rows_from
+from unidist.keras.torch.world import RankWorld
+from unidist.propagation.layouts import chunked
+
+# In place of a number of rows: this shard's data has no more, or raised.
+ENDED, RAISED = -1, -2
+
+
+class LocalBatches(list[Any]):
+    """What an epoch iterator hands to a step: one batch that holds this rank's rows alone, and how many there are."""
+
+    def __init__(self, batches: list[Any], rows: Rows) -> None:
+        super().__init__(batches)
+        self.rows = rows
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A batch, and the rows of it that each rank has.
+
+    Attributes:
+        batch: all rows, or those of this process alone.
+        rows: how many this process has, where the batch holds these alone.
+        total: of the global batch; None: the batch is not cut, and each rank has all of it.
+    """
+
+    world: RankWorld
+    batch: Any
+    rows: Rows | None
+    total: int | None
+
+    @staticmethod
+    def of(world: RankWorld, batches: list[Any], *, auto_shard: bool, by: Cutting) -> Shards:
+        """`batches`: what an epoch iterator hands to a step; `auto_shard`: each process was given all rows."""
+        batch, rows = batches[0], None
+        if isinstance(batches, LocalBatches):
+            rows = batches.rows
+        elif not world.is_virtual and not auto_shard:
+            rows = rows_already_local(world, batch)
+        return Shards(world, batch, rows, by.total(batch) if rows is None else rows.total)
+
+    def on(self, rank: int) -> tuple[Rows | None, Any]:
+        """A rank's rows, and how many; None: it has the whole batch."""
+        if self.rows is not None:
+            return self.rows, self.batch
+        if self.total is None:
+            return None, cut(self.batch, 0, None, copy=self.world.is_virtual)
+        own = cut(self.batch, *bounds(self.world, rank, self.total), copy=self.world.is_virtual)
+        return rows_of(self.world, rank, self.total), own
+
+
+class Cutting:
+    """Whether a model's batches are cut over the data shards.
+
+    Tensors with different numbers of rows, as nodes, edges and graphs, have no rows to cut by: each rank computes the
+    whole batch. So it does with all later ones, of which some may have as many nodes as edges.
+    """
+
+    def __init__(self, world: RankWorld, apart: bool = False) -> None:
+        """`apart`: each tensor of such a batch is cut by its own rows later (carrying.py)."""
+        self._apart = apart
+        self._shards = world.mesh.axis_size(world.data_axes) if world.data_axes else 1
+        self.is_off = False
+
+    def total(self, batch: Any) -> int | None:
+        """Rows of a batch that is cut; None of one that is not."""
+        counts = _row_counts(batch)
+        if not self.is_off and len(counts) > 1:
+            self.is_off = True
+            if self._shards > 1 and not self._apart:
+                telling.warn(
+                    f"tensors of a batch have {sorted(counts)} rows, so batches are not cut: each of {self._shards} "
+                    "data shards computes all of them, and gains no time. To cut them, give all tensors one first dim, "
+                    "or per_tensor_rows=True to the strategy"
+                )
+        return None if self.is_off else row_count(batch)
+
+
+def _row_counts(batch: Any) -> set[int]:
+    return {int(leaf.shape[0]) for leaf in tree.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape)}
+
+
+def row_count(batch: Any) -> int:
+    """Rows of a batch. Raises LayoutError where its arrays disagree or have none."""
+    counts = _row_counts(batch)
+    if len(counts) != 1:
+        raise LayoutError(
+            f"a batch must have one number of rows to be cut over devices, found {sorted(counts)}. Give every process "
+            "the whole data (auto_shard_dataset=True): a batch of several numbers of rows is then computed by each"
+        )
+    return counts.pop()
+
+
+def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
+    """(start, length) of a rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
+    if not world.data_axes:
+        return 0, total
+    return world.batch_sharding((total,)).region(rank)[0]
+
+
+def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
+    shards = world.mesh.axis_size(world.data_axes) if world.data_axes else 1
+    return Rows(bounds(world, rank, total)[1], chunked(0, total, shards).sizes)
+
+
+def cut(batch: Any, start: int, length: int | None, *, copy: bool = False) -> Any:
+    """The rows [start, start + length) of every array of a batch, with no length all; copied where ranks share this
+    process, because Keras multiplies masks into sample weights in place."""
+
+    def part(x: Any) -> Any:
+        if x is None or not hasattr(x, "shape") or not len(x.shape):
+            return x
+        rows = rows_from(x, start, length)
+        if not copy:
+            return rows
+        return rows.clone() if isinstance(rows, torch.Tensor) else rows.copy()
+
+    return tree.map_structure(part, batch)
+
+
+def rows_already_local(world: RankWorld, batch: Any) -> Rows:
+    """Rows where every process was given its own part (auto_shard_dataset=False): counted by a collective."""
+    local = row_count(batch)
+    return agreed_rows(world, local)
+
+
+def agreed_rows(world: RankWorld, local: int) -> Rows:
+    if not world.data_axes:
+        return Rows(local, (local,))
+    found = of_shards(world, local)
+    if min(found) < 0:
+        _tell_apart(world, found)
+    return Rows(local, tuple(found))
+
+
+def of_shards(world: RankWorld, number: int) -> list[int]:
+    """Every data shard's number, in order. A collective."""
+    return of_places(world, world.data_axes, number, "batch sizes")
+
+
+def of_places(world: RankWorld, axes: Axes, number: int, purpose: str) -> list[int]:
+    """The number of every place along the axes, in order. A collective."""
+    cut = Sharding(world.mesh, Layout(axes), (world.mesh.axis_size(axes),))
+    with events.for_purpose(purpose):
+        found = world.backend.redistribute(torch.tensor([number]), cut, cut.with_layout(Layout()))
+    return [int(n) for n in found]
+
+
+def _tell_apart(world: RankWorld, found: list[int]) -> None:
+    """Raises DesyncError unless the data of all shards has ended together."""
+    if set(found) == {ENDED}:
+        return
+    how = "raised an error" if RAISED in found else "ended, while others have more batches"
+    apart = [place for place, n in enumerate(found) if n == (RAISED if RAISED in found else ENDED)]
+    raise DesyncError(
+        f"auto_shard_dataset=False: the data of data shards {apart} of {len(found)} {how}. Give every process as many "
+        "batches, or pass steps_per_epoch, which each of them can give",
+        ranks=tuple(r for r in world.mesh.devices if world.data_place(r) in apart),
+        collective="batch sizes",
+    )

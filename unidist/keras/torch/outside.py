@@ -1,0 +1,130 @@
+"""The simulator's program outside of steps: it has a whole parameter for each variable, which the ranks' shards follow.
+
+On one device a program may read a variable, differentiate by it, keep its gradient, and write into its tensor. So does
+the main thread here, whatever its ranks store. Before they run, they get what it has written, and behind it has what
+they have made. Nothing is held for variables that it never looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from unidist.algebra import Sharding
+
+if TYPE_CHECKING:
+    from unidist.keras.torch.values.storage import Storage
+
+_looked_at: weakref.WeakSet[Storage] = weakref.WeakSet()
+_ranks_run = False
+
+
+@dataclass
+class Outside:
+    """What the program has of a variable.
+
+    Attributes:
+        parameter: whole. Without memory, until somebody looks.
+        is_looked_at: somebody has.
+        gradient: what the ranks have left. version: of it, then.
+    """
+
+    parameter: torch.nn.Parameter
+    is_looked_at: bool = False
+    gradient: torch.Tensor | None = None
+    version: int = 0
+
+    @staticmethod
+    def like(shard: torch.nn.Parameter, shape: tuple[int, ...]) -> Outside:
+        empty = torch.empty(shape, dtype=shard.dtype, device=shard.device)
+        empty.untyped_storage().resize_(0)
+        return Outside(torch.nn.Parameter(empty, requires_grad=shard.requires_grad))
+
+
+def look(storage: Storage) -> torch.nn.Parameter:
+    """The whole parameter of a variable, as the ranks have left it or the program has made it."""
+    outside = storage.outside
+    if not outside.is_looked_at:
+        outside.parameter.untyped_storage().resize_(outside.parameter.nbytes)
+        outside.is_looked_at = True
+        _looked_at.add(storage)
+        take(storage)
+    return outside.parameter
+
+
+def move(before: Storage, now: Storage) -> None:
+    """The parameter that was looked at is of another storage of the variable."""
+    _looked_at.discard(before)
+    _looked_at.add(now)
+    take(now)
+
+
+def can_look(storage: Storage) -> bool:
+    """Whether no rank runs, and the variable has one value: no sum of what the ranks have."""
+    return not _ranks_run and not storage.shardings.stored.layout.partial
+
+
+def is_ahead(storage: Storage) -> bool:
+    """Whether the program's parameter counts, and not what ranks have: it was looked at, and no rank runs."""
+    return storage.outside.is_looked_at and not _ranks_run
+
+
+@contextlib.contextmanager
+def ranks_running() -> Iterator[None]:
+    """Inside the ranks run."""
+    global _ranks_run
+    for storage in list(_looked_at):
+        give(storage)
+    _ranks_run = True
+    try:
+        yield
+    finally:
+        _ranks_run = False
+        for storage in list(_looked_at):
+            take(storage)
+
+
+def give(storage: Storage) -> None:
+    """The ranks get what the program has written: into the tensor, by whatever way, and as its gradient."""
+    outside = storage.outside
+    value, gradient = outside.parameter.detach(), outside.parameter.grad
+    stored, state = storage.shardings.stored, storage.shardings.state
+    if not all(torch.equal(shard.detach(), value[stored.slices(rank)]) for rank, shard in storage.shards.items()):
+        storage.assign(value)
+    if gradient is outside.gradient and (gradient is None or gradient._version == outside.version):
+        return
+    for rank, own in storage.states.items():
+        storage.forget_gradients(rank)
+        own.grad = None if gradient is None else gradient.detach()[state.slices(rank)].clone()
+
+
+def take(storage: Storage) -> None:
+    """The program gets what the ranks have."""
+    outside, state = storage.outside, storage.shardings.state
+    with torch.no_grad():
+        outside.parameter.copy_(assembled(storage.shards, storage.shardings.stored))
+        gradients = {rank: own.grad for rank, own in storage.states.items() if own.grad is not None}
+        whole = assembled(gradients, state) if len(gradients) == len(storage.states) else None
+    outside.parameter.grad = outside.gradient = whole
+    outside.version = 0 if whole is None else whole._version
+
+
+def assembled(tensors: Mapping[int, torch.Tensor], sharding: Sharding) -> torch.Tensor:
+    """The whole of what all ranks have, without a step of theirs; that of the first rank where all have it whole."""
+    first, layout, mesh = next(iter(tensors.values())), sharding.layout, sharding.mesh
+    if not layout.dims and not layout.partial:
+        return first
+    out = torch.zeros(sharding.shape, dtype=first.dtype, device=first.device)
+    counted = [axis for axis, op in layout.partial if op == "sum"]
+    for rank, tensor in tensors.items():
+        here = mesh.coordinate(rank)
+        if any(here[a] for a in mesh.axis_names if layout.state(a) != "S" and a not in counted):
+            continue
+        part = out[sharding.slices(rank)]
+        part.copy_(part + tensor.detach() if counted else tensor.detach())
+    return out

@@ -1,0 +1,1 @@
+"""One rule an operation: layouts in, layouts out. Pure: it knows no framework."""

@@ -1,0 +1,98 @@
+"""Norms, attention, convolutions, pooling: what is independent along its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from unidist.propagation.choosing import Option
+from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State
+
+
+def normed(states: Sequence[State], shapes: Sequence[Shape], last: int) -> Iterator[Option]:
+    """A norm over the last dims, with a scale and a shift of those dims."""
+    (x, *rest) = states
+    if isinstance(x, Cut) and x.dim < len(shapes[0]) - last:
+        yield Option((x, *(WHOLE,) * len(rest)), x)
+
+
+def by_channel(states: Sequence[State], shapes: Sequence[Shape], batch: bool) -> Iterator[Option]:
+    """Channels in dim 1, with vectors of one number a channel. `batch`: rows (dim 0) are independent too."""
+    (x, *rest) = states
+    if isinstance(x, Cut) and x.dim == 0 and batch:
+        yield Option((x, *(WHOLE,) * len(rest)), x)
+    for k, state in enumerate(states):
+        if isinstance(state, Cut) and state.dim == (0 if k else 1) and min(state.sizes):
+            yield Option((Cut(1, state.sizes), *(Cut(0, state.sizes),) * len(rest)), Cut(1, state.sizes))
+
+
+def classified(states: Sequence[State], shapes: Sequence[Shape], indices: bool) -> Iterator[Option]:
+    """A loss of each row, of its classes in dim 1, with or without a weight of each class.
+
+    Args:
+        indices: the target has the class's number in place of a dim of classes.
+    """
+    x, target, *weights = states
+    for state, without in ((x, False), (target, indices)):
+        if not isinstance(state, Cut):
+            continue
+        dim = state.dim + 1 if without and state.dim else state.dim
+        if dim != 1:
+            given = Cut(dim - 1 if dim else 0, state.sizes)
+            wants = (Cut(dim, state.sizes), given if indices else Cut(dim, state.sizes))
+            yield Option((*wants, *(WHOLE,) * len(weights)), given)
+
+
+def attention(states: Sequence[State], shapes: Sequence[Shape]) -> Iterator[Option]:
+    """softmax(q k^T + mask) v over (..., positions, features): batch and heads are independent, and each position of
+    q. k and v may have fewer heads than q, a whole number of q's each."""
+    q, k, v, *mask = shapes
+    ndim = len(q)
+    for which, state in enumerate(states[:3]):
+        if not isinstance(state, Cut) or len(shapes[which]) != ndim:
+            continue
+        dim = state.dim
+        if dim == ndim - 2 and which == 0:  # positions of q; masks have them too
+            yield Option((state, WHOLE, WHOLE, *(_masked(m, dim, ndim, state) for m in mask)), state)
+        if dim < ndim - 2 and shapes[which][dim] and not q[dim] % shapes[which][dim]:
+            times = q[dim] // shapes[which][dim]
+            ours = Cut(dim, tuple(n * times for n in state.sizes))
+            shared = [_shared(ours, dim, q, one) for one in (k, v)]
+            if None not in shared:
+                wants = tuple(one for one in shared if one is not None)
+                yield Option((ours, *wants, *(_masked(m, dim, ndim, ours) for m in mask)), ours)
+
+
+def _shared(cut: Cut, dim: int, q: Shape, other: Shape) -> State | None:
+    """The heads of k or v that the heads of q go with; None where one is needed at two places."""
+    if len(other) != len(q) or not q[dim]:
+        return None
+    if any(n * other[dim] % q[dim] for n in cut.sizes):
+        return None
+    return Cut(dim, tuple(n * other[dim] // q[dim] for n in cut.sizes))
+
+
+def _masked(mask: Shape, dim: int, ndim: int, cut: Cut) -> State:
+    own = dim - ndim + len(mask)
+    return Cut(own, cut.sizes) if own >= 0 and mask[own] == sum(cut.sizes) else WHOLE
+
+
+def convolution(states: Sequence[State], shapes: Sequence[Shape], transposed: bool, grouped: bool) -> Iterator[Option]:
+    """x (rows, channels in, ...), w (channels out, channels in, ...; transposed: in, out), with or without a bias. No
+    part may be without channels, which frameworks do not convolve."""
+    x, w, *bias = states
+    whole = (WHOLE,) * len(bias)
+    to, of = (1, 0) if transposed else (0, 1)
+    if isinstance(x, Cut) and x.dim == 0:
+        yield Option((x, WHOLE, *whole), x)
+    if not grouped:
+        for cut, dim in ((w, to), *((one, 0) for one in bias)):
+            if isinstance(cut, Cut) and cut.dim == dim and min(cut.sizes):
+                columns = Cut(1, cut.sizes)
+                yield Option((WHOLE, Cut(to, cut.sizes), *(Cut(0, cut.sizes) for _ in bias)), columns)
+        for cut, dim in ((x, 1), (w, of)):
+            if isinstance(cut, Cut) and cut.dim == dim and min(cut.sizes):
+                yield Option((Cut(1, cut.sizes), Cut(of, cut.sizes), *(PARTIAL for _ in bias)), PARTIAL)
+    if x == PARTIAL or PARTIAL in bias:
+        yield Option((PARTIAL, WHOLE, *(PARTIAL for _ in bias)), PARTIAL)
+    if w == PARTIAL:
+        yield Option((WHOLE, PARTIAL, *(PARTIAL for _ in bias)), PARTIAL)

@@ -1,0 +1,38 @@
+"""Other shapes of the same elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from unidist.propagation.choosing import Option
+from unidist.propagation.layouts import PARTIAL, Cut, Shape, State
+
+
+def view(states: Sequence[State], shapes: Sequence[Shape], shape: Shape) -> Iterator[Option]:
+    """A cut dim stays cut where the elements of each place stay one block: the lengths of its parts are whole numbers
+    of what comes behind the new dim, and add up to it. Then the dims before both hold as many elements."""
+    (state,) = states
+    if state == PARTIAL:
+        yield Option((PARTIAL,), PARTIAL)
+    if isinstance(state, Cut):
+        to = _kept(state, shapes[0], shape)
+        if to is not None:
+            yield Option((state,), to)
+
+
+def _kept(cut: Cut, old: Shape, new: Shape) -> Cut | None:
+    inner = prod(old[cut.dim + 1 :])
+    for dim in range(len(new)):
+        behind = prod(new[dim + 1 :])
+        if behind and all(n * inner % behind == 0 for n in cut.sizes):
+            sizes = tuple(n * inner // behind for n in cut.sizes)
+            if sum(sizes) == new[dim]:
+                return Cut(dim, sizes)
+    return None
+
+
+def resolved(shape: Sequence[int], elements: int) -> Shape:
+    """A shape with its -1 found."""
+    known = prod(n for n in shape if n != -1)
+    return tuple(elements // max(known, 1) if n == -1 else int(n) for n in shape)
