@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -380,6 +381,8 @@ def lose(how: str, noticed: str) -> dict[str, tuple[float, str]]:
     """
     import torch
 
+    from unidist.backends.horovod import lost
+
     group, x = everyone(), torch.ones(2, 2)
     backend().barrier()
     if backend().rank == 1:
@@ -393,6 +396,10 @@ def lose(how: str, noticed: str) -> dict[str, tuple[float, str]]:
         "all_reduce": lambda: backend().comm.all_reduce_inplace(x, group, "sum").wait(),
         "barrier": lambda: backend().barrier(),
     }
+    if how == "dies":
+        missed = "what Horovod has missed"
+        at = lost.Call(missed, (0, 1), "a test")
+        calls[missed] = lambda: lost.wait(lost.polled(lambda: False), at, 60.0, backend()._hvd)
     if how == "stalls":
         calls["making the process set"] = lambda: (
             backend().mesh(Mesh({"x": 1, "y": 2}, [1, 0])) and backend()._sets._add((0,))
@@ -493,7 +500,8 @@ def eager_tensors_agree_or_are_told() -> str:
     return str(caught.value)
 
 
-def lose_over_tensorflow(how: str, limit: float, noticed: str) -> tuple[float, str]:
+def lose_over_tensorflow(how: str, limit: float, noticed: str) -> list[tuple[float, str]]:
+    """As `lose`; where process 1 dies, also in what Horovod was given as it ended, and will not answer."""
     import tensorflow as tf
 
     unidist.initialize(timeout=limit)  # of the world that the launcher's word has joined
@@ -503,12 +511,19 @@ def lose_over_tensorflow(how: str, limit: float, noticed: str) -> tuple[float, s
         if how == "dies":
             os._exit(9)
         wait_until(Path(noticed).exists, "process 0 to notice")
-        return 0.0, ""
-    start = time.monotonic()
-    with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
-        backend().comm.all_gather(tf.ones(2), group, 0, (2, 2))
+        return []
+    calls = [lambda: backend().comm.all_gather(tf.ones(2), group, 0, (2, 2))]
+    if how == "dies":
+        transport, do = backend()._transport(group), backend().comm._ways._do
+        calls.append(lambda: do("all_gather", transport, lambda **_: threading.Event().wait()))
+    found = []
+    for call in calls:
+        start = time.monotonic()
+        with pytest.raises(ProcessLostError) as caught, events.for_purpose("a test"):
+            call()
+        found.append((time.monotonic() - start, str(caught.value)))
     Path(noticed).touch()
-    return time.monotonic() - start, str(caught.value)
+    return found
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
@@ -522,10 +537,11 @@ def test_lost_peers_and_disagreement_over_tensorflow(how: str, tmp_path: Path) -
         outcomes = processes.outcomes(lose_over_tensorflow, how, limit, str(tmp_path / "noticed"))
         processes.close(patience=SPENT)
     assert outcomes[0].failure is None, outcomes[0].failure
-    seconds, text = outcomes[0].value
-    assert seconds < 10
-    assert text.startswith("all_gather for 'a test' over ranks [0, 1]: another process of the group ended"), text
-    assert ("waited 2 s" in text) == (how == "stalls"), text
+    assert len(outcomes[0].value) == (2 if how == "dies" else 1)
+    for seconds, text in outcomes[0].value:
+        assert seconds < 10
+        assert text.startswith("all_gather for 'a test' over ranks [0, 1]: another process of the group ended"), text
+        assert ("waited 2 s" in text) == (how == "stalls"), text
 
 
 def keras_on_tensorflow() -> str:

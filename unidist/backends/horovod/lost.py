@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from unidist.errors import DesyncError, ProcessLostError, UnidistError
 # Horovod raises one type for both: only its words tell a disagreement of the ranks from a peer that is gone.
 _DISAGREE = re.compile(r"mismatch|but (another|some) rank|all ranks must|same name", re.IGNORECASE)
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+# Who has waited so long asks whether Horovod is over, and again after twice as long; how long that may take, and how
+# long an operation's own answer may then.
+_FIRST_QUESTION, _ASKING_SECONDS, _LAST_ANSWERS = 0.5, 0.2, 1.0
 # Ranks that disagree tell each other where they are, in so many bytes. Seconds to wait for that.
 _TOLD_BYTES = 512
 TELLING_SECONDS = 5.0
@@ -96,15 +101,60 @@ def late(at: Call, timeout: float) -> ProcessLostError:
     )
 
 
-def wait(is_done: Callable[[], Any], at: Call, timeout: float) -> None:
-    """Returns once it is done. Horovod's own wait keeps a core busy and has no end.
+def polled(is_done: Callable[[], Any]) -> Callable[[float], bool]:
+    """What `wait` asks, of something that can only be looked at. Horovod's own wait keeps a core busy."""
+
+    def has_come(seconds: float) -> bool:
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while not is_done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+        return True
+
+    return has_come
+
+
+def wait(has_come: Callable[[float], bool], at: Call, timeout: float, hvd: Any) -> None:
+    """Returns once it has come. Horovod's own wait has no end.
+
+    Args:
+        has_come: waits for so many seconds at most; whether it has come.
+        hvd: Horovod of the framework.
 
     Raises:
-        ProcessLostError: it was not done within `timeout` seconds.
+        ProcessLostError: it has not come within `timeout` seconds, or Horovod is over before.
     """
-    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
-    while not is_done():
-        if time.monotonic() > deadline:
+    deadline, span = time.monotonic() + timeout, _FIRST_QUESTION
+    while not has_come(min(span, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
             raise late(at, timeout)
-        time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
+        if is_over(hvd):
+            if has_come(_LAST_ANSWERS):
+                return
+            raise failure(HorovodInternalError("Horovod has ended in this process"), at)
+        span *= 2
+
+
+def is_over(hvd: Any) -> bool:
+    """Whether Horovod has ended in this process: what it has not finished by then it never will.
+
+    It ends when a process is lost, and fails all that is under way. What is given to it at that moment may miss this,
+    and is never answered: Horovod looks whether it goes on, and only then puts an operation with the others.
+
+    Asked beside, because Horovod holds a lock while it waits for a process that has stopped. False where it does.
+    """
+    found: list[bool] = []
+    asking = threading.Thread(target=lambda: found.append(_world_is_gone(hvd)), daemon=True)
+    asking.start()
+    asking.join(_ASKING_SECONDS)
+    return found == [True]
+
+
+def _world_is_gone(hvd: Any) -> bool:
+    """Whether the process set of all has been taken down, which Horovod does last of all."""
+    if not hvd.is_initialized():
+        return True
+    ranks = (ctypes.c_int * hvd.size())()
+    return int(hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_process_set_ranks(ctypes.c_int(0), ranks)) < 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from unidist.backends.horovod.comm import HorovodComm
 from unidist.backends.horovod.sets import Transport
 from unidist.backends.protocol import Array, plain_array
 from unidist.backends.tensorflow.devices import hide_gpus
-from unidist.errors import CapabilityError
+from unidist.errors import CapabilityError, ProcessLostError
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types
 Move = Callable[[Tensor], Tensor]
@@ -79,13 +80,21 @@ class Waiter:
         if self._work is None:
             self._work = _start()
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answers: list[Any] = []
         name = transport.name()
         self._work.put((lambda: operation(*args, **options, name=name, process_set=transport.native), answer))
+
+        def has_come(seconds: float) -> bool:
+            with contextlib.suppress(queue.Empty):
+                answers.append(answer.get(timeout=seconds))
+            return bool(answers)
+
         try:
-            result, error = answer.get(timeout=self._timeout)
-        except queue.Empty:
+            lost.wait(has_come, at, self._timeout, hvd)
+        except ProcessLostError:
             self._work = None  # that thread is in Horovod for good
-            raise lost.late(at, self._timeout) from None
+            raise
+        result, error = answers[0]
         if isinstance(error, tf.errors.FailedPreconditionError | tf.errors.InvalidArgumentError | HorovodInternalError):
             raise lost.failure(HorovodInternalError(_words(error)), at) from error
         if isinstance(error, tf.errors.UnknownError | tf.errors.AbortedError | tf.errors.CancelledError):

@@ -54,7 +54,7 @@ class Primitives:
 
     def finish(self, handle: int, at: lost.Call, transport: Transport, name: str) -> Any:
         """Waits for an operation that was started; its result."""
-        lost.wait(lambda: hvd.poll(handle), at, self._timeout)
+        lost.wait(lost.polled(lambda: hvd.poll(handle)), at, self._timeout, hvd)
         try:
             return hvd.synchronize(handle)
         except HorovodInternalError as error:
@@ -66,7 +66,7 @@ class Primitives:
         own = torch.frombuffer(bytearray(lost.where(at)), dtype=torch.uint8)
         try:
             handle = hvd.allgather_async(own, name=f"{name}.apart", process_set=transport.native)
-            lost.wait(lambda: hvd.poll(handle), at, min(self._timeout, lost.TELLING_SECONDS))
+            lost.wait(lost.polled(lambda: hvd.poll(handle)), at, min(self._timeout, lost.TELLING_SECONDS), hvd)
             return bytes(hvd.synchronize(handle).numpy())
         except (HorovodInternalError, ProcessLostError):
             return b""

@@ -126,7 +126,7 @@ class ProcessSets:
         thread.start()
         at = lost.Call(f"making the process set {list(members)}", self._world, "")
         with noted(told(at.what, self._world)):
-            lost.wait(lambda: not thread.is_alive(), at, self.timeout)
+            lost.wait(lost.polled(lambda: not thread.is_alive()), at, self.timeout, self._hvd)
         if failed:
             raise BackendNotAvailableError(
                 f"Horovod could not make a process set of ranks {list(members)} ({failed[0]}): where your program "
