@@ -179,6 +179,13 @@ def asked(model: Any, weights: Weights, loss: Any) -> Any:
     return list(torch.autograd.grad(loss, [v.value for v in weights]))
 
 
+def counted(model: Any, weights: Weights, loss: Any) -> Any:
+    """A metric takes its number between backward and the optimizer."""
+    gradients = by_backward(model, weights, loss)
+    model.metrics[0].update_state(loss.detach())
+    return gradients
+
+
 def every_third(model: Any, weights: Weights, gradients: Any) -> None:
     """Gradients add up over three steps, which the model counts by itself."""
     model.steps = getattr(model, "steps", 0) + 1
@@ -224,6 +231,7 @@ CASES: dict[str, dict[str, Any]] = {
     "parameters": {"begin": forget_parameters},
     "logged": {"logs": logged},
     "asked": {"gradients": asked},
+    "counted": {"gradients": counted, "logs": lambda model, weights: {"mean": model.metrics[0].result()}},
 }
 
 

@@ -19,10 +19,10 @@ CASES = (
     *("precise", "clamped in place", "to unit in place", "data", "by mask", "views", "set", "foreach", "finite"),
     *("one vector", "torch's norm", "torch's value", "decay", "assigned", "subtracted", "in place", "its data"),
     *("data set", "rescaled", "sharpness", "of two steps", "forgotten", "zeros", "parameters", "logged", "asked"),
-    *("measuring", "inheriting", "every third"),
+    *("measuring", "inheriting", "every third", "counted"),
 )
 # What is wrong without a cut as well.
-UNCUT = ("of two steps", "every third", "asked", "parameters", "logged")
+UNCUT = ("of two steps", "every third", "asked", "parameters", "logged", "counted")
 SIMULATED = [
     *(("dp", 0, case) for case in unless_all(UNCUT, CASES)),
     *(("dp", 1 + k % 3, case) for k, case in enumerate(CASES)),

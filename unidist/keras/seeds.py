@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,16 @@ def restore(data: bytes) -> None:
     # Last, since making a seed generator draws from Python's state.
     random.setstate(_as_tuples(found["python"]))
     np.random.set_state(found["numpy"])
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """What is drawn inside, as in runs of a model that the program did not ask for, is drawn again behind it."""
+    before = state()
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def _packed(value: Any) -> Any:

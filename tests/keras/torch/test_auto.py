@@ -202,3 +202,20 @@ def _planned_is_told(plan: unidist.Plan, model: keras.Model) -> None:
         assert layer in why
         if name == "kernel":
             assert why[layer].startswith(next(told for begun, told in TOLD.items() if reason.startswith(begun))), layer
+
+
+def drawn_at_every_call() -> keras.Model:
+    """Keras's recurrent layers draw masks in every call, and torch's generator serves them."""
+    x = keras.Input((6, 8))
+    y = layers.Dense(8)(layers.Dense(16, "relu")(x))
+    return keras.Model(x, layers.Dense(4)(layers.LSTM(8, dropout=0.5)(y)))
+
+
+def test_finding_layouts_and_proving_pairs_draw_no_numbers_of_the_program() -> None:
+    _, losses, weights = train(drawn_at_every_call, None)
+    strategy = unidist.ModelParallel(unidist.Mesh({"data": 1, "model": 4}), exact_random=True)
+    model, found, held = train(drawn_at_every_call, strategy)
+    assert len(sessions.of(model).engine.pairs) == 1
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    for a, b in zip(held, weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 from unidist.algebra import Axes, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
+from unidist.keras import seeds
 from unidist.keras.maps import as_layout_map
 from unidist.keras.options import takes_uneven
 from unidist.keras.planning.reading import ended, read
@@ -65,7 +66,8 @@ def plan(
     if rules is not None and rules.mesh != grid:
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
     follow = functools.partial(to_follow, mesh=grid, axes=axes) if rules is None else ended
-    facts = read(model, grid.axis_size(axes) if axes else 1, inputs, follow)
+    with seeds.untouched():
+        facts = read(model, grid.axis_size(axes) if axes else 1, inputs, follow)
     let_go(model)
     rows = batch if batch is not None else 8 * _places(grid, data)
     strategy = Strategy(grid, data, zero=zero, uneven=takes_uneven(), sequence_parallel=sequence_parallel)

@@ -227,9 +227,6 @@ class Engine:
         auto_shard = self.distribution.strategy.auto_shard_dataset
         shards = cutting.Shards.of(self.world, batches, auto_shard=auto_shard, by=self.cutting)
         own_step = kind != "predict" and overridden.is_own_step(self.model, f"{kind}_step")
-        if own_step and self.pairing.is_due(self.world.ranks):
-            # Before all else: such a step may begin again.
-            self.world.run(lambda frame: self._prove(frame, shards))
 
         def on_rank(frame: Frame) -> Any:
             frame.own_step, frame.exact = own_step and kind == "train", self._exact
@@ -240,9 +237,12 @@ class Engine:
                     seen.settle()
                 return out if kind == "predict" else carrying.agreed(frame, out)
 
-        may_draw = self._exact or (self._has_own_code and self.world.cuts_rows)
-        draws = drawing.alike(self.world) if may_draw else contextlib.nullcontext()
+        is_due = self.pairing.is_due(self.world.ranks)
+        draws = drawing.alike(self.world, self._exact or self._has_own_code or is_due)
         with draws, self.gathers.measured() if self.world.cuts_rows else contextlib.nullcontext():
+            if own_step and is_due:
+                # Before all else: such a step may begin again.
+                self.world.run(lambda frame: self._prove(frame, shards))
             return self.world.run(on_rank)
 
     @contextlib.contextmanager
@@ -280,7 +280,9 @@ class Engine:
 
     def prove_pairs(self, frame: Frame, x: Any) -> None:
         """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
-        if self.pairing.prove(frame, x):
+        if self.pairing.is_due([frame.rank]):
+            with drawing.untouched():
+                self.pairing.prove(frame, x)
             self._traffic().release(frame)
 
     @property

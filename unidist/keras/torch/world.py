@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends import registry
 from unidist.backends.local import LocalViewBackend
 from unidist.errors import BackendMismatchError, CapabilityError
-from unidist.keras.compat import global_state
+from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
 from unidist.keras.torch import context, outside
 from unidist.keras.torch.context import Frame
 
@@ -99,17 +100,22 @@ class RankWorld:
         if not self.is_virtual:
             with context.entered(self.frame_for(self.ranks[0])) as frame:
                 return work(frame)
-        state = keras_state()
+        state, before = keras_state(), keras_generator()
+        made: dict[int, Any] = {}
 
         def on_rank(rank: int) -> T | None:
             if rank not in self.ranks:
                 return None
             restore_keras_state(state)
             with context.entered(self.frame_for(rank)) as frame:
-                return work(frame)
+                found = work(frame)
+            made[rank] = keras_generator()
+            return found
 
         with outside.ranks_running():
             results = self.backend.run(on_rank)
+        if before is None and made[self.ranks[0]] is not None:
+            _adopt(made[self.ranks[0]])
         return results[self.ranks[0]]  # type: ignore[return-value]
 
     def check(self) -> None:
@@ -162,6 +168,18 @@ class RankWorld:
         shape: one all_gather."""
         shards = self.mesh.axis_size(self.data_axes)
         return self.gather_rows(torch.stack(tuple(tensors))[None], shards, Layout(fanout=self.data_axes)).unbind(1)
+
+
+def keras_generator() -> Any:
+    """What serves random numbers without a seed in this thread; None until some are drawn."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def _adopt(generator: Any) -> None:
+    """The generator that a rank has made is the program's from then on. Making another draws from Python's own."""
+    drawn = random.getstate()
+    global_seed_generator().state.assign(generator.state.value.detach())
+    random.setstate(drawn)
 
 
 def keras_state() -> dict[str, Any]:

@@ -17,10 +17,11 @@ import torch
 
 from unidist import events
 from unidist.errors import DesyncError
-from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_state, tree
+from unidist.keras.compat import tree
 from unidist.keras.torch import context
 from unidist.keras.torch.cutting import of_places
-from unidist.keras.torch.world import RankWorld
+from unidist.keras.torch.values.placing import is_placed
+from unidist.keras.torch.world import RankWorld, keras_generator
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,20 @@ class Generators:
     of_keras: torch.Tensor | None
 
     @staticmethod
-    def now() -> Generators:
-        generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        seed = None if generator is None else generator.state.value.detach().clone()
+    def now(of_keras: Any = None) -> Generators:
+        seed = None if of_keras is None else of_keras.state.value.detach().clone()
         of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return Generators(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), of_cuda, seed)
 
-    def go_on(self) -> None:
+    def go_on(self, of_keras: Any = None) -> None:
         """From here."""
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         torch.set_rng_state(self.of_torch)
         if self.of_cuda is not None:
             torch.cuda.set_rng_state(self.of_cuda)
-        generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        if generator is not None and self.of_keras is not None:
-            generator.state.assign(self.of_keras)
+        if of_keras is not None:
+            of_keras.state.assign(self.of_keras)
 
     def digest(self) -> int:
         _, drawn, gauss = self.of_python
@@ -65,35 +64,49 @@ class Generators:
 
 
 @contextlib.contextmanager
-def alike(world: RankWorld) -> Iterator[None]:
-    """A step is inside, with code of the user's. In the simulator each rank has generators of its own, which begin
-    alike.
+def untouched() -> Iterator[None]:
+    """What runs of the model draw that the step has not asked for, the step draws again."""
+    generator = keras_generator()
+    before = Generators.now(generator)
+    try:
+        yield
+    finally:
+        before.go_on(generator)
+
+
+@contextlib.contextmanager
+def alike(world: RankWorld, may_draw: bool) -> Iterator[None]:
+    """A step is inside that may draw. In the simulator each rank has generators of its own, which begin alike.
 
     Raises:
         DesyncError: it has drawn, and the generators of the processes had come apart before.
     """
-    if world.mesh.size == 1 or context.frame() is not None:
+    if not may_draw or world.mesh.size == 1 or context.frame() is not None:
         yield
     elif world.runs_several:
         with _each_its_own(world):
             yield
     else:
-        before = Generators.now().digest()
+        before = Generators.now(keras_generator()).digest()
         yield
-        if Generators.now().digest() != before:
+        if Generators.now(keras_generator()).digest() != before:
             _check(world, before)
 
 
 @contextlib.contextmanager
 def _each_its_own(world: RankWorld) -> Iterator[None]:
     shown = first = world.ranks[0]
-    held = dict.fromkeys(world.ranks, Generators.now())
+    # Asked for here: at its first turn a rank's thread still has Keras's state of another run.
+    generator = keras_generator()
+    if generator is not None and is_placed(generator.state):
+        generator = None  # of which each rank has a value of its own
+    held = dict.fromkeys(world.ranks, Generators.now(generator))
 
     def turn(rank: int) -> None:
         nonlocal shown
         if rank != shown and rank in held:
-            held[shown] = Generators.now()
-            held[rank].go_on()
+            held[shown] = Generators.now(generator)
+            held[rank].go_on(generator)
             shown = rank
 
     try:

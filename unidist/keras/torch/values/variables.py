@@ -103,13 +103,13 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             return frame.wholes[id(storage)]
         if frame.local:
             return storage.own(frame)
+        if frame.carried is not None and storage.shardings.stored.layout.partial:
+            return carrying.summand(frame, self._local(frame))
         if (frame.own_step or frame.backward_done) and not _in_layer():
             if frame.own_step and storage.shardings.state.layout.dims:
                 return seen.Value.of(storage)
             if frame.backward_done:
                 return storage.own(frame)
-        if frame.carried is not None and storage.shardings.stored.layout.partial:
-            return carrying.summand(frame, self._local(frame))
         return self._whole(frame) if storage.is_sharded else self._local(frame)
 
     def _outside(self) -> torch.Tensor:
