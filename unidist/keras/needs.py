@@ -20,10 +20,21 @@ def own_code(model: Any) -> bool:
     """Whether a model runs code that is neither Keras's nor keras_hub's."""
     if model is None:
         return False
-    losses = [x for x in tree.flatten(getattr(model, "loss", None)) if x is not None and not isinstance(x, str)]
-    parts = [*model._flatten_layers(), *model.metrics, *losses, getattr(model, "optimizer", None) or keras.Model]
-    functions = [getattr(part, "_fn", None) or getattr(part, "fn", None) for part in parts]
-    return not all(is_of_either(x if hasattr(x, "__name__") else type(x)) for x in (*parts, *filter(None, functions)))
+    parts = [*model._flatten_layers(), *measures_of(model), getattr(model, "optimizer", None) or keras.Model]
+    functions = [getattr(part, name, None) for part in parts for name in ("_fn", "fn")]
+    parts += filter(callable, functions)
+    return not all(is_of_either(x if hasattr(x, "__name__") else type(x)) for x in parts)
+
+
+def measures_of(model: Any) -> list[Any]:
+    """A model's losses and metrics, functions among them: what it was compiled with, and what its layers have."""
+    compiled = getattr(model, "_compile_metrics", None)
+    names = ("_user_metrics", "_user_weighted_metrics")
+    given = [getattr(model, "loss", None), *(getattr(compiled, name, None) for name in names)]
+    found = [*tree.flatten(given), *model.metrics]
+    for one in found:  # and those inside of them
+        found += getattr(one, "_metrics", ())
+    return [x for x in found if x is not None and not isinstance(x, str)]
 
 
 def of_layers(is_one: Callable[[Any], bool]) -> Need:

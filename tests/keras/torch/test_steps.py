@@ -409,6 +409,49 @@ def test_a_metric_may_keep_no_sum(strategy):
     assert_equal(found, wanted)
 
 
+class Median(keras.metrics.Metric):
+    """Keeps all that it was given, as numbers of NumPy's."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.pairs = []
+        self.fn = self.add_weight(initializer="zeros", name="false_negatives")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.pairs.append((ops.convert_to_numpy(y_true), ops.convert_to_numpy(y_pred)))
+
+    def result(self):
+        if not self.pairs:
+            return 0.0
+        given, made = (np.concatenate(rows).ravel() for rows in zip(*self.pairs, strict=True))
+        return float(np.median(np.abs(given - made)))
+
+    def reset_state(self):
+        self.pairs = []
+
+
+class Ramped(keras.losses.Loss):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y_true, y_pred):
+        self.calls += 1
+        return self.calls * ops.square(y_true - y_pred)
+
+
+def test_losses_and_metrics_may_keep_what_is_no_variable(strategy):
+    x, y = features()
+
+    def made():
+        return {"loss": Ramped(), "metrics": [Median(name="median")]}
+
+    found, wanted = (train(own(keras.Sequential), x, y, given, compiled=made()) for given in (strategy, None))
+    assert_equal(found, wanted)
+
+
 class Penalized(Losing):
     """A penalty on the gradients of its weights."""
 

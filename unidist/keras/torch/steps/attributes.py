@@ -1,5 +1,6 @@
-"""Attributes of the user's own models and layers, in the simulator: all ranks have the one object, and each has its own
-attributes on it, as each process has. So it is with what a call of Keras's own layers writes, and reads again.
+"""Attributes of the user's own models, layers, losses and metrics, in the simulator: all ranks have the one object, and
+each has its own attributes on it, as each process has. So it is with what a call of Keras's own layers writes, and
+reads again.
 
 A rank that goes on finds them as it has left them. The program, outside of steps, has those of the first rank. What it
 changes there is changed for all ranks.
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from keras import Layer, Loss, Metric
 
 from unidist.keras.compat import BaseOptimizer, DropoutRNNCell, backend
 from unidist.keras.known import is_of_either
@@ -64,7 +66,7 @@ class PerRank:
             self._left = [{name: _content(value) for name, value in own.items()} for own in self._kept]
 
     def _follow(self, objects: Iterable[Any]) -> None:
-        found = {id(one): one for one in objects if has_own(one)}
+        found = {id(one): one for one in objects}
         if list(found) != [id(one) for one, *_ in self._objects]:
             self._objects = [(one, _names_of(one), _written(one)) for one in found.values()]
             self._held, self._left, self._kept = {}, [{} for _ in found], [{} for _ in found]
@@ -106,9 +108,11 @@ class PerRank:
         ]
 
 
-def has_own(thing: Any) -> bool:
-    """Whether ranks have attributes of their own on a model or a layer."""
-    return not is_of_either(type(thing)) or bool(_written(thing))
+def with_own(things: Iterable[Any]) -> list[Any]:
+    """Those, of layers, losses and metrics, on which ranks have attributes of their own."""
+    kinds = (Layer, Loss, Metric)
+    own = [x for x in things if isinstance(x, kinds) and (not is_of_either(type(x)) or _written(x))]
+    return list({id(x): x for x in own}.values())
 
 
 def _written(layer: Any) -> frozenset[str]:
