@@ -187,6 +187,22 @@ def more_devices_than_there_are() -> Told:
     return told_by(lambda: unidist.TensorParallelKeras(_model(), world_size=8))
 
 
+def optimizer_of_torch_before_layouts_are_found() -> Told:
+    """The first call finds them, and moves what was cut by its shape alone."""
+    import keras
+    import torch
+
+    import unidist
+
+    cleared()
+    with unidist.ModelParallel(unidist.Mesh({"data": 1, "model": 2})).scope():
+        layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 8)).sum().backward()
+    return told_by(optimizer.step)
+
+
 def stateful_layer() -> Told:
     """With the batch shape that it needs, in data parallel."""
     import keras

@@ -104,6 +104,14 @@ def test_one_line_for_more_devices_than_there_are(setting: str, text: str, world
         assert re.search(rf"world_size=8, but there are 4 devices: .*: .*{text}", message), message
 
 
+def test_an_optimizer_of_torchs_that_was_made_before_the_layouts_were_found(worlds: Worlds) -> None:
+    for kind, message in worlds.get("torch-2").call(
+        "tests.parity.mistakes:optimizer_of_torch_before_layouts_are_found"
+    ):
+        assert kind == "CapabilityError"
+        assert "a tensor that it no longer uses. Make it afterwards, from model.parameters(): behind" in message
+
+
 def test_a_gradient_that_is_the_next_value(worlds: Worlds) -> None:
     for kind, message in worlds.get("horovod-2-tensorflow").call("tests.parity.mistakes:float8_training"):
         assert kind == "CapabilityError"

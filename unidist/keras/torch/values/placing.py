@@ -17,6 +17,7 @@ from unidist.keras.compat import backend, in_stateless_scope
 from unidist.keras.interception import Hook
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.torch.context import frame, left
+from unidist.keras.torch.values import torch_optimizers
 from unidist.keras.torch.values.storage import Shardings, Storage
 from unidist.keras.torch.values.variables import DistributedVariable, lay, place
 from unidist.keras.torch.world import RankWorld, rank_world
@@ -156,10 +157,13 @@ def move_model(model: Any, distribution: UnidistDistribution) -> None:
 def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
     if variable._storage.shardings == shardings:
         return
-    value = variable._storage.whole(None).detach()
+    before = variable._storage
+    value = before.whole(None).detach()
     held = Storage(world, shardings, variable.path)
     held.fill(value, trainable=variable._trainable)
-    held.follow(variable._storage)
+    held.follow(before)
+    for parameter in (*before.shards.values(), *before.leaves.values(), *before.states.values()):
+        torch_optimizers.note_replaced(parameter, variable.path)
     lay(variable, held)
 
 

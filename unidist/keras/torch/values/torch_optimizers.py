@@ -73,5 +73,6 @@ def _check(optimizer: Any, args: Any, kwargs: Any) -> None:
         if (path := getattr(one, _REPLACED, None)) is not None:
             raise CapabilityError(
                 f"{name} was given {path!r} before the model was distributed, and would update a tensor that "
-                f"it no longer uses. Make it afterwards, from model.parameters(). Or: {_REMEDY}"
+                "it no longer uses. Make it afterwards, from model.parameters(): behind unidist.parallelize, or behind "
+                f"the first call where layouts are found. Or: {_REMEDY}"
             )
