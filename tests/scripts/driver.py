@@ -28,12 +28,3 @@ def trained(program: str, kind: str | None) -> dict[str, Any]:
     with scope, unidist.ledger() as book:
         told = run()
     return {"told": told, "ops": sorted({event.op for event in book.events})}
-
-
-def refused(program: str, kind: str) -> str:
-    """What is said of a program that cannot be distributed."""
-    try:
-        trained(program, kind)
-    except unidist.UnidistError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -45,6 +45,11 @@ class FoundLayouts:
             if row.is_sharded and row.path not in self.layout_map:
                 self.layout_map[row.path] = row.layout
 
+    def keep_whole(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Those of these variables (path, shape) that no plan has."""
+        for variable in variables:
+            self._known.setdefault(variable, Layout())
+
     def _at_first(self, shape: tuple[int, ...]) -> Layout:
         size = _ELEMENT
         for n in shape:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers, ops
 
 import unidist
 from unidist.keras import sessions
+from unidist.keras.planning.settling import waits
 
 RNG = np.random.default_rng(3)
 
@@ -219,3 +221,43 @@ def test_finding_layouts_and_proving_pairs_draw_no_numbers_of_the_program() -> N
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     for a, b in zip(held, weights, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+class Parted(keras.Model):  # type: ignore[misc]
+    """Two models and a layer of its own, and no call: nothing says what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = keras.Sequential([keras.Input((8,)), layers.Dense(32, "relu"), layers.Dense(4)], name="maker")
+        self.judge = keras.Sequential([keras.Input((4,)), layers.Dense(16, "tanh"), layers.Dense(8)], name="judge")
+        self.head = layers.Dense(4, name="head")
+        self.head.build((None, 8))
+        self.error = keras.losses.MeanSquaredError()
+        self.built = True
+
+    def compile(self, optimizer, loss):  # type: ignore[no-untyped-def]
+        super().compile(optimizer)
+
+    def train_step(self, data):  # type: ignore[no-untyped-def]
+        x, y = data
+        self.zero_grad()
+        loss = self.error(y, self.head(self.judge(self.maker(x, training=True), training=True)))
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("sizes", [{"model": 4}, {"data": 2, "model": 2}], ids=["4", "2x2"])
+def test_a_model_that_says_nothing_is_planned_by_its_parts(sizes: dict[str, int]) -> None:
+    _, losses, weights = train(Parted, None)
+    strategy = unidist.ModelParallel(unidist.Mesh(sizes))
+    model, found, held = train(Parted, strategy)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    for a, b in zip(held, weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    cut = {row.path.split("/")[0] for row in unidist.describe(model).sharded}
+    assert cut >= {"maker", "judge"}
+    assert "head" not in cut
+    assert not waits(model, strategy)

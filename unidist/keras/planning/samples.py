@@ -41,14 +41,27 @@ def sample(model: Any, given: Any, rows: int, length: int) -> Any:
         )
     if (described := described_by(model)) is not None:
         return tree.map_structure(lambda x: _one(x, rows, length), described)
-    shapes = getattr(model, "_build_shapes_dict", None)
-    if shapes and len(shapes) == 1:
-        found = next(iter(shapes.values()))
-        return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), rows, length), found)
+    if (shapes := _built_for(model)) is not None:
+        return tree.map_shape_structure(lambda s: _one(keras.KerasTensor(s), rows, length), shapes)
     raise LayoutError(
         f"model {model.name!r} does not say what it takes: give plan(model, mesh, inputs=...) a batch, or "
         "KerasTensors, as it is called with; then ModelParallel(mesh, that_plan.layout_map)"
     )
+
+
+def parts(model: Any) -> list[Any]:
+    """The outermost models that say what they take: a model, or those inside of one that does not say, as of a GAN."""
+    says = described_by(model) is not None or _built_for(model) is not None
+    if says and model.built and isinstance(model, keras.Model):
+        return [model]
+    found = {id(part): part for layer in model._layers for part in parts(layer)}
+    return list(found.values())
+
+
+def _built_for(model: Any) -> Any:
+    """The shapes that a model was built for, where it takes one thing alone."""
+    shapes = getattr(model, "_build_shapes_dict", None)
+    return next(iter(shapes.values())) if shapes and len(shapes) == 1 else None
 
 
 def described_by(model: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from unidist.keras import placed
 from unidist.keras.making import all_variables
 from unidist.keras.planning.planning import plan
+from unidist.keras.planning.samples import parts
 from unidist.keras.telling import warn
 
 
@@ -20,7 +21,7 @@ def waits(model: Any, distribution: Any) -> bool:
 
 
 def settle(model: Any, distribution: Any) -> bool:
-    """Makes the plan of a built model where its distribution waits for one. Whether it made one.
+    """Makes the plan of a built model, or those of its parts, where its distribution waits for one. Whether it did.
 
     No collective: every process finds the same, from shapes and configurations alone.
 
@@ -29,11 +30,15 @@ def settle(model: Any, distribution: Any) -> bool:
     """
     if not waits(model, distribution):
         return False
-    strategy = distribution.strategy
-    made = plan(model, strategy.mesh, data_axis=strategy.data_axes, model_axis=distribution.model_axes)
-    distribution.found.add(made.rows)
-    if made.idle:
-        warn(f"model {model.name!r} under {type(distribution).__name__}: {made.idle}")
+    strategy, found = distribution.strategy, distribution.found
+    axes = {"data_axis": strategy.data_axes, "model_axis": distribution.model_axes}
+    # Of a model without any such part the plan says what is missing.
+    plans = [plan(part, strategy.mesh, **axes) for part in parts(model) or [model]]
+    for made in plans:
+        found.add(made.rows)
+    found.keep_whole((v.path, tuple(v.shape)) for v in model.variables)
+    if idle := all(made.idle for made in plans) and plans[0].idle:
+        warn(f"model {model.name!r} under {type(distribution).__name__}: {idle}")
     return True
 
 
