@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from unidist.keras.compat import INSIDE, LossScaleOptimizer, tree
 from unidist.keras.known import is_of_either
 
@@ -20,21 +18,22 @@ def own_code(model: Any) -> bool:
     """Whether a model runs code that is neither Keras's nor keras_hub's."""
     if model is None:
         return False
-    parts = [*model._flatten_layers(), *measures_of(model), getattr(model, "optimizer", None) or keras.Model]
+    parts = parts_of(model)
     functions = [getattr(part, name, None) for part in parts for name in ("_fn", "fn")]
     parts += filter(callable, functions)
     return not all(is_of_either(x if hasattr(x, "__name__") else type(x)) for x in parts)
 
 
-def measures_of(model: Any) -> list[Any]:
-    """A model's losses and metrics, functions among them: what it was compiled with, and what its layers have."""
+def parts_of(model: Any) -> list[Any]:
+    """A model's layers, losses, metrics, functions among them, and its optimizers: what it was compiled with, and what
+    its layers have."""
     compiled = getattr(model, "_compile_metrics", None)
     names = ("_user_metrics", "_user_weighted_metrics")
-    given = [getattr(model, "loss", None), *(getattr(compiled, name, None) for name in names)]
-    found = [*tree.flatten(given), *model.metrics]
+    given = [getattr(model, name, None) for name in ("loss", "optimizer")]
+    found = [*tree.flatten([*given, *(getattr(compiled, name, None) for name in names)]), *model.metrics]
     for one in found:  # and those inside of them
-        found += getattr(one, "_metrics", ())
-    return [x for x in found if x is not None and not isinstance(x, str)]
+        found += [*getattr(one, "_metrics", ()), *filter(None, [getattr(one, "inner_optimizer", None)])]
+    return [*model._flatten_layers(), *(x for x in found if x is not None and not isinstance(x, str))]
 
 
 def of_layers(is_one: Callable[[Any], bool]) -> Need:

@@ -261,3 +261,36 @@ def test_a_model_that_says_nothing_is_planned_by_its_parts(sizes: dict[str, int]
     assert cut >= {"maker", "judge"}
     assert "head" not in cut
     assert not waits(model, strategy)
+
+
+class Rising(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """Says nothing of itself."""
+
+    def __call__(self, step):  # type: ignore[no-untyped-def]
+        return 0.01 * (ops.cast(step, "float32") + 1)
+
+
+class Returning(keras.optimizers.SGD):  # type: ignore[misc]
+    """Its slots begin with the variables' values."""
+
+    def build(self, variables):  # type: ignore[no-untyped-def]
+        super().build(variables)
+        self.first = [self.add_variable_from_reference(v, "first") for v in variables]
+        for slot, variable in zip(self.first, variables, strict=True):
+            slot.assign(variable)
+
+
+def test_slots_are_counted_of_any_optimizer() -> None:
+    def planned(optimizer: keras.optimizers.Optimizer) -> int:
+        model = mlp()
+        model.compile(optimizer, "mse")
+        model.optimizer.build(model.trainable_variables)
+        before = [v.path for v in optimizer.variables]
+        plan = unidist.plan(model, unidist.Mesh({"model": 4}))
+        assert [v.path for v in optimizer.variables] == before
+        return plan.slot_bytes_per_device
+
+    once = planned(keras.optimizers.SGD(0.1, momentum=0.9))
+    assert planned(Returning(Rising())) == once
+    assert planned(keras.optimizers.Nadam()) == 2 * once
+    assert planned(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(Rising(), momentum=0.9))) == once

@@ -452,6 +452,25 @@ def test_losses_and_metrics_may_keep_what_is_no_variable(strategy):
     assert_equal(found, wanted)
 
 
+class Rising(keras.optimizers.SGD):
+    """Counts its steps, and goes further with each."""
+
+    steps = 0
+
+    def apply(self, grads, trainable_variables=None):
+        self.steps += 1
+        return super().apply([self.steps * g for g in grads], trainable_variables)
+
+
+def test_optimizers_may_keep_what_is_no_variable(strategy):
+    x, y = features()
+    found, wanted = (
+        train(own(keras.Sequential), x, y, given, optimizer=lambda: Rising(0.01), compiled={"loss": "mse"})
+        for given in (strategy, None)
+    )
+    assert_equal(found, wanted)
+
+
 class Penalized(Losing):
     """A penalty on the gradients of its weights."""
 

@@ -263,22 +263,39 @@ def itemsize(dtype: str) -> int:
     return _SMALL.get(dtype) or np.dtype(dtype).itemsize
 
 
+class _NoSlot:
+    """In place of a slot, to which an optimizer of the user's own may give a first value."""
+
+    def assign(self, value: Any) -> None:
+        pass
+
+
+def _unbuilt(optimizer: Any) -> Any:
+    """Another optimizer with the same attributes. Its configuration would not do: a schedule may have none."""
+    twin: Any = object.__new__(type(optimizer))
+    fresh = {"built": False, "_variables": [], "_trainable_variables": [], "_trainable_variables_indices": {}}
+    vars(twin).update(vars(optimizer) | fresh | {"_track_variable": lambda variable: None})
+    # Which knows the first one's variables.
+    del vars(twin)["_tracker"]
+    return twin
+
+
 def _slots(model: Any, variables: list[Any]) -> tuple[tuple[int, ...], str]:
     """Bytes of the optimizer's slots of each variable: the compiled optimizer's, else Adam's."""
     optimizer = getattr(model, "optimizer", None)
     trainable = list(model.trainable_variables)
     made: dict[int, int] = {}
-    twin = type(optimizer).from_config(optimizer.get_config()) if optimizer is not None else keras.optimizers.Adam()
-    inner = getattr(twin, "inner_optimizer", twin)
+    found = optimizer if optimizer is not None else keras.optimizers.Adam()
+    twin = _unbuilt(getattr(found, "inner_optimizer", found))
 
     def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         size = prod(reference_variable.shape) * itemsize(reference_variable.dtype)
         made[id(reference_variable)] = made.get(id(reference_variable), 0) + size
-        return None
+        return _NoSlot()
 
-    # A twin of the optimizer whose slots are none: only their sizes are wanted.
-    object.__setattr__(inner, "add_variable_from_reference", add)
-    object.__setattr__(inner, "add_variable", lambda *args, **kwargs: None)
+    # A twin of the optimizer whose slots hold nothing: only their sizes are wanted.
+    object.__setattr__(twin, "add_variable_from_reference", add)
+    object.__setattr__(twin, "add_variable", lambda *args, **kwargs: _NoSlot())
     twin.build(trainable)
-    name = type(inner).__name__ if optimizer is not None else "Adam (no optimizer is compiled)"
+    name = type(twin).__name__ if optimizer is not None else "Adam (no optimizer is compiled)"
     return tuple(made.get(id(v), 0) for v in variables), name

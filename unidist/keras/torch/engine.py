@@ -129,7 +129,7 @@ class Engine:
             is_native = lambda layer: programs.is_owner(layer) or (in_parts and layer is model)  # noqa: E731
             self.borders = borders.give(model, is_native, self._exact)
         self._has_own_code = needs.own_code(model)
-        self._apart = attributes.with_own([*model._flatten_layers(), *needs.measures_of(model)])
+        self._apart = attributes.with_own(needs.parts_of(model))
         self._looked.note(model._flatten_layers())
         self._prepared = self._state()
 

@@ -1,6 +1,6 @@
-"""Attributes of the user's own models, layers, losses and metrics, in the simulator: all ranks have the one object, and
-each has its own attributes on it, as each process has. So it is with what a call of Keras's own layers writes, and
-reads again.
+"""Attributes of the user's own models, layers, losses, metrics and optimizers, in the simulator: all ranks have the one
+object, and each has its own attributes on it, as each process has. So it is with what a call of Keras's own layers
+writes, and reads again.
 
 A rank that goes on finds them as it has left them. The program, outside of steps, has those of the first rank. What it
 changes there is changed for all ranks.
@@ -109,8 +109,8 @@ class PerRank:
 
 
 def with_own(things: Iterable[Any]) -> list[Any]:
-    """Those, of layers, losses and metrics, on which ranks have attributes of their own."""
-    kinds = (Layer, Loss, Metric)
+    """Those, of layers, losses, metrics and optimizers, on which ranks have attributes of their own."""
+    kinds = (Layer, Loss, Metric, BaseOptimizer)
     own = [x for x in things if isinstance(x, kinds) and (not is_of_either(type(x)) or _written(x))]
     return list({id(x): x for x in own}.values())
 
