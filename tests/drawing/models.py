@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unidist import Mesh, Plan
-from unidist.planner.facts import Affine, Calls, Facts, LayerFact, Reach, VariableFact
+from unidist.planner.facts import Affine, Amount, Calls, Facts, LayerFact, Reach, VariableFact
 from unidist.planner.plan import make_plan
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes
@@ -19,7 +19,7 @@ def chain(blocks: int, names: tuple[str, str, str] = ("up_{}", "down_{}", "head"
         kernel = len(variables)
         for name, shape in (("kernel", (taken, given)), ("bias", (given,))):
             variables.append(VariableFact(f"{path}/{name}", shape, "float32", 4, layer=path))
-        calls = Calls(1, Affine(taken), Affine(given), (len(layers),))
+        calls = Calls((Amount(Affine(taken)),), (Amount(Affine(given)),), (len(layers),))
         layers.append(LayerFact(path, "product", kernel, kernel + 1, outputs={1: 0}, inputs=(0,), calls=calls))
 
     for k in range(blocks):

@@ -47,12 +47,25 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
+class Amount:
+    """A number of elements: so many for each row of a batch, and so many however many rows there are."""
+
+    each: Affine = Affine()
+    once: Affine = Affine()
+
+    def at(self, rows: int, length: int) -> int:
+        return self.each.at(length) * rows + self.once.at(length)
+
+    def times(self, factor: float) -> Amount:
+        return Amount(self.each.times(factor), self.once.times(factor))
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """What one step does with a layer.
 
     Attributes:
-        count: how often it is called.
-        taken, given: elements of its inputs and outputs for one row of a batch, all calls together.
+        taken, given: elements of each call's input and outputs.
         inputs: a number for each call's input: layers with a number in common take the same tensor.
         itemsize: bytes of an element of its outputs.
         length: of the sequence (dim 1) in its outputs, where they have a dim between rows and features; else 0.
@@ -60,14 +73,18 @@ class Calls:
             give arrives in that place alone; else 0.
     """
 
-    count: int = 0
-    taken: Affine = Affine()
-    given: Affine = Affine()
+    taken: tuple[Amount, ...] = ()
+    given: tuple[Amount, ...] = ()
     inputs: tuple[int, ...] = ()
     itemsize: int = 4
     length: Affine = Affine()
     behind_sums: Affine = Affine()
     behind_tables: Affine = Affine()
+
+    @property
+    def count(self) -> int:
+        """How often the layer is called."""
+        return len(self.inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ of the sequence, or add to it what is whole, and the sum of small gradients, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -21,7 +21,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Affine, Calls, Facts, LayerFact, local_bytes, meeting
+from unidist.planner.facts import Affine, Amount, Calls, Facts, LayerFact, local_bytes, meeting
 from unidist.strategies import VariableLayouts
 
 
@@ -102,16 +102,15 @@ class Workload:
         group = self.mesh.group(axes, self.mesh.devices[0])
         return Event(op, axes, group.ranks, Fraction(ring_bytes(op, len(group.ranks), full)), purpose)
 
-    def moved(self, op: str, axes: Axes, elements: Affine, itemsize: int, count: int, purpose: str) -> Iterator[Event]:
-        """`count` collectives that together move activations of `elements` for each row of the batch."""
-        full = elements.at(self.sequence) * self.rows * itemsize
-        for k in range(count):
-            yield self.event(op, axes, full * (k + 1) // count - full * k // count, purpose)
+    def moved(self, op: str, axes: Axes, amounts: Iterable[Amount], itemsize: int, purpose: str) -> Iterator[Event]:
+        """A collective for each of the amounts of activations."""
+        for amount in amounts:
+            yield self.event(op, axes, amount.at(self.rows, self.sequence) * itemsize, purpose)
 
-    def summed(self, axes: Axes, elements: Affine, itemsize: int, count: int, why: str, cut: bool) -> Iterator[Event]:
+    def summed(self, axes: Axes, amounts: Sequence[Amount], itemsize: int, why: str, cut: bool) -> Iterator[Event]:
         """Sums of activations: all_reduces, or where they are `cut` along the sequence, both halves of each."""
         for op in ("reduce_scatter", "all_gather") if cut else ("all_reduce",):
-            yield from self.moved(op, axes, elements, itemsize, count, why)
+            yield from self.moved(op, axes, amounts, itemsize, why)
 
     def cuts(self, length: Affine, axes: Axes) -> bool:
         """Whether a sequence of that length (0: there is none) is cut over the axes."""
@@ -155,42 +154,41 @@ def _of_layer(
     calls, axes, why = layer.calls, role.axes, layer.path
     given_cut = bool(axes) and step.cuts(calls.length, axes)
     if role.name == "gathered":
-        yield from _gathering(facts, layouts, layer.kernel, calls.count, step)
+        for index in (layer.kernel, *(() if layer.bias is None else (layer.bias,))):
+            yield from _gathering(facts, layouts, index, calls.count, step)
     elif role.name in ("vocabulary", "features"):
         yield from _looking_up(layer, role, step, given_cut)
         yield from _scores(facts, layouts, layer, role, step, tables_cut)
     elif role.name == "row":
-        yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
+        yield from step.summed(axes, calls.given, calls.itemsize, why, given_cut)
         if not role.paired:
-            yield from step.moved("all_gather", axes, calls.taken, calls.itemsize, calls.count, why)
+            yield from step.moved("all_gather", axes, calls.taken, calls.itemsize, why)
     elif role.name == "column":
         if not role.paired:
-            yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
+            yield from step.moved("all_gather", axes, calls.given, calls.itemsize, why)
         if role.meets:
-            yield from step.moved("reduce_scatter", axes, calls.given, calls.itemsize, calls.count, why)
+            yield from step.moved("reduce_scatter", axes, calls.given, calls.itemsize, why)
         # Layers that take the same tensor sum its gradient once.
-        fresh = [number for number in calls.inputs if (number, axes) not in shared]
+        fresh = {n: amount for n, amount in zip(calls.inputs, calls.taken, strict=True) if (n, axes) not in shared}
         shared.update((number, axes) for number in fresh)
-        if fresh:
-            taken = calls.taken.times(len(fresh) / calls.count)
-            cut = step.cuts(_behind(calls, tables_cut), axes)
-            yield from step.summed(axes, taken, calls.itemsize, len(fresh), why, cut)
+        cut = step.cuts(_behind(calls, tables_cut), axes)
+        yield from step.summed(axes, tuple(fresh.values()), calls.itemsize, why, cut)
     elif role.meets:
-        yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, calls.count, why)
+        yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, why)
 
 
 def _looking_up(layer: LayerFact, role: Role, step: Workload, given_cut: bool) -> Iterator[Event]:
     """What a table sends whose words or features are cut."""
     calls, axes, why = layer.calls, role.axes, layer.path
     if role.name == "vocabulary":
-        yield from step.summed(axes, calls.given, calls.itemsize, calls.count, why, given_cut)
+        yield from step.summed(axes, calls.given, calls.itemsize, why, given_cut)
     elif given_cut:
         # Features for places, forward and back; a device sends of its part only.
-        part = calls.given.times(1 / step.mesh.axis_size(axes))
-        yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
-        yield from step.moved("all_to_all", axes, part, calls.itemsize, calls.count, why)
+        part = [amount.times(1 / step.mesh.axis_size(axes)) for amount in calls.given]
+        yield from step.moved("all_to_all", axes, part, calls.itemsize, why)
+        yield from step.moved("all_to_all", axes, part, calls.itemsize, why)
     else:
-        yield from step.moved("all_gather", axes, calls.given, calls.itemsize, calls.count, why)
+        yield from step.moved("all_gather", axes, calls.given, calls.itemsize, why)
 
 
 def _behind(calls: Calls, tables_cut: bool) -> Affine:
@@ -204,9 +202,9 @@ def _scores(
     """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
     calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
     if role.name == "vocabulary" and calls.count:
-        yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, calls.count, layer.path)
+        yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, layer.path)
         cut = step.cuts(_behind(calls, tables_cut), role.axes)
-        yield from step.summed(role.axes, calls.taken, calls.itemsize, calls.count, layer.path, cut)
+        yield from step.summed(role.axes, calls.taken, calls.itemsize, layer.path, cut)
     else:
         yield from _gathering(facts, layouts, index, calls.count, step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +14,42 @@ from unidist.keras.compat import tree
 from unidist.keras.planning import samples
 from unidist.keras.planning.activations import Seen, Seens
 from unidist.keras.planning.running import Runner, Trace
-from unidist.planner.facts import Affine
+from unidist.planner.facts import Affine, Amount
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The model's run, and the shapes of one on longer sequences (the same one where none can be longer)."""
+    """The model's run, and the shapes of one on longer sequences (the same one where none can be longer) and of one of
+    twice the rows (None where it takes no such many)."""
 
     near: Trace
     far: Trace
+    wide: Trace | None
     rows: int
     lengths: tuple[int, int]
 
-    def line(self, near: int, far: int) -> Affine:
+    def line(self, near: float, far: float) -> Affine:
         """What is so large in the one run, and so large in the other."""
         slope = (far - near) / (self.lengths[1] - self.lengths[0])
         return Affine(near - slope * self.lengths[0], slope)
+
+    def amounts(self, elements: Callable[[Trace], list[int]]) -> tuple[Amount, ...]:
+        """What some calls take or give, at any number of rows and any length.
+
+        Args:
+            elements: of each of the calls in a run.
+        """
+        near, far = elements(self.near), elements(self.far)
+        wide = [2 * n for n in near] if self.wide is None else elements(self.wide)
+        if not len(near) == len(far) == len(wide):
+            # A model that takes more steps for a longer sequence: all calls alike.
+            near, far, wide = ([sum(run) / len(near)] * len(near) for run in (near, far, wide))
+        return tuple(self._amount(*found) for found in zip(near, far, wide, strict=True))
+
+    def _amount(self, near: float, far: float, wide: float) -> Amount:
+        share = (wide - near) / near if near else 1.0
+        each = self.line(near, far).times(share / self.rows)
+        return Amount(each, self.line(near, far).times(1 - share))
 
 
 def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: list[Any]) -> Seens:
@@ -50,7 +71,7 @@ def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: l
         near = seen(given(runs.rows, shortest))
         far = near if runs.far is runs.near else seen(given(runs.rows, longest))
         twice = given(2 * runs.rows, shortest)
-        if _rows(twice) == {2 * runs.rows}:
+        if rows_of(twice) == {2 * runs.rows}:
             with contextlib.suppress(Exception):  # a model may take so many rows alone
                 wide = seen(twice).tensors
     marked = []
@@ -61,7 +82,7 @@ def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: l
     return Seens(near.tensors, far.tensors, wide, marked, frozenset(near.weights))
 
 
-def _rows(given: Any) -> set[int]:
+def rows_of(given: Any) -> set[int]:
     return {x.shape[0] for x in tree.flatten(given) if x is not None and len(x.shape)}
 
 

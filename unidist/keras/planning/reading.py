@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from unidist.errors import LayoutError, UnidistError
 from unidist.keras.planning import samples
 from unidist.keras.planning.activations import Seens, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
-from unidist.keras.planning.kept import Runs, seen_in_runs
+from unidist.keras.planning.kept import Runs, rows_of, seen_in_runs
 from unidist.keras.planning.reaching import Reacher
 from unidist.keras.planning.running import Runner, Trace, _numpy, middle
 from unidist.keras.telling import in_words, listed
@@ -94,7 +95,7 @@ def _run(runner: Runner, model: Any, inputs: Any) -> Runs:
             given = samples.sample(model, inputs, rows, far) if is_open else None
             longer = runner.run(model, (given,), kwargs, measure=True) if is_open else None
             trace = runner.run_kept(model, (samples.sample(model, inputs, rows, near),), kwargs, capture=True)
-            return Runs(trace, longer or trace, rows, (near, far))
+            return Runs(trace, longer or trace, _wide(runner, model, inputs, rows, near), rows, (near, far))
         except UnidistError:
             raise
         except Exception as error:
@@ -106,6 +107,17 @@ def _run(runner: Runner, model: Any, inputs: Any) -> Runs:
         f"layouts: {type(problem).__name__}: {in_words(problem)}. Give plan(model, mesh, inputs=...) a batch that it "
         "takes, or ModelParallel a LayoutMap"
     ) from problem
+
+
+def _wide(runner: Runner, model: Any, inputs: Any, rows: int, length: int) -> Trace | None:
+    """The shapes of a run of twice the rows."""
+    kwargs = {"training": False} if model._call_has_training_arg else {}
+    given = samples.sample(model, inputs, 2 * rows, length)
+    if rows_of(given) != {2 * rows}:
+        return None
+    with contextlib.suppress(Exception):  # a model may take so many rows alone
+        return runner.run(model, (given,), kwargs, measure=True)
+    return None
 
 
 # (candidate, whether of its calls back to the vocabulary): calls that take what changed in the changed place alone.
@@ -203,13 +215,12 @@ def _layer(
 
 
 def _calls(found: Candidate, index: int, runs: Runs, behind: _Behind, *, reverse: bool) -> Calls:
-    def counted(of: Trace) -> tuple[int, int]:
-        """Elements taken and given for one row."""
-        taken = given = 0
-        for x, (shape, scores) in zip(of.taken.get(index, []), of.given.get(index, []), strict=True):
-            if scores is reverse:
-                taken, given = taken + prod(x.shape), given + prod(shape)
-        return taken // runs.rows, given // runs.rows
+    def taken_by(of: Trace) -> list[int]:
+        calls = zip(of.taken.get(index, []), of.given.get(index, []), strict=True)
+        return [prod(x.shape) for x, (_, scores) in calls if scores is reverse]
+
+    def given_by(of: Trace) -> list[int]:
+        return [prod(shape) for shape, scores in of.given.get(index, []) if scores is reverse]
 
     trace = runs.near
     inputs = tuple(
@@ -217,13 +228,11 @@ def _calls(found: Candidate, index: int, runs: Runs, behind: _Behind, *, reverse
         for x, (_, scores) in zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
         if scores is reverse
     )
-    lines = [runs.line(a, b) for a, b in zip(counted(trace), counted(runs.far), strict=True)]
     near, far = (_lengths(of, index, reverse) for of in (trace, runs.far))
     taken = runs.line(near[0], far[0])
     return Calls(
-        len(inputs),
-        lines[0],
-        lines[1],
+        runs.amounts(taken_by),
+        runs.amounts(given_by),
         inputs,
         itemsize(found.layer.compute_dtype),
         length=runs.line(near[1], far[1]),
