@@ -16,7 +16,7 @@ from unidist import DrawingError, Ledger, Plan, draw
 from unidist.drawing.layers import KINDS, Layer, Sent, folded, of_plan
 from unidist.drawing.page import report
 from unidist.planner.choosing import size_text
-from unidist.planner.facts import Activation, Affine, VariableFact
+from unidist.planner.facts import Activation, Affine, Calls, VariableFact
 
 EVIL = ("<script>alert(1)</script>_{}", "]]>&amp;\"'\x00\u202e_{}", "</svg><b>")
 
@@ -129,9 +129,15 @@ def test_states_of_a_few_bytes_are_one_line() -> None:
     assert "32 B" in texts(svg)
 
 
+def halved(calls: Calls) -> Calls:
+    """Two calls in place of one, of half of it each."""
+    taken, given = ((amounts[0].times(0.5),) * 2 for amounts in (calls.taken, calls.given))
+    return replace(calls, taken=taken, given=given, inputs=(*calls.inputs, *(-1 - n for n in calls.inputs)))
+
+
 def test_collectives_of_several_calls_are_summed() -> None:
     facts = chain(1)
-    twice = [replace(layer, calls=replace(layer.calls, count=2)) for layer in facts.layers]
+    twice = [replace(layer, calls=halved(layer.calls)) for layer in facts.layers]
     layers, _ = of_plan(plan_of(replace(facts, layers=tuple(twice)), {"model": 2}))
     (sent,) = layers[1].sent
     assert (sent.count, sent.bytes) == (2, 8 * 64 * 4)

@@ -338,11 +338,67 @@ def test_states_spread_over_the_data_axis_are_counted_so() -> None:
     plan, sent = of_data(3)
     held_of = (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device)
     assert held_of == (held // 2, held // 2, held)
-    # Fetched forward and again backward.
-    assert sent == [("all_gather", held), ("reduce_scatter", held // 2)]
+    # One unit, which is there when backward comes to it.
+    assert sent == [("all_gather", held // 2), ("reduce_scatter", held // 2)]
     assert "each device, zero=3" in plan.show()
     # The rules are the model axes' alone: the stage is the strategy's.
     assert dict(plan.layout_map) == dict(of_data(0)[0].layout_map)
+
+
+def sent_over_model(model, **options) -> list[tuple[str, str, float]]:  # type: ignore[no-untyped-def]
+    plan = unidist.plan(model, unidist.Mesh({"model": 2}), **options)
+    return [(e.op, e.purpose, float(e.bytes)) for e in plan.predicted.events]
+
+
+def test_what_has_no_rows_is_sent_once() -> None:
+    import keras
+
+    class Places(keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = keras.layers.Embedding(5, 8, name="table")
+
+        def build(self, shape) -> None:
+            self.table.build((1, 5))
+
+        def call(self, x):
+            return x + self.table(keras.ops.arange(5)[None])
+
+    model = keras.Sequential([keras.Input((5, 8)), Places()])
+    # Half of (1, 5, 8) floats, for any number of rows.
+    for batch in (4, 64):
+        assert [size for _, _, size in sent_over_model(model, batch=batch)] == [5 * 8 * 4 / 2]
+
+
+def test_calls_of_one_layer_are_counted_each() -> None:
+    import keras
+
+    x, y = keras.Input((3, 8)), keras.Input((5, 8))
+    dense = keras.layers.Dense(8, name="dense")
+    model = keras.Model(
+        [x, y], keras.layers.Concatenate(1)([dense(x), keras.layers.Dense(8, name="other")(y), dense(y)])
+    )
+    sent = sent_over_model(model, batch=2)
+    taken = {(why, size) for op, why, size in sent if op == "all_reduce"}
+    # The second layer takes what the first has taken: its gradient is summed once.
+    assert taken == {("dense", 2 * 3 * 8 * 4.0), ("dense", 2 * 5 * 8 * 4.0)}
+    assert [size for op, why, size in sent if (op, why) == ("all_gather", "dense")] == [2 * 3 * 8 * 2, 2 * 5 * 8 * 2]
+
+
+def test_a_gathered_layers_bias_is_gathered_too() -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3, name="conv")])
+    sent = {why: size for _, why, size in sent_over_model(model)}
+    assert sent == {f"{model.name}/conv/kernel": 3 * 3 * 3 * 4 * 2, f"{model.name}/conv/bias": 4 * 2}
+
+
+def test_parts_of_three_numbers_move_as_four() -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, use_bias=True)])
+    plan = unidist.plan(model, unidist.Mesh({"data": 2}), zero=1)
+    assert {int(e.bytes) for e in plan.predicted.events} == {(8 * 3 + 4) * 4 // 2}
 
 
 def test_a_plan_leaves_no_variable_waiting_for_values() -> None:

@@ -43,6 +43,11 @@ def takes_uneven() -> bool:
     return bool(keras.config.backend() == "torch")
 
 
+def fetches_neighbours() -> bool:
+    """Whether neighbouring layers are fetched together where variables are stored in parts; else each by itself."""
+    return bool(keras.config.backend() == "torch")
+
+
 def is_joint() -> bool:
     """Whether one dim may be cut by several axes: DTensor cuts it by one."""
     return bool(keras.config.backend() != "tensorflow")

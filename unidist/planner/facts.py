@@ -165,7 +165,10 @@ class Facts:
     Attributes:
         parts: into how many slices outputs were cut to find the reaches.
         slots: bytes of the optimizer's slots of each variable.
-        kept: indices of variables whose values a step keeps for its backward as they are.
+        read, kept: indices of the variables that a step reads, and of those whose values it keeps for its backward as
+            they are, in its order; empty where that does not show.
+        neighbours: the layers' own variables, in the order in which small neighbours are fetched together, where
+            they are stored in parts over the data axes; (): each layer fetches its own, forward and again backward.
     """
 
     name: str
@@ -176,7 +179,9 @@ class Facts:
     slots: tuple[int, ...] = ()
     optimizer: str = ""
     activations: tuple[Activation, ...] = ()
-    kept: frozenset[int] = frozenset()
+    read: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    neighbours: tuple[tuple[int, ...], ...] = ()
 
 
 def meeting(facts: Facts, row: int) -> list[int]:

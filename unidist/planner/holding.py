@@ -23,5 +23,5 @@ def activation_bytes(facts: Facts, layouts: list[Layout], step: Workload) -> int
         parts = 1 if cut is None else step.mesh.axis_size(cut)
         total += activation.bytes_at(step.sequence, step.rows) / parts
     ruled = {k for layer in facts.layers for k in (layer.kernel, layer.bias, layer.reverse)}
-    gathered = [k for k in facts.kept - ruled if layouts[k].dims]
+    gathered = [k for k in set(facts.kept) - ruled if layouts[k].dims]
     return round(total) + sum(facts.variables[k].bytes for k in gathered)

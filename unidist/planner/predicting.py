@@ -4,7 +4,7 @@ Rules: a pair all_reduces the row's outputs forward and the gradient of the colu
 alone gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut
 by its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. Gradients are summed over
 the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values are gathered: once behind the
-optimizer, or, where they are stored in parts too, for each layer's call forward and again backward.
+optimizer, or, where they are stored in parts too, as layers need them (fetching.py).
 
 Under sequence parallelism a row's sum and a table's look-up are scattered forward and gathered backward, and columns
 gather what they take, if it comes from there, and scatter its gradient. What layers between them send that mix places
@@ -22,6 +22,7 @@ from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
 from unidist.planner.facts import Affine, Amount, Calls, Facts, LayerFact, local_bytes, meeting
+from unidist.planner.fetching import UNIT_BYTES, Member, fetches, units
 from unidist.strategies import VariableLayouts
 
 
@@ -219,22 +220,48 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
 
 
 def _gradients(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> Iterator[Event]:
-    """One sum for each set of data axes that leave variables whole, and of what is spread over them one gathering for
-    each pass; engines may cut them into buckets and units."""
+    """One sum for each set of data axes that leave variables whole, and of what is spread over them one gathering of
+    all that is fetched; engines may cut them into buckets and units. What is spread moves in parts of one length."""
     sizes: dict[tuple[str, Axes, str], int] = {}
-    for variable, layout, three in zip(facts.variables, layouts, triples, strict=True):
-        axes = tuple(axis for axis in step.data_axes if layout.state(axis) == "I")
-        spread = tuple(axis for axis in axes if three.state.state(axis) == "S")
-        size, rest = local_bytes(variable, layout, step.mesh), tuple(axis for axis in axes if axis not in spread)
-        in_parts = any(three.storage.state(axis) == "S" for axis in spread)
-        # What is not trained is updated by no optimizer, so joined behind none.
-        passes = 2 if in_parts else int(variable.trainable)
-        wanted = [("all_gather", spread, "parameters", size * passes)] if spread and passes else []
+    passes = _passes(facts, layouts, step, triples)
+    for index, (variable, layout, three) in enumerate(zip(facts.variables, layouts, triples, strict=True)):
+        spread = _spread(layout, three, step)
+        rest = tuple(axis for axis in step.data_axes if layout.state(axis) == "I" and axis not in spread)
+        part = local_bytes(variable, three.state, step.mesh)
+        size = part * step.mesh.axis_size(spread) if spread else 0
+        wanted = [("all_gather", spread, "parameters", size * passes[index])] if passes[index] else []
         if variable.trainable and spread:
             wanted.append(("reduce_scatter", spread, "gradients", size))
         if variable.trainable and rest:
-            wanted.append(("all_reduce", rest, "gradients", local_bytes(variable, three.state, step.mesh)))
+            wanted.append(("all_reduce", rest, "gradients", part))
         for op, over, purpose, moved in wanted:
             sizes[op, over, purpose] = sizes.get((op, over, purpose), 0) + moved
     for (op, axes, purpose), size in sizes.items():
         yield step.event(op, axes, size, purpose)
+
+
+def _spread(layout: Layout, three: VariableLayouts, step: Workload) -> Axes:
+    """The data axes that leave a variable whole to its layer, and cut its state."""
+    return tuple(axis for axis in step.data_axes if layout.state(axis) == "I" and three.state.state(axis) == "S")
+
+
+def _passes(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> list[int]:
+    """How often each variable is gathered over the data axes that its state is spread over."""
+    spread = [_spread(layout, three, step) for layout, three in zip(layouts, triples, strict=True)]
+    stored = [
+        bool(axes) and any(three.storage.state(axis) == "S" for axis in axes)
+        for axes, three in zip(spread, triples, strict=True)
+    ]
+    # What is not trained is updated by no optimizer, so joined behind none.
+    found = [int(bool(axes) and v.trainable) for axes, v in zip(spread, facts.variables, strict=True)]
+    if not facts.neighbours:
+        return [2 if is_stored else count for is_stored, count in zip(stored, found, strict=True)]
+
+    def member(k: int) -> Member:
+        variable = facts.variables[k]
+        return Member(k, (spread[k], variable.dtype), local_bytes(variable, layouts[k], step.mesh))
+
+    unit = units([[member(k) for k in own if stored[k]] for own in facts.neighbours], UNIT_BYTES)
+    forward, backward = ([unit[k] for k in used if k in unit] for used in (facts.read, reversed(facts.kept)))
+    counts = fetches(forward, backward)
+    return [counts[unit[k]] if k in unit else count for k, count in enumerate(found)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -146,16 +146,23 @@ class _Forgets(keras.callbacks.Callback):
                 variable.value.grad = None
 
 
-def train(build: Callable[[], Any], strategy: Any = None, *, steps: int = STEPS, **compiled: Any) -> Trained:
-    """A few steps of AdamW, with the same seed, under a strategy or on one device."""
-    keras.utils.set_random_seed(7)
-    with strategy.scope() if strategy is not None else contextlib.nullcontext(), warnings.catch_warnings():
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without what keras_hub's backbones are warned of."""
+    with warnings.catch_warnings():
         # keras_hub's own: T5 layers drop masks that they do not use.
         warnings.filterwarnings("ignore", "Layer .* was passed an input with a mask attached")
         # And RoFormerV2 indexes by a list.
         warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing")
         # The part of an untied table that makes logits is not used by a backbone.
         warnings.filterwarnings("ignore", "Gradients do not exist for variables .*reverse_embeddings")
+        yield
+
+
+def train(build: Callable[[], Any], strategy: Any = None, *, steps: int = STEPS, **compiled: Any) -> Trained:
+    """A few steps of AdamW, with the same seed, under a strategy or on one device."""
+    keras.utils.set_random_seed(7)
+    with strategy.scope() if strategy is not None else contextlib.nullcontext(), quietly():
         model = with_head(build())
         # epsilon: a gradient that is zero in truth (a key's bias) is noise, which Adam would blow up to a step.
         optimizer = keras.optimizers.AdamW(1e-3, epsilon=1e-3)

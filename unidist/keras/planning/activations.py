@@ -38,13 +38,15 @@ class Seen:
     Attributes:
         calls: how many calls of layers were seen: one in which none is seen has no layer inside.
         source: the candidate that gave NaN last.
-        weights: ids of the variables whose values are kept as they are, where that shows.
+        read, weights: ids of the variables that are read, and of those whose values are kept as they are, in order,
+            where that shows.
     """
 
     marking: bool = False
     calls: int = 0
     source: int | None = None
-    weights: set[int] = field(default_factory=set)
+    read: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
     tensors: list[SeenTensor] = field(default_factory=list)
     _known: dict[int, Any] = field(default_factory=dict)
 
@@ -79,14 +81,15 @@ class Seens:
         near, far: of two runs, whose sequences differ in length.
         wide: of one with twice the rows of `near`; None: the first dim alone grows with the rows.
         marked: of runs in which what one layer of each pair gives is NaN.
-        weights: ids of the variables whose values are kept as they are.
+        read, weights: ids of the variables that are read, and of those whose values are kept as they are, in order.
     """
 
     near: list[SeenTensor]
     far: list[SeenTensor]
     wide: list[SeenTensor] | None
     marked: list[list[SeenTensor]]
-    weights: frozenset[int] = frozenset()
+    read: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
 
     @property
     def are_alike(self) -> bool:

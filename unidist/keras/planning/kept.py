@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,9 @@ class Runs:
         Args:
             elements: of each of the calls in a run.
         """
-        near, far = elements(self.near), elements(self.far)
-        wide = [2 * n for n in near] if self.wide is None else elements(self.wide)
+        near: Sequence[float] = elements(self.near)
+        far: Sequence[float] = elements(self.far)
+        wide: Sequence[float] = [2 * n for n in near] if self.wide is None else elements(self.wide)
         if not len(near) == len(far) == len(wide):
             # A model that takes more steps for a longer sequence: all calls alike.
             near, far, wide = ([sum(run) / len(near)] * len(near) for run in (near, far, wide))
@@ -79,7 +80,7 @@ def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: l
         # A model, or a framework that looks for mistakes, may refuse NaN: then nothing is known to be cut.
         with contextlib.suppress(Exception):
             marked.append(seen(given(runs.rows, shortest), sources).tensors)
-    return Seens(near.tensors, far.tensors, wide, marked, frozenset(near.weights))
+    return Seens(near.tensors, far.tensors, wide, marked, tuple(near.read), tuple(near.weights))
 
 
 def rows_of(given: Any) -> set[int]:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError, UnidistError
+from unidist.keras.options import fetches_neighbours
 from unidist.keras.planning import samples
 from unidist.keras.planning.activations import Seens, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
@@ -74,14 +75,15 @@ def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], l
             parts=parts,
             slots=slots,
             optimizer=optimizer,
+            neighbours=_neighbours(model, place) if fetches_neighbours() else (),
         )
         while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
             reaches = [reacher.to_the_end(r) if (r.source, r.dim) in wanted else r for r in reaches]
             facts = replace(facts, reaches=_renumbered(reaches, order))
         seens = seen_in_runs(runner, model, inputs, runs, reaches)
         number = {k: n for n, k in enumerate(order)}
-    kept = frozenset(place[k] for k in seens.weights if k in place)
-    return replace(facts, activations=_activations(runs, seens, number), kept=kept)
+    used, kept = (tuple(place[k] for k in found if k in place) for found in (seens.read, seens.weights))
+    return replace(facts, activations=_activations(runs, seens, number), read=used, kept=kept)
 
 
 def _run(runner: Runner, model: Any, inputs: Any) -> Runs:
@@ -166,6 +168,17 @@ def _renumbered(reaches: list[Reach], order: list[int]) -> tuple[Reach, ...]:
         for reach in reaches
     ]
     return tuple(sorted(found, key=lambda r: (r.source, r.dim)))
+
+
+def _neighbours(model: Any, place: dict[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Each layer's own variables, as its engine goes through them; a shared one counts once."""
+    seen: set[int] = set()
+    found = []
+    for layer in model._flatten_layers():
+        own = [place[id(v)] for v in (*layer._trainable_variables, *layer._non_trainable_variables) if id(v) in place]
+        found.append(tuple(k for k in dict.fromkeys(own) if k not in seen))
+        seen.update(own)
+    return tuple(found)
 
 
 def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[VariableFact]:

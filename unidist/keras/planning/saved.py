@@ -41,6 +41,7 @@ class Saved(Seen):
     def weight(self, x: Any, variable: Any) -> Any:
         """A variable's value, as the run reads it."""
         self._note(x, id(variable))
+        self.read.append(id(variable))
         return x.requires_grad_(variable.trainable and x.is_floating_point())
 
     def shadow(self, variable: Any) -> Any:
@@ -104,7 +105,7 @@ class Saved(Seen):
         memory, variable = self._memory.get(_address(x), (None, None))
         is_known = memory is not None and memory() is x.untyped_storage()
         if is_known and variable is not None:
-            self.weights.add(variable)
+            self.weights.append(variable)
         elif not is_known and x.ndim:
             self._note(x)
             self.tensors.append(SeenTensor(_shape(x), keras.backend.standardize_dtype(x.dtype), behind))

@@ -27,8 +27,8 @@ from unidist.keras.torch.values.grouping import grouped
 from unidist.keras.torch.values.low import LowValue, without_memory
 from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.world import RankWorld
+from unidist.planner.fetching import UNIT_BYTES as UNIT_BYTES
 
-UNIT_BYTES = 8 << 20
 # Of those that are joined behind the optimizer: the next step's first layer waits for its own unit alone.
 KEPT_UNIT_BYTES = 1 << 20
 # What the joining of updated variables may have under way at once.
