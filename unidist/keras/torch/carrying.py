@@ -34,6 +34,7 @@ def space_at(here: Frame) -> Space:
     if found is None:
         serve_replaced()
         found = world.spaces[here.rank] = Space.of(world.backend, world.mesh, (world.data_axes,))
+        found.exact = True  # ranks' generators stand alike in a step (drawing.py)
     return found
 
 
@@ -42,8 +43,6 @@ def step(here: Frame, batch: Any, apart: bool = False) -> Iterator[Any]:
     """A step's batch on carriers; one that is not cut as it is: the whole, on each rank. `apart`: of such a batch each
     tensor is cut by its own rows."""
     rows = here.rows
-    if here.world.cuts_rows:
-        space_at(here).exact = here.exact
     with here.carrying_rows(rows or _NONE), events.for_purpose("losses"):
         is_cut = rows is not None or apart
         yield tree.map_structure(functools.partial(_carried, here, rows), batch) if is_cut else batch
