@@ -59,6 +59,24 @@ def test_a_plain_weight_gets_its_share_of_the_gradient(world: World) -> None:
     torch.testing.assert_close(sum(shares), plain(loss, X, W)[1])
 
 
+@pytest.mark.parametrize("state", [PARTIAL, chunked(0, 5, 3), chunked(1, 4, 3)], ids=str)
+def test_a_function_may_write_into_a_leaf_past_autograd(world: World, state: State) -> None:
+    places = torch.tensor([0, 3, 3])
+
+    def table(w: Any) -> Any:
+        return torch.nn.functional.embedding(places, w, max_norm=0.5)
+
+    def program(space: Space) -> None:
+        w, own = leaf(space, X, state), X.clone().requires_grad_()
+        for one in (w, own):
+            (table(one) ** 2).sum().backward()
+        torch.testing.assert_close(w.detach().whole(), own.detach())
+        assert not torch.equal(own, X)
+        torch.testing.assert_close(w.grad.whole(), own.grad)
+
+    world.run(program)
+
+
 @pytest.mark.parametrize("state", [WHOLE, PARTIAL, chunked(0, 5, 3)], ids=str)
 def test_a_leaf_has_its_gradient_in_the_dual_layout(world: World, state: State) -> None:
     def program(space: Space) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ def _run(
             parts = _parts(space, plan, tensors)
     else:
         parts = _parts(space, plan, tensors)
-    before = [version(part) for part in parts] if plan.unknown else ()
+    before = [(version(part), part.grad_fn) for part in parts] if plan.unknown else ()
     if plan.local is not None:
         out = plan.local(parts, args, kwargs)
     elif plan.places is not None:
@@ -170,12 +171,13 @@ def _run(
     return replaced(out, Tensor, wrapped)
 
 
-def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequence[int]) -> None:
-    """What a function has written into the wholes that were made for it."""
-    for k, (x, part, then) in enumerate(zip(tensors, parts, before, strict=True)):
+def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequence[tuple[int, Any]]) -> None:
+    """What a function has written into the wholes that were made for it, and past autograd if it did so itself."""
+    for k, (x, part, (then, node)) in enumerate(zip(tensors, parts, before, strict=True)):
         wrote = version(part) != then or (k in (1, 2) and func in _STATISTICS)
         if wrote and type(x) is ShardedTensor and part is not x.local:
-            writing.put(x, part.clone())
+            with torch.no_grad() if part.grad_fn is node else contextlib.nullcontext():
+                writing.put(x, part.clone())
 
 
 def _parts(space: Space, plan: Plan, tensors: list[Any]) -> list[Tensor]:
