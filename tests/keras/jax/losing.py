@@ -40,13 +40,14 @@ class Fault(keras.callbacks.Callback):
 
 def lost(how: str, victim: int, entrance: str, timeout: float, folder: str) -> tuple[str, float, Any]:
     """The error that this process met, after how many seconds, and the error of coming to the others once more."""
-    unidist.initialize(timeout=timeout)
     fresh()
     x, y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
     with unidist.DataParallel().scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     model.fit(x[:8], y[:8], batch_size=4, verbose=0)
+    # Not before: on a busy machine processes come to their first step seconds apart.
+    unidist.initialize(timeout=timeout)
     fault = Fault(how, unidist.process_index() == victim, 4 * timeout)
     try:
         if entrance == "fit":
