@@ -15,8 +15,9 @@ from unittest import mock
 KINDS = ("data", "zero=3", "zero=3 in units", "model")
 # Bytes: a block of these backbones has six to ten times as many.
 UNIT = 2000
-# Tensor parallelism sends besides the gradients of small weights, or of a table, between the layers of a pair.
-BESIDES = ("gemma3", "qwen3", "gpt-oss", "t5")
+# Tensor parallelism may send besides: the gradients of small weights, or of a table, between the layers of a pair; what
+# is gathered for a block that is called more than once.
+BESIDES = ("gemma3", "qwen3", "gpt-oss", "t5", "albert")
 
 
 def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
