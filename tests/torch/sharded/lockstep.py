@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from unidist.algebra import Mesh
 from unidist.backends.sim.ranks import VirtualRanks
 from unidist.backends.sim.world import VirtualWorld
-from unidist.backends.torch.sharded import ShardedTensor, Space, space, wrap
+from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
+from unidist.backends.torch.sharded.entrances import put_on
 from unidist.backends.torch.sharded.moving import carried
 from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, State, States, chunked, conflict
 
@@ -107,49 +108,81 @@ def part(x: Tensor, layout: States, space: Space, seed: int) -> Tensor:
 
 
 class World:
-    """Virtual ranks on a mesh."""
+    """Virtual ranks on a mesh.
 
-    def __init__(self, **axes: int) -> None:
+    Args:
+        invariant: axes of an invariant space. All of them, or the last: each part in the space of the others is then a
+            carrier there.
+    """
+
+    def __init__(self, invariant: int = 0, **axes: int) -> None:
         self.mesh = Mesh(axes)
+        self._outer = len(axes) - invariant
         self.backend = VirtualRanks(VirtualWorld(self.mesh.size))
         self.gathers: Counter[str] = Counter()
         self.results: Counter[str] = Counter()
 
     def run(self, function: Callable[[Space], Any]) -> list[Any]:
-        return self.backend.run(lambda rank: function(space(self.backend, self.mesh)))
+        put_on()
+        return self.backend.run(lambda rank: function(self._spaces()[0]))
+
+    def _spaces(self) -> list[Space]:
+        """The outer one first."""
+        lines = tuple((axis,) for axis in self.mesh.axis_names)
+        own = [(lines[: self._outer], False), (lines[self._outer :], True)]
+        return [Space.of(self.backend, self.mesh, of, invariant) for of, invariant in own if of]
 
     def fails(self, case: Case, layouts: Sequence[States], tolerance: float = 1e-7) -> str | None:
         """What is wrong with a case, or None."""
         try:
-            self.run(lambda space: self._compare(case, layouts, space, tolerance))
+            self.run(lambda _: self._compare(case, layouts, self._spaces(), tolerance))
         except Exception as error:
             said = str(error).strip().replace("\n", " ")
             return f"{case.name} {layouts} on {dict(self.mesh.axes)}: {type(error).__name__}: {said[:300]}"
         return None
 
-    def _compare(self, case: Case, layouts: Sequence[States], space: Space, tolerance: float) -> None:
+    def _compare(self, case: Case, layouts: Sequence[States], spaces: list[Space], tolerance: float) -> None:
         values, gradients = case.want
         given = []
         for k, (x, layout) in enumerate(zip(case.inputs, layouts, strict=True)):
-            given.append(wrap(leaf(part(x, layout, space, 99 + 10 * k)), space.spec(layout, tuple(x.shape))))
+            given.append(self._given(x, layout, spaces, 99 + 10 * k))
         outputs = tensors(case.function(*given))
         backward(outputs)
         assert len(outputs) == len(values), f"{len(outputs)} results, {len(values)} plainly"
         for y, value in zip(outputs, values, strict=True):
             assert tuple(y.shape) == tuple(value.shape), f"shape {tuple(y.shape)}, plainly {tuple(value.shape)}"
             assert y.dtype == value.dtype, f"dtype {y.dtype}, plainly {value.dtype}"
-            if space.rank == 0 and isinstance(y, ShardedTensor):
+            if isinstance(y, ShardedTensor):
+                assert not (y.spec.space.invariant and y.spec.whole), "a whole that is not plain"
+            if spaces[0].rank == 0 and isinstance(y, ShardedTensor):
                 self.results["".join(s if isinstance(s, str) else "S" for s in y.spec.states)] += 1
             close(y.detach().whole() if isinstance(y, ShardedTensor) else y, value, tolerance, "value")
         for x, gradient in zip(given, gradients, strict=True):
             found: Any = x.grad
             if gradient is None:
-                assert found is None or not found.whole().any(), "a gradient, plainly none"
+                assert found is None or not _whole(found).any(), "a gradient, plainly none"
             else:
-                found = torch.zeros_like(gradient) if found is None else found.whole()
+                found = torch.zeros_like(gradient) if found is None else _whole(found)
                 close(found, gradient, tolerance, "gradient")
-        if space.rank == 0:
-            self.gathers += space.gathers
+        if spaces[0].rank == 0:
+            for space in spaces:
+                self.gathers += space.gathers
+
+    def _given(self, x: Tensor, layout: States, spaces: list[Space], seed: int) -> Tensor:
+        """This rank's carrier of an input."""
+        states = [layout[: self._outer], layout[self._outer :]] if len(spaces) > 1 else [layout]
+        parts = [x]
+        for of, space in zip(states, spaces, strict=True):
+            parts.append(part(parts[-1], of, space, seed))
+        out = leaf(parts[-1])
+        for whole, of, space in reversed(list(zip(parts[:-1], states, spaces, strict=True))):
+            if not space.invariant or any(state != WHOLE for state in of):
+                out = wrap(out, space.spec(of, tuple(whole.shape)))
+        return out
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.whole() if isinstance(x, ShardedTensor) else x
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:

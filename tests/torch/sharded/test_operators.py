@@ -29,10 +29,14 @@ def cases() -> list[Case]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 3}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "invariant"),
+    [({"data": 2}, 0), ({"data": 3}, 0), ({"data": 2, "model": 2}, 0), ({"model": 2}, 1), ({"data": 2, "model": 2}, 1)],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore")
-def test_operators_on_carriers_equal_the_plain_call(axes: dict[str, int], cases: list[Case]) -> None:
-    world = World(**axes)
+def test_operators_on_carriers_equal_the_plain_call(axes: dict[str, int], invariant: int, cases: list[Case]) -> None:
+    world = World(invariant, **axes)
     draw = random.Random(SEED)
     failures, count = [], 0
     gathered: set[str] = set()

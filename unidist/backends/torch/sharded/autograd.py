@@ -15,7 +15,16 @@ import torch
 from unidist.backends.torch.sharded.binding import DIRECT
 from unidist.backends.torch.sharded.moving import carried, fanned, invariant
 from unidist.backends.torch.sharded.space import Space, Spec
-from unidist.backends.torch.sharded.tensor import Aside, ShardedTensor, current, moved, replaced, space_of, wrap
+from unidist.backends.torch.sharded.tensor import (
+    Aside,
+    ShardedTensor,
+    current,
+    moved,
+    plain,
+    replaced,
+    space_of,
+    wrap,
+)
 from unidist.errors import CapabilityError
 from unidist.propagation.layouts import PARTIAL, WHOLE
 
@@ -59,15 +68,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _local(x: Any) -> Any:
-    return x.local if type(x) is ShardedTensor else x
+    return plain(x.local) if type(x) is ShardedTensor else x
 
 
 def _seeds(outputs: list[Any], gradients: Any, space: Space) -> list[Any]:
     given = [None] * len(outputs) if gradients is None else _listed(gradients)
-    whole = space.whole
-    return [
-        seed(y if type(y) is ShardedTensor else wrap(y, whole(y.shape)), g) for y, g in zip(outputs, given, strict=True)
-    ]
+    if space.invariant:  # of which plain tensors begin as torch's do
+        return [seed(y, g) if type(y) is ShardedTensor else g for y, g in zip(outputs, given, strict=True)]
+    carriers = [y if type(y) is ShardedTensor else wrap(y, space.whole(y.shape)) for y in outputs]
+    return [seed(y, g) for y, g in zip(carriers, given, strict=True)]
 
 
 def _backward(func: Any, args: Args, kwargs: Kwargs) -> None:
@@ -106,10 +115,13 @@ def _grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     assert space is not None
     seeds = _seeds(outputs, said.pop("grad_outputs", None), space)
     found = torch.autograd.grad([_local(y) for y in outputs], [_local(x) for x in inputs], seeds, **said)
-    return tuple(
-        None if g is None else wrap(g, (x.spec if type(x) is ShardedTensor else space.whole(x.shape)).dual)
-        for g, x in zip(found, inputs, strict=True)
-    )
+
+    def of(x: Any, gradient: Tensor) -> Tensor:
+        if space.invariant and (type(x) is not ShardedTensor or x.spec.dual.whole):
+            return gradient
+        return wrap(gradient, (x.spec if type(x) is ShardedTensor else space.whole(x.shape)).dual)
+
+    return tuple(None if g is None else of(x, g) for g, x in zip(found, inputs, strict=True))
 
 
 def _gradient(x: ShardedTensor) -> ShardedTensor | None:
@@ -167,7 +179,7 @@ ShardedTensor.set_gradient = staticmethod(_set_gradient)
 
 def as_carriers(value: Any, space: Space, change: Callable[[Tensor], Tensor]) -> Any:
     def wrapped(x: Tensor) -> Tensor:
-        return x if type(x) is ShardedTensor else wrap(change(x), space.whole(x.shape))
+        return x if type(x) is ShardedTensor or space.invariant else wrap(change(x), space.whole(x.shape))
 
     return replaced(value, Tensor, wrapped)
 
@@ -177,7 +189,8 @@ def applied(apply: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     all ranks together, and each takes its share of what it gives."""
     space = space_of((args, kwargs))
     assert space is not None
-    given = replaced((args, kwargs), ShardedTensor, lambda x: invariant(space, x.whole()))
+    is_plain = space.invariant
+    given = replaced((args, kwargs), ShardedTensor, lambda x: x.whole() if is_plain else invariant(space, x.whole()))
     out = apply(*given[0], **given[1])
     return as_carriers(out, space, lambda x: fanned(space, x) if x.requires_grad else x)
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from unidist.backends.torch.sharded import binding, writing
 from unidist.backends.torch.sharded.binding import Bound, Call, Composed, Local
-from unidist.backends.torch.sharded.moving import plain_in
+from unidist.backends.torch.sharded.moving import invariant, plain_in
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
     ShardedTensor,
     copied_from,
     current,
+    left,
     moved,
+    plain,
     replaced,
     shares,
     version,
@@ -42,13 +45,19 @@ class Plan:
         unknown: whether no rule says what the function does to the wholes that are made for it.
         gathers: the name to count where a whole must be made.
         composed: is called with the arguments, in place of all this.
+        mixed: whether there are carriers of several spaces.
+        leaves: whether what comes is plain: an invariant space has no wholes.
+        native: whether all is to be made whole in an invariant space, so that torch goes on with plain tensors.
     """
 
-    __slots__ = ("aliases", "composed", "gathers", "local", "out", "places", "ready", "spec", "unknown", "wants")
+    __slots__ = (
+        "aliases", "composed", "gathers", "leaves", "local", "mixed", "native", "out", "places", "ready", "spec",
+        "unknown", "wants",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.wants: tuple[States, ...] | None = ()
-        self.ready = self.aliases = self.unknown = False
+        self.ready = self.aliases = self.unknown = self.mixed = self.leaves = self.native = False
         self.out: States = ()
         self.local: Local | None = None
         self.places: tuple[int, ...] | None = None
@@ -117,9 +126,32 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
             space.keep(held, plan)
     if plan.composed is not None:
         return plan.composed(*args, **kwargs)
+    if plan.mixed:
+        return _across(func, args, kwargs, tensors, in_place)
     if plan.wants is None:
         return NotImplemented
+    if plan.native:
+        with nullcontext() if plan.gathers is None else space.gathering(plan.gathers):
+            given = replaced((args, kwargs), ShardedTensor, left)
+        return func(*given[0], **given[1])
     return _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
+
+
+def _across(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], in_place: bool) -> Any:
+    """A call with carriers of several spaces: parts in one space may be carriers of an invariant one."""
+    spaces = list(dict.fromkeys(x.spec.space for x in tensors if type(x) is ShardedTensor))
+    outer = [one for one in spaces if not one.invariant]
+    if len(outer) > 1:
+        raise LayoutError(f"{_name_of(func)} is given tensors of several spaces: make one with space(), and use that")
+    space = outer[0] if outer else spaces[0]
+
+    def entered(x: ShardedTensor) -> Any:
+        if x.spec.space is space:
+            return x
+        return left(x) if space.invariant else wrap(x, space.whole(x.shape))
+
+    given = replaced((args, kwargs), ShardedTensor, entered)
+    return planned(func, given[0], given[1], in_place)
 
 
 def _run(
@@ -134,6 +166,8 @@ def _run(
     """`simple`: nothing moves, and no operand is a copy where torch would have a view."""
     if plan.ready:
         parts = [x.local if type(x) is ShardedTensor else x for x in tensors]
+        if plan.local is not None and not plan.aliases:
+            parts = [plain(part) for part in parts]
     elif plan.gathers is not None:
         with space.gathering(plan.gathers):
             parts = _parts(space, plan, tensors)
@@ -148,11 +182,13 @@ def _run(
             given[place] = part
         out = func(*given, **kwargs)
     else:
-        left = iter(parts)
-        given, named = replaced((args, kwargs), Tensor, lambda x: next(left))
+        following = iter(parts)
+        given, named = replaced((args, kwargs), Tensor, lambda x: next(following))
         out = func(*given, **named)
     if before:
         _put_back(func, tensors, parts, before)
+    if plan.leaves:
+        return replaced(out, Tensor, lambda x: invariant(space, plain(x)))
     if type(out) is Tensor or type(out) is torch.nn.Parameter:
         spec = plan.spec
         if spec is None or spec.local != out.shape:
@@ -164,9 +200,9 @@ def _run(
         return result if simple else _marked(result, plan, tensors, parts)
 
     def wrapped(x: Any) -> Any:
-        return (
-            x if type(x) is ShardedTensor else _marked(wrap(x, space.spec_of(plan.out, x.shape)), plan, tensors, parts)
-        )
+        if type(x) is ShardedTensor and x.spec.space is space:
+            return x
+        return _marked(wrap(x, space.spec_of(plan.out, x.shape)), plan, tensors, parts)
 
     return replaced(out, Tensor, wrapped)
 
@@ -208,9 +244,10 @@ def _plan(
     flat: int,
     in_place: bool,
 ) -> Plan:
-    if any(x.spec.space is not space for x in tensors if type(x) is ShardedTensor):
-        raise LayoutError(f"{_name_of(func)} is given tensors of several spaces: make one with space(), and use that")
     plan = Plan()
+    if any(x.spec.space is not space for x in tensors if type(x) is ShardedTensor):
+        plan.mixed = True
+        return plan
     if flat == len(tensors):
         places = tuple(k for k, value in enumerate(args) if isinstance(value, Tensor))
         plan.places = places if len(places) == flat else None
@@ -241,6 +278,10 @@ def _plan(
     is_cut = any(isinstance(state, Cut) for states in have for state in states)
     if not plan.ready and (is_cut if decision is None else decision.gathers):
         plan.gathers = _name_of(func)
+    if space.invariant:
+        plan.ready = plan.ready and all(type(x) is ShardedTensor for x in tensors)
+        plan.leaves = plan.out == whole
+        plan.native = plan.leaves and not in_place and all(want == whole for want in plan.wants)
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -143,4 +144,61 @@ def fanned(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None) -
 
 def plain_in(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
     """A tensor that every rank holds alike, in a layout."""
+    if space.invariant and x.requires_grad and torch.is_grad_enabled():
+        return _shared(space, x, want)
     return carried(space, x, (WHOLE,) * len(want), want)
+
+
+# invariant spaces -----------------------------------------------------------------------------------------------------
+
+# On a plain tensor: what it was fanned out to, by space and lines.
+_FANNED = "_unidist_fanned"
+
+
+def unshared(space: Space, x: torch.Tensor, have: States) -> torch.Tensor:
+    """A part as a plain tensor. The gradient of that is the same on all ranks, so it needs no sum."""
+    x = invariant(space, x, tuple(axis for axis, state in enumerate(have) if state == WHOLE))
+    for move in moves(have, (WHOLE,) * len(have)):
+        if space.group(move.axes)[1].size == 1:
+            continue
+        forward = _both(space, move)[0]
+        if isinstance(move.before, Cut):
+            cut, place = move.before, space.places[move.axes[0]]
+            x = _differentiable(forward, functools.partial(_own, cut, offset(cut, place), place), x)
+        else:
+            x = _differentiable(forward, lambda gradient: gradient.view_as(gradient), x)
+    return x
+
+
+def _own(cut: Cut, start: int, place: int, x: torch.Tensor) -> torch.Tensor:
+    return x.narrow(cut.dim, start, cut.sizes[place])
+
+
+def _shared(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
+    """A plain tensor in a layout: the ranks' gradients of it are joined."""
+    over = tuple(axis for axis, state in enumerate(want) if state == WHOLE and space.sizes[axis] > 1)
+    if over:
+        x = _fanned_once(space, x, over)
+    for axis, state in enumerate(want):
+        if space.sizes[axis] == 1 or state == WHOLE:
+            continue
+        if isinstance(state, Cut):
+            move, place = Move("all_gather", (axis,), state, WHOLE), space.places[axis]
+            own = functools.partial(_own, state, offset(state, place), place)
+            x = _differentiable(own, _gather(space, move, state), x)
+        else:
+            mask = _mask(space, Move("mask", (axis,), WHOLE, state))
+            x = _differentiable(mask, lambda gradient: gradient.view_as(gradient), x)
+    return x
+
+
+def _fanned_once(space: Space, x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
+    """Who else takes the same tensor shares the sum of its gradients. A variable may be taken again in another step."""
+    known = None if x.is_leaf else vars(x).setdefault(_FANNED, {})
+    found = None if known is None else known.get((id(space), over))
+    if found is None:
+        # Not a view: that holds its base, which would hold it.
+        found = _differentiable(torch.Tensor.detach, lambda gradient: space.all_reduce(gradient, over), x)
+        if known is not None:
+            known[id(space), over] = found
+    return found

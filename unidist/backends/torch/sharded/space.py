@@ -99,6 +99,8 @@ class Space:
         note: is called before each collective, with its name, axes, group, and full tensor.
         lines: what a state is given of: each one axis of the mesh, or several that cut as one. None: each axis. Ranks
             that differ along other axes are programs of their own.
+        invariant: a plain tensor is the same on all ranks, and so is its gradient (the algebra's I). What an operation
+            makes whole is plain again. Else the gradient of what is whole is partial, plain or not.
 
     Attributes:
         gathers: how often each operation had to gather, by its name.
@@ -114,9 +116,10 @@ class Space:
         comm: Collectives[torch.Tensor],
         note: Note | None = None,
         lines: tuple[Axes, ...] | None = None,
+        invariant: bool = False,
     ) -> None:
         self.mesh, self.rank, self.comm = mesh, rank, comm
-        self._note = note
+        self._note, self.invariant = note, invariant
         self.lines = tuple((axis,) for axis in mesh.axis_names) if lines is None else lines
         self.sizes: tuple[int, ...] = tuple(mesh.axis_size(line) for line in self.lines)
         self.places: tuple[int, ...] = tuple(mesh.group(line, rank).index for line in self.lines)
@@ -128,9 +131,15 @@ class Space:
         self._groups: dict[tuple[int, ...], tuple[Axes, Group]] = {}
 
     @classmethod
-    def of(cls, backend: LocalViewBackend[torch.Tensor], mesh: Mesh, lines: tuple[Axes, ...] | None = None) -> Space:
+    def of(
+        cls,
+        backend: LocalViewBackend[torch.Tensor],
+        mesh: Mesh,
+        lines: tuple[Axes, ...] | None = None,
+        invariant: bool = False,
+    ) -> Space:
         """That of a backend whose ranks hold torch tensors; asked in the rank's thread."""
-        return cls(mesh, backend.rank, backend.comm, backend.record, lines)
+        return cls(mesh, backend.rank, backend.comm, backend.record, lines, invariant)
 
     def spec(self, states: States, shape: Shape) -> Spec:
         """Raises LayoutError where the states do not fit the shape."""

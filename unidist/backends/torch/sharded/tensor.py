@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unidist.algebra import Sharding
-from unidist.backends.torch.sharded.moving import carried
+from unidist.backends.torch.sharded.moving import carried, unshared
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.errors import CapabilityError, LayoutError
 from unidist.propagation.layouts import PARTIAL, WHOLE, States
@@ -38,6 +38,7 @@ class Aside:
 _Tensor: Any = torch.Tensor
 # A class attribute hides torch's property of the name.
 _SET_LATER: Any = None
+_LEFT: States = ("left",)
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
@@ -101,7 +102,7 @@ class ShardedTensor(_Tensor):  # type: ignore[misc]
     def whole(self) -> torch.Tensor:
         """The value as a plain tensor, gathered where that needs it: all ranks must ask. Others are given the same one:
         clone it before writing into it."""
-        return moved(self, (WHOLE,) * len(self.spec.states))
+        return left(self) if self.spec.space.invariant else moved(self, (WHOLE,) * len(self.spec.states))
 
     def redistribute(self, spec: Spec) -> ShardedTensor:
         """This value in another layout, of the same shape. A tensor of its own."""
@@ -163,6 +164,8 @@ def distribute(x: torch.Tensor, spec: Spec) -> ShardedTensor:
 
 def version(x: torch.Tensor) -> int:
     """Of its memory: what is written in place counts it on. Inference tensors have none and are not kept."""
+    if type(x) is ShardedTensor:
+        return version(x.local)
     return -1 if x.is_inference() else x._version
 
 
@@ -178,7 +181,7 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
     kept = aside.moved.get(want)
     if kept is not None and kept[0] == now and usable(kept[1], x.local):
         return kept[1]
-    out = carried(spec.space, x.local, spec.states, want)
+    out = carried(spec.space, plain(x.local), spec.states, want)
     if now >= 0:
         aside.moved[want] = now, out
         if spec.partial and all(
@@ -188,6 +191,30 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
             copied_from(joined, x.local, now)  # who takes a view of it takes none of x
             aside.joined = now, joined
     return out
+
+
+def left(x: ShardedTensor) -> torch.Tensor:
+    """The value of a carrier of an invariant space as a plain tensor, whose gradient comes whole to every rank."""
+    now, aside = version(x.local), x.aside
+    if aside is None:
+        aside = x.aside = Aside()
+    kept = aside.moved.get(_LEFT)
+    if kept is not None and kept[0] == now and usable(kept[1], x.local):
+        return kept[1]
+    out = unshared(x.spec.space, x.local, x.spec.states)
+    if now >= 0:
+        aside.moved[_LEFT] = now, out
+    return out
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be a carrier of an invariant space, without one."""
+    return left(x) if type(x) is ShardedTensor else x
+
+
+def as_whole(space: Space, x: torch.Tensor) -> torch.Tensor:
+    """What all ranks have made alike of wholes."""
+    return x if space.invariant else wrap(x, space.whole(x.shape))
 
 
 def usable(kept: torch.Tensor, source: torch.Tensor) -> bool:
@@ -223,6 +250,9 @@ def copied_from(x: ShardedTensor, origin: torch.Tensor, version: int) -> None:
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the two have memory in common."""
+    if type(one) is ShardedTensor or type(other) is ShardedTensor:
+        one, other = (x.local if type(x) is ShardedTensor else x for x in (one, other))
+        return _shares(one, other)
     mine = one.untyped_storage().data_ptr()
     return mine != 0 and mine == other.untyped_storage().data_ptr()
 

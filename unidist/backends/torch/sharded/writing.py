@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from unidist.backends.torch.sharded.moving import carried
-from unidist.backends.torch.sharded.tensor import ShardedTensor, current, moved, replaced, wrap
+from unidist.backends.torch.sharded.moving import plain_in
+from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, current, moved, replaced
 from unidist.errors import CapabilityError
-from unidist.propagation.layouts import WHOLE
 
 Planned = Callable[..., Any]
 Tensor = torch.Tensor
@@ -58,7 +57,7 @@ def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rest, named = replaced((args[1:], kwargs), ShardedTensor, ShardedTensor.whole)
     out = func(first, *rest, **named)
     for one in targets:
-        put(one, wrap(wholes[id(one)], one.spec.space.whole(wholes[id(one)].shape)))
+        put(one, as_whole(one.spec.space, wholes[id(one)]))
     return None if out is None else args[0]
 
 
@@ -88,7 +87,7 @@ def put(target: Any, value: Any) -> None:
     if type(value) is ShardedTensor:
         part = moved(current(value) if value.aside is not None else value, states)
     else:
-        part = carried(target.spec.space, value, (WHOLE,) * len(states), states)
+        part = plain_in(target.spec.space, value, states)
     target.local.copy_(part)
 
 

@@ -12,7 +12,15 @@ import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import DIRECT, functions
 from unidist.backends.torch.sharded.space import Space
-from unidist.backends.torch.sharded.tensor import ShardedTensor, distribute, moved, replaced, space_of, wrap
+from unidist.backends.torch.sharded.tensor import (
+    ShardedTensor,
+    as_whole,
+    distribute,
+    moved,
+    replaced,
+    space_of,
+    wrap,
+)
 from unidist.propagation.layouts import WHOLE, Cut, States
 
 Tensor = torch.Tensor
@@ -80,7 +88,7 @@ def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given, named = replaced((args, kwargs), ShardedTensor, ShardedTensor.whole)
     with drawn(space, (WHOLE,) * len(space.sizes), torch.device("cpu"), named) as rest:
         out = func(*given, **rest)
-    return replaced(out, Tensor, lambda x: wrap(x, space.whole(x.shape)))
+    return replaced(out, Tensor, lambda x: as_whole(space, x))
 
 
 def _exact(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

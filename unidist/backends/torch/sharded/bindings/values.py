@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded.binding import DIRECT, Bound, Call, bind, directly
-from unidist.backends.torch.sharded.tensor import ShardedTensor, wrap
+from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, wrap
 from unidist.errors import CapabilityError
 from unidist.propagation.rules.creation import like
 
@@ -51,7 +51,7 @@ def _new(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Of its dtype and device, and the same on every rank."""
     x, given = args[0], [v.whole() if type(v) is ShardedTensor else v for v in args[1:]]
     out = func(x.local, *given, **kwargs)
-    return wrap(out, x.spec.space.whole(out.shape))
+    return as_whole(x.spec.space, out)
 
 
 def _requires_grad(func: Any, args: Args, kwargs: Kwargs) -> Any:
