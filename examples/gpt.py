@@ -7,7 +7,7 @@ unidist finds the cuts: attention by heads, the feed-forward layers by columns a
 
 It prints:
 
-    block0_up: column, paired with 'block0_down'
+    block0_up: column: its outputs stay cut, until an operation needs all of them
     ...% of the weights are cut
     the cat sat on the mat and the dog sat on the log
 """

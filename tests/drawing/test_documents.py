@@ -57,7 +57,7 @@ def test_a_model_is_drawn_as_it_lies(world) -> None:
     found = world.call(programs.of_a_model)[0]
     kinds = {rect.title.partition(": ")[0].rpartition("/")[2]: rect.kind for rect in rects(found["description"])}
     assert kinds == {"up": "c0", "down<b>": "c1"}
-    assert "paired with" in "".join(rect.title for rect in rects(found["model"]))
+    assert "its inputs come cut" in "".join(rect.title for rect in rects(found["model"]))
     assert "net as it is laid out on the devices" in texts(found["model"])
     # What a step sends is a plan's to predict.
     assert "sent by a rank" not in said(found["model"])

@@ -264,30 +264,3 @@ def nested(kind: str, other: str, zero: int) -> str:
     except unidist.LayoutError as error:
         return str(error)
     return ""
-
-
-def counted() -> tuple[int, list[str], int]:
-    """How often pairs were proven in twelve steps of a model that counts them, what is said of them; the count."""
-    fresh()
-    x, y = np.ones((BATCH, 6), "float32"), np.ones((BATCH, 4), "float32")
-    proofs = 0
-    with scope(strategy("2x2", RULES)), unidist.ledger() as book:
-        model = Counting([layers.Input((6,)), layers.Dense(WIDTH, name="a"), layers.Dense(4, name="z")])
-        model.compile("sgd", "mse")
-        for _ in range(12):
-            before = sum(event.purpose == "proof of pairs" for event in book.events)
-            model.train_on_batch(x, y)
-            proofs += sum(event.purpose == "proof of pairs" for event in book.events) > before
-    return (
-        proofs,
-        [str(why) for path, why in unidist.describe(model).why.items() if path.endswith(("a", "z"))],
-        model.steps,
-    )
-
-
-def pairs_of(name: str) -> list[str]:
-    """What is said of the layers a and z once a case is trained."""
-    fresh()
-    with scope(strategy("2x2", RULES)):
-        run = CASES[name]()
-    return [why for path, why in unidist.describe(run.model).why.items() if path.endswith(("/a", "/z"))]

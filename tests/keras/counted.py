@@ -173,7 +173,8 @@ def masks() -> dict[int, list[Any]]:
     def watched(self: Any, inputs: Any, training: bool = False) -> Any:
         out, here = original(self, inputs, training=training), frame()
         if here is not None and here.rows is not None and training:
-            seen.setdefault(here.rank, {})[self.name] = out.detach().numpy() != 0
+            part = getattr(out, "local", out)  # of cut features, this rank's
+            seen.setdefault(here.rank, {})[self.name] = part.detach().numpy() != 0
         return out
 
     watched.__module__ = original.__module__  # known to treat each row alone

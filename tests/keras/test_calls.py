@@ -25,7 +25,7 @@ def saying(word: str) -> Callable[[Call], Call]:
 
 def test_stages_stand_in_their_order_whichever_comes_first() -> None:
     layer = Layer()
-    for stage, word in ((Stage.FETCHED, "b"), (Stage.RULE, "c"), (Stage.HOLDING, "a")):
+    for stage, word in ((Stage.FETCHED, "b"), (Stage.RULE, "c"), (Stage.BORDER, "a")):
         around(layer, stage, saying(word))
     assert layer.call("x") == "a(b(c(x)))"
 
@@ -47,8 +47,8 @@ def test_the_same_stands_before_the_call_of_a_quantized_layer() -> None:
 
 def test_of_two_at_one_stage_the_later_stands_outside() -> None:
     layer = Layer()
-    around(layer, Stage.SEEDS, saying("first"))
-    around(layer, Stage.SEEDS, saying("second"))
+    around(layer, Stage.SHARED, saying("first"))
+    around(layer, Stage.SHARED, saying("second"))
     assert layer.call("x") == "second(first(x))"
 
 

@@ -189,6 +189,6 @@ def in_turn(shape: dict[str, int] | None, name: str) -> Result:
         **run.said,
         "weights": unidist.gather_weights(run.models[0]),
         "sharded": sum(row.is_sharded for row in first.rows),
-        "paired": sum("paired with" in why for why in first.why.values()),
+        "paired": sum("inputs come cut" in why for why in first.why.values()),
         "sent": book.bytes(),
     }

@@ -98,20 +98,3 @@ def test_what_is_trained_is_on_one_mesh(worlds: Worlds) -> None:
 def test_parts_that_are_fetched_are_on_the_mesh_of_the_model(worlds: Worlds) -> None:
     for said in worlds.get("sim-torch").call("tests.keras.changing:nested", "dp", "2x2", 3):
         assert "'changing/a/kernel' is stored by zero=3 on Mesh({'data': 2, 'model': 2})" in said
-
-
-def test_pairs_are_proven_again_until_a_layer_changes_often(worlds: Worlds) -> None:
-    """In its first mode the layer lets shards pass, in its second it needs all features."""
-    pairs_of = "tests.keras.changing:pairs_of"
-    world = worlds.get("sim-torch")
-    for case, said in {"mode_in_training": "'changing/", "features_often": "changes again and again"}.items():
-        for why in world.call(pairs_of, case):
-            assert len(why) == 2
-            assert all(said in line for line in why), why
-
-
-def test_what_counts_steps_changes_nothing(worlds: Worlds) -> None:
-    for proofs, why, steps in worlds.get("sim-torch").call("tests.keras.changing:counted"):
-        assert steps >= 12
-        assert proofs == 1
-        assert ["paired" in why[0], "takes shards" in why[1]] == [True, True], why

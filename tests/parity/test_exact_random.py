@@ -42,9 +42,9 @@ def test_it_trains_as_one_device(
         assert found["_sent"] or setting.startswith("jax")
 
 
-def test_pairs_that_draw_between_are_not_used(worlds: Worlds) -> None:
+def test_layers_that_draw_between_cut_ones(worlds: Worlds) -> None:
     (found,) = worlds.get("sim-torch").call(RUN, "2x2", 0, "images", 5)
-    assert "exact_random=True: layer" in found["_why"]
+    assert "column: its outputs stay cut" in found["_why"]
     assert found["sharded"]
 
 

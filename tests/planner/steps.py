@@ -57,7 +57,6 @@ def kept_in_a_step(name: str, kind: str) -> tuple[int, int]:
     model.compile("sgd", keras.tree.map_structure(lambda out: mean, outputs(model)))
     y = keras.tree.map_structure(lambda out: np.zeros((BATCH, 1), "float32"), outputs(model))
     given = batch(model, BATCH, LENGTH) if name not in ("convolutions", "recurrent") else random_rows(model)
-    # The first step proves pairs.
     model.fit(given, y, batch_size=BATCH, epochs=2, verbose=0)
     return planned, kept[-1]
 

@@ -25,14 +25,12 @@ class Stage(enum.IntEnum):
 
     PLANNED = enum.auto()  # the planner looks at what the layer takes, or answers for it
     BORDER = enum.auto()  # a layer that treats each row alone takes this shard's rows off what carries them
-    HOLDING = enum.auto()  # pairs are in use inside of the layer that has all of them
-    SEEDS = enum.auto()  # random numbers differ where a pair's shards do
     PROGRAM = enum.auto()  # the model's call is a program of torch.compile's
     FETCHED = enum.auto()  # stored shards are there while the layer is called
     REGION = enum.auto()  # what may look at several rows sees those of all shards
     ROWS = enum.auto()  # what treats each row alone is called with this shard's rows
-    WHOLE = enum.auto()  # a model gives no parts of sequences
-    HEADS = enum.auto()  # an attention counts its rank's heads
+    WHOLE = enum.auto()  # a model gives whole tensors
+    SHARED = enum.auto()  # ranks work apart with all that a layer gives
     RULE = enum.auto()  # a layer computes with shards of its weights
     GIVEN = enum.auto()  # what a layer gives is no view of what was fetched for it
 

@@ -24,7 +24,6 @@ from unidist.keras.compat import (
     Functional,
     get_keras_mask,
     get_stateless_scope,
-    is_float_dtype,
     is_tensor,
     set_keras_mask,
     tree,
@@ -32,16 +31,6 @@ from unidist.keras.compat import (
 from unidist.keras.known import is_container, runs_only_keras
 
 _RUN = "_run_through_graph"
-# Operations whose outputs move with every feature that they look at: none of them compares, counts or rounds.
-_CONTINUOUS = frozenset(
-    [
-        *("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Negative", "Square", "Exp", "Log", "Sqrt", "Tanh"),
-        *("Matmul", "Einsum", "Dot", "Tensordot", "Mean", "Sum", "Prod", "Power", "Sin", "Cos", "Logaddexp", "Norm"),
-        *("Reshape", "Transpose", "Concatenate", "Stack", "GetItem", "Squeeze", "ExpandDims", "BroadcastTo", "Flip"),
-        *("Split", "Swapaxes", "Moveaxis", "Repeat", "Tile", "Roll", "Pad", "Ravel", "Cumsum", "Rsqrt"),
-        *("Softmax", "LogSoftmax", "Sigmoid", "Silu", "Gelu", "Softplus", "Elu", "LayerNorm", "RMSNorm", "Normalize"),
-    ]
-)
 _lock = threading.Lock()
 _here = threading.local()
 _users: dict[int, int] = {}
@@ -94,12 +83,10 @@ class Graph:
 
     Attributes:
         inside: for each place the ids of the layers that work there.
-        is_continuous: what the calls give moves with every feature that they look at, so one change shows it.
     """
 
-    def __init__(self, functional: Any, is_continuous: bool = False) -> None:
+    def __init__(self, functional: Any) -> None:
         self._functional = functional
-        self.is_continuous = is_continuous
         self._nodes = list(_nodes_of(functional))
         self.inside = [frozenset(_layers_at(node.operation)) for node in self._nodes]
         self._takers: dict[int, list[int]] = {}
@@ -129,7 +116,7 @@ class Graph:
         given = (tree.flatten((node.arguments.args, node.arguments.kwargs)) for node in nodes)
         if not all(runs_only_keras(node.operation, more) for node, more in zip(nodes, given, strict=True)):
             return None
-        return cls(functional, all(map(_is_continuous, nodes)))
+        return cls(functional)
 
     def place_of(self, layer: Any) -> int | None:
         """Where a layer works; None where it works at several places, or what it gives reaches a layer that does: the
@@ -253,14 +240,6 @@ def _functionals(model: Any) -> Iterator[Any]:
         inner = layer if isinstance(layer, Functional) else getattr(layer, "_functional", None)
         if isinstance(inner, Functional):
             yield inner
-
-
-def _is_continuous(node: Any) -> bool:
-    # What is made of whole numbers alone, as a mask of words, is reached by no change but through a node that is not.
-    if not any(is_float_dtype(x.dtype) for x in node.input_tensors):
-        return True
-    known = isinstance(node.operation, keras.layers.Layer) or type(node.operation).__name__ in _CONTINUOUS
-    return known and all(is_float_dtype(x.dtype) for x in tree.flatten(node.outputs))
 
 
 def _layers_at(operation: Any) -> Iterator[int]:

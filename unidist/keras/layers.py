@@ -51,6 +51,11 @@ def has_more_than_its_kernel(layer: Any) -> bool:
     return bool(more_than_its_kernel(layer))
 
 
+def has_low_rank(layer: Any) -> bool:
+    """Whether it adds the product of two low-rank kernels (LoRA) to its kernel, and does nothing else besides."""
+    return bool(getattr(layer, "lora_enabled", False)) and not getattr(layer, "quantization_mode", None)
+
+
 def more_than_its_kernel(layer: Any) -> str:
     """How it computes otherwise than with its kernel alone now; "" where it does not.
 
@@ -60,10 +65,10 @@ def more_than_its_kernel(layer: Any) -> str:
         >>> layer.build((None, 8))
         >>> layer.enable_lora(2)
         >>> more_than_its_kernel(layer)
-        'has low-rank kernels (LoRA), with whose shards no rule computes'
+        'has low-rank kernels (LoRA)'
     """
     if getattr(layer, "lora_enabled", False):
-        return "has low-rank kernels (LoRA), with whose shards no rule computes"
+        return "has low-rank kernels (LoRA)"
     mode = getattr(layer, "quantization_mode", None)
     return f"computes with a quantized kernel ({mode})" if mode else ""
 

@@ -97,10 +97,8 @@ class Description:
         why: path -> what a layer with cut weights does, and why. On torch, Horovod with Keras on torch, and the
             simulator with Keras on torch:
 
-            - "column, paired with 'x'": its outputs stay cut; "row, takes shards of 'y'": its inputs come cut
-            - "column, gathered: reason": its outputs are gathered, since no row layer can take its shards
-            - "row, gathered: reason": its inputs come whole, since no column layer can give it shards
-            - "column: whether its outputs stay cut is proven in the first step": before that
+            - "column: ...": its outputs stay cut, until an operation needs all of them
+            - "row: ...": whether its inputs came cut in the steps so far, or whole
             - "vocabulary: ...": a table that each device looks up its part of
             - "gathered for each call: reason": its weights are gathered, and why no rule computes with their shards
 
@@ -193,14 +191,14 @@ def describe(model: Any) -> Description:
         >>> _ = unidist.parallelize(model, unidist.ModelParallel(unidist.Mesh({"model": 4})))
         >>> for path, why in unidist.describe(model).why.items():
         ...     print(path, "-", why)
-        up - column: whether its outputs stay cut is proven in the first step
-        down - row: whether its inputs come cut is proven in the first step
+        up - column: its outputs stay cut, until an operation needs all of them
+        down - row: takes its part of its inputs, which the first step shows to come cut or whole
         >>> model.compile("sgd", "mse")
         >>> _ = model.train_on_batch(np.ones((8, 16)), np.ones((8, 16)))
         >>> for path, why in unidist.describe(model).why.items():
         ...     print(path, "-", why)
-        up - column, paired with 'down'
-        down - row, takes shards of 'up'
+        up - column: its outputs stay cut, until an operation needs all of them
+        down - row: its inputs come cut
     """
     engine = _engine()
     return Description(tuple(engine.rows(model)), joined(engine.reasons(model)))

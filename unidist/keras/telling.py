@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 # Model -> the distribution under which it was logged.
 _told: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # What is known behind the first step alone.
-_LATER = ("column", "row", "not called", "which pairs")
-_PAIRED = ("column, paired", "row, takes")
+_LATER = ("not called",)
+_USUAL = ("column:", "row:")
 _LINES = 8
 
 
@@ -163,14 +163,14 @@ def applied(model: Any, distribution: Any) -> None:
 
 
 def said(entries: Iterable[tuple[str, str]]) -> None:
-    """Logs what layers do: each of them, and in a few lines those that are not paired, together where they do the
+    """Logs what layers do: each of them, and in a few lines those that gather, together where they do the
     same."""
     names: dict[str, list[str]] = {}
     for name, text in entries:
         names.setdefault(text, []).append(name)
         _log.debug("%r: %s", name, text)
     # Of large models a few lines: which layers do otherwise is what is looked for.
-    odd = {text: found for text, found in names.items() if not text.startswith(_PAIRED)}
+    odd = {text: found for text, found in names.items() if not text.startswith(_USUAL)}
     for text, found in [*odd.items()][:_LINES]:
         _log.info("%s: %s", text, listed(map(repr, found)))
     if len(odd) > _LINES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim, meeting
+from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim, low_rank_layouts, meeting
 
 # What no pair asks for is cut only where it pays: above this size, or this part of the model.
 LARGE_BYTES = 1 << 20
@@ -48,6 +48,9 @@ class Chooser:
             for layer in self.facts.layers:
                 if layer.kernel not in self.choices:
                     self._alone(layer)
+            for layer in self.facts.layers:
+                if layer.low_rank is not None and layer.kernel in self.choices:
+                    self._low_rank(layer.kernel, layer.low_rank)
             for index, variable in enumerate(self.facts.variables):
                 if index not in self.choices and variable.bytes >= self.large and variable.trainable:
                     self._gathered(index, variable)
@@ -94,6 +97,14 @@ class Chooser:
                 shape = self.facts.variables[other.kernel].shape
                 why = f"{shape} has no {self.parts} equal parts that meet those of {nearby(layer.path, other.path)}"
                 self._cut_outputs(other, dims[0], f"column: its outputs are gathered, {why}")
+
+    def _low_rank(self, kernel: int, added: tuple[int, int]) -> None:
+        layouts = low_rank_layouts(self.choices[kernel].layout, len(self.facts.variables[kernel].shape))
+        for index, layout in zip(added, layouts, strict=True):
+            reason = (
+                "as its layer's kernel" if layout.dims else "replicated: its layer's kernel is cut along another dim"
+            )
+            self.choices[index] = Choice(layout, reason)
 
     def _bytes(self, layer: int) -> int:
         return self.facts.variables[self.facts.layers[layer].kernel].bytes

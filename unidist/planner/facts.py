@@ -96,6 +96,8 @@ class LayerFact:
         kernel, bias: indices of its variables. `reverse`: a table's kernel back to the vocabulary, where it has one.
         outputs: kernel dim -> the bias's dim along it, None where the bias has none.
         inputs: kernel dims that the product sums over.
+        low_rank: indices of two kernels whose product is added to the layer's own (LoRA): the first has its leading
+            dims, the second its last one.
         calls: of a table: its look-ups. `scores`: a table's calls back to the vocabulary.
         read_elsewhere: whether something else reads its variables.
     """
@@ -107,6 +109,7 @@ class LayerFact:
     reverse: int | None = None
     outputs: dict[int, int | None] = field(default_factory=dict)
     inputs: tuple[int, ...] = ()
+    low_rank: tuple[int, int] | None = None
     calls: Calls = Calls()
     scores: Calls = Calls()
     read_elsewhere: bool = False
@@ -188,6 +191,12 @@ def meeting(facts: Facts, row: int) -> list[int]:
     """The layers whose outputs a product works with, though not slice by slice: those of its pair meet them whole."""
     found = [r.source for r in facts.reaches if row in r.spread or any(arrival == row for arrival, _ in r.arrivals)]
     return list(dict.fromkeys(found))
+
+
+def low_rank_layouts(kernel: Layout, ndim: int) -> tuple[Layout, Layout]:
+    """Those of two low-rank kernels whose product is laid out as a kernel of so many dims."""
+    *leading, last = (kernel.dim_axes(dim) for dim in range(ndim))
+    return Layout(*leading), Layout(None, last)
 
 
 def cut_dim(dim: int, axes: Axes) -> Layout:

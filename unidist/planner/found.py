@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.planner.choosing import LARGE_BYTES
-from unidist.planner.facts import cut_dim
+from unidist.planner.facts import cut_dim, low_rank_layouts
 from unidist.planner.layout_map import LayoutMap
-from unidist.planner.plan import PlanRow
+from unidist.planner.plan import Plan
 
 # Bytes of the elements that most variables are made of.
 _ELEMENT = 4
+# Keras's names of the two kernels whose product is added to another.
+_LOW_RANK = ("lora_kernel_a", "lora_kernel_b")
 
 
 class FoundLayouts:
@@ -22,25 +24,35 @@ class FoundLayouts:
 
     Attributes:
         layout_map: the sharded variables of all plans so far.
+        shared: path of a layer -> the axes of pairs that work with its whole outputs.
     """
 
     def __init__(self, mesh: Mesh, axes: Axes) -> None:
         self.layout_map = LayoutMap(mesh, strict=False)
         self._axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
         self._parts = mesh.axis_size(self._axes) if self._axes else 1
+        self.shared: dict[str, Axes] = {}
         self._known: dict[tuple[str, tuple[int, ...]], Layout] = {}
 
     def layout_for(self, path: str, shape: tuple[int, ...]) -> Layout:
         found = self._known.get((path, tuple(shape)))
-        return self._at_first(tuple(shape)) if found is None else found
+        if found is not None:
+            return found
+        owner, _, name = path.rpartition("/")
+        if name in _LOW_RANK and f"{owner}/kernel" in self.layout_map:  # added since the plan was made
+            kernel = self.layout_map[f"{owner}/kernel"]
+            layouts = low_rank_layouts(kernel, max(len(kernel.dims), len(shape)))
+            return layouts[_LOW_RANK.index(name)]
+        return self._at_first(tuple(shape))
 
     def knows(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> bool:
         """Whether plans have said how all these variables (path, shape) are laid out."""
         return all(variable in self._known for variable in variables)
 
-    def add(self, rows: Iterable[PlanRow]) -> None:
+    def add(self, plan: Plan) -> None:
         """Takes what a plan says."""
-        for row in rows:
+        self.shared.update(plan.shared)
+        for row in plan.rows:
             self._known[row.path, row.shape] = row.layout
             if row.is_sharded and row.path not in self.layout_map:
                 self.layout_map[row.path] = row.layout

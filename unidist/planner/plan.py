@@ -60,6 +60,8 @@ class Plan:
         predicted: a Ledger of one training step, by unidist's own rules, of `batch` rows of `sequence` places. Where
             a compiler partitions (JAX) it is the shape of what to expect; small sums (losses, metrics) are left out.
         pairs: (column paths..., row path) of the layers between which activations stay cut.
+        shared: (path of a layer, axes) of those whose whole outputs each device works with in a pair, as keys of few
+            heads: the devices' gradients of them are summed.
         layout_map: the sharded variables' exact paths and layouts: print it, change it, give it to ModelParallel.
         optimizer: whose slots are counted.
         zero: the stage of ZeRO.
@@ -89,6 +91,7 @@ class Plan:
     optimizer: str
     zero: int = 0
     activation_bytes_per_device: int = 0
+    shared: tuple[tuple[str, Axes], ...] = ()
 
     @property
     def bytes_per_device(self) -> int:
@@ -241,6 +244,11 @@ def make_plan(
         optimizer=facts.optimizer,
         zero=strategy.zero,
         activation_bytes_per_device=activation_bytes(facts, layouts, step),
+        shared=tuple(
+            (layer.path, role.meets)
+            for layer, role in zip(facts.layers, roles(facts, layouts), strict=True)
+            if role.meets
+        ),
     )
 
 

@@ -133,6 +133,9 @@ def predict(facts: Facts, layouts: list[Layout], step: Workload, triples: list[V
         known |= {k for k in (layer.kernel, layer.bias, layer.reverse) if k is not None}
         for event in _of_layer(facts, layouts, layer, role, step, shared, tables_cut):
             ledger.add(event)
+        known |= set(layer.low_rank or ())
+        for event in _low_rank(facts, layouts, layer, role, step):
+            ledger.add(event)
     for index, layout in enumerate(layouts):
         if index not in known and layout.sharded_axes:
             for event in _gathering(facts, layouts, index, 1, step):
@@ -176,6 +179,15 @@ def _of_layer(
         yield from step.summed(axes, tuple(fresh.values()), calls.itemsize, why, cut)
     elif role.meets:
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, why)
+
+
+def _low_rank(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload) -> Iterator[Event]:
+    """Of two kernels whose product is added to one that is cut, the gradient of the one that is whole is a sum."""
+    if role.name in ("column", "row"):
+        for index in layer.low_rank or ():
+            if not layouts[index].dims and facts.variables[index].trainable:
+                for _ in range(layer.calls.count):
+                    yield step.event("all_reduce", role.axes, facts.variables[index].bytes, layer.path)
 
 
 def _looking_up(layer: LayerFact, role: Role, step: Workload, given_cut: bool) -> Iterator[Event]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
+from unidist.algebra.step import ring_bytes
 from unidist.propagation.layouts import PARTIAL, WHOLE, Cut, Shape, State, States, conflict
 from unidist.propagation.moves import cost
 
@@ -27,12 +29,14 @@ class Operand(NamedTuple):
 
     Attributes:
         sums: whether its dtype holds parts of a sum; small integers wrap, and what an operation widens would not.
+        joins: whether the gradient of a part of it is gathered: it is plain, in a space where plain is invariant.
     """
 
     shape: Shape
     states: States
     itemsize: int
     sums: bool = True
+    joins: bool = False
 
 
 class Decision(NamedTuple):
@@ -72,10 +76,25 @@ def choose(rule: Rule, operands: Sequence[Operand], sizes: tuple[int, ...], in_p
             (cost(one.shape, one.itemsize, one.states, want, sizes) for one, want in zip(operands, wants, strict=True)),
             Fraction(0),
         )
+        sent += _joined(operands, wants, out, sizes)
         if best is None or sent < best.bytes:
             gathers = any(_gathers(option, operands, axis) for axis, option in enumerate(combination))
             best = Decision(wants, out, sent, gathers)
     return best
+
+
+def _joined(operands: Sequence[Operand], wants: Sequence[States], out: States, sizes: tuple[int, ...]) -> Fraction:
+    """Bytes that are sent later for parts of plain operands: for their gradients, and for the sum where a kernel is cut
+    along a dim that goes."""
+    total = Fraction(0)
+    for one, states in zip(operands, wants, strict=True):
+        for axis, state in enumerate(states):
+            if one.joins and isinstance(state, Cut):
+                total += ring_bytes("all_gather", sizes[axis], prod(one.shape) * one.itemsize)
+                if out[axis] == PARTIAL:
+                    most = max(prod(other.shape) * other.itemsize for other in operands)
+                    total += ring_bytes("all_reduce", sizes[axis], most)
+    return total
 
 
 def _options(rule: Rule, operands: Sequence[Operand], shapes: list[Shape], axis: int) -> list[Option]:

@@ -26,8 +26,14 @@ def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     zoo.assert_equal(found, wanted)
     engine = sessions.of(found.model).engine
     rows = {rule.name for rule in engine.rules if rule.kind == "row"}
-    assert set(zoo.pairs_of(found.model)) == rows
-    assert rows
+    taken = zoo.rows_of(found.model)
+    # Keys and values of fewer heads than devices are cut by features: what attention gives is too, or in part.
+    is_shared = ranks > 2 or name == "llama mqa"
+    if name in (*zoo.GROUPED, "qwen3") and is_shared:
+        assert taken >= {row for row in rows if "attention" not in row}
+    else:
+        assert taken == rows
+    assert taken
     assert not any(rule.kind == "gather" for rule in engine.rules)
     assert any(e.op == "all_reduce" and e.purpose in rows for e in traffic.events)
 
@@ -48,7 +54,7 @@ def test_a_block_sends_two_all_reduces_forward_and_two_backward(name: str) -> No
 
 def test_shared_key_and_value_heads_are_joined_and_their_gradients_summed_in_one() -> None:
     with unidist.ledger() as traffic:
-        zoo.train(zoo.BACKBONES["llama mqa"], zoo.strategy("llama mqa", 4))
+        zoo.train(zoo.BACKBONES["llama mqa"], unidist.ModelParallel(unidist.Mesh({"model": 4})))
     assert _steps_of(traffic, "transformer_layer_1/self_attention/key", zoo.STEPS) == {
         "all_gather": 1,
         "reduce_scatter": 1,
@@ -74,7 +80,7 @@ def test_shared_keys_that_get_low_rank_kernels_later() -> None:
     mesh = unidist.Mesh({"model": 4})
     found = train(unidist.ModelParallel(mesh))
     zoo.assert_equal(found, train(None))
-    assert len(zoo.pairs_of(found.model)) == 4
+    assert len(zoo.rows_of(found.model)) == 4
 
 
 ODD = {
@@ -105,8 +111,8 @@ def test_a_map_written_by_hand_refuses_what_does_not_divide() -> None:
         zoo.train(ODD["three heads"], zoo.strategy("bert", 4, uneven=False))
 
 
-def test_dropout_in_a_layer_for_shards_and_wholes_is_gathered() -> None:
-    """Bloom calls one dropout layer on its heads and on its output: it can draw for one of them only."""
+def test_dropout_in_a_layer_for_shards_and_wholes() -> None:
+    """Bloom calls one dropout layer on its heads, where ranks draw apart, and on its output, where they draw alike."""
 
     def build() -> keras.Model:
         return zoo.M.BloomBackbone(
@@ -114,7 +120,7 @@ def test_dropout_in_a_layer_for_shards_and_wholes_is_gathered() -> None:
         )
 
     found = zoo.train(build, zoo.strategy("bloom", 2))
-    assert not any("self_attention" in row for row in zoo.pairs_of(found.model))
+    assert any("self_attention" in row for row in zoo.rows_of(found.model))
     for variable in found.model.weights:
         if not variable._storage.is_sharded:
             first, *others = variable._storage.shards.values()

@@ -35,7 +35,7 @@ def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
         found = zoo.train(zoo.BACKBONES[name], strategy({"model": ranks}))
     zoo.assert_equal(found, zoo.alone(name))
     assert unidist.describe(found.model).sharded
-    rows = zoo.pairs_of(found.model)
+    rows = zoo.rows_of(found.model)
     assert rows
     # Every row layer's sum is scattered, none is reduced to all.
     sums = Counter((e.op, e.purpose) for e in traffic.events if e.purpose in rows)
@@ -70,9 +70,10 @@ def test_weights_on_parts_are_summed_by_one_all_reduce() -> None:
         found = zoo.train(zoo.BACKBONES["llama gqa"], strategy({"model": 2}), steps=3)
     norms = [v for v in found.model.trainable_variables if v.path.endswith("/scale")]
     sums = [e for e in traffic.events if e.purpose == "weights on parts of the sequence"]
-    # Two norms of each of two blocks, and the last one; over 2 devices an all_reduce sends as much as it sums.
+    # Two norms of each of two blocks, and the last one; over 2 devices an all_reduce sends as much as it sums. The head
+    # behind it multiplies each rank's sum over its places.
     assert len(norms) == 5
-    assert [(e.op, e.bytes) for e in sums] == [("all_reduce", 5 * 16 * 4)] * 3
+    assert [(e.op, e.bytes) for e in sums] == [("all_reduce", (5 * 16 + 16 * 3) * 4)] * 3
 
 
 class Shapes(TorchDispatchMode):
@@ -148,8 +149,7 @@ def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
     weights = [v._storage.leaf(0) for v in model.variables]
 
     def forward(frame) -> int:  # type: ignore[no-untyped-def]
-        with frame.with_pairs_of(engine.pairing):
-            out, saved = saved_bytes(lambda: model(x, training=True), weights)
+        out, saved = saved_bytes(lambda: model(x, training=True), weights)
         assert out.requires_grad
         return saved
 

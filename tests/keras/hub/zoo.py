@@ -194,6 +194,6 @@ def assert_equal(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> No
     assert wanted.losses[0] != wanted.losses[-1], "the training changed nothing"
 
 
-def pairs_of(model: Any) -> dict[str, list[str]]:
-    """Path of a row layer -> names of its column layers."""
-    return {pair.row.name: [c.layer.name for c in pair.columns] for pair in sessions.of(model).engine.pairs}
+def rows_of(model: Any) -> set[str]:
+    """Names of the row layers whose inputs came cut in every call."""
+    return {rule.name for rule in sessions.of(model).engine.rules if rule.comes_cut}

@@ -91,14 +91,14 @@ def two_by_two():
     return unidist.Mesh({"data": 2, "model": 2})
 
 
-def pairs_of(model):
-    return sessions.of(model).engine.pairs
+def rows_of(model):
+    """Names of the row layers whose inputs came cut in every call."""
+    return [rule.layer.name for rule in sessions.of(model).engine.rules if rule.comes_cut]
 
 
-def said_of(model):
-    """layer -> what the proof of pairs said of it."""
-    engine = sessions.of(model).engine
-    return {rule.layer.name: str(engine.verdicts[id(rule)]) for rule in engine.rules if id(rule) in engine.verdicts}
+def gathers_of(model):
+    """Operation -> how often it has gathered what model axes cut."""
+    return dict(sessions.of(model).engine.gathers.counts)
 
 
 def held(variable):

@@ -32,28 +32,28 @@ def low_rank():
     return model
 
 
-COLUMN = "column: whether its outputs stay cut is proven in the first step"
+COLUMN = "column: its outputs stay cut, until an operation needs all of them"
 CASES = {
     "column": (lambda: alone(layers.Dense(8, name="a")), (None, "model"), COLUMN),
     "row": (
         lambda: alone(layers.Dense(8, name="a")),
         ("model", None),
-        "row: whether its inputs come cut is proven in the first step",
+        "row: takes its part of its inputs, which the first step shows to come cut or whole",
     ),
     "uneven": (
         lambda: alone(layers.Dense(10, name="a")),
         (None, "model"),
-        "column, gathered: its kernel has no equal parts on axis 'model' (10 over 4)",
+        COLUMN,
     ),
     "regularizer": (
         lambda: alone(layers.Dense(8, name="a", activity_regularizer="l2")),
         (None, "model"),
-        "column, gathered: it has an activity regularizer",
+        COLUMN,
     ),
     "low rank": (
         low_rank,
         (None, "model"),
-        "gathered for each call: it has low-rank kernels (LoRA), with whose shards no rule computes",
+        "column: its own operations go by rules, for it has low-rank kernels (LoRA)",
     ),
     "convolution": (
         lambda: alone(layers.Conv1D(8, 3, name="a")),
@@ -118,30 +118,25 @@ def test_before_and_behind_the_first_step():
     first = model.name
     assert unidist.describe(model).why == {f"{first}/a": "its layouts are found in the first step"}
     model.fit(x, y, verbose=0)
-    paired = {f"{first}/a": f"column, paired with '{first}/b'", f"{first}/b": f"row, takes shards of '{first}/a'"}
-    assert unidist.describe(model).why == paired
-    # A pair with a layer that is computed otherwise from now on is parted in the next step.
+    assert unidist.describe(model).why == {f"{first}/a": COLUMN, f"{first}/b": "row: its inputs come cut"}
     model.get_layer("b").enable_lora(1)
     model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)
-    low = "has low-rank kernels (LoRA), with whose shards no rule computes"
-    assert unidist.describe(model).why == {
-        f"{first}/a": f"column, gathered: '{first}/b' {low}",
-        f"{first}/b": f"gathered for each call: it {low}",
-    }
+    low = "row: its own operations go by rules, for it has low-rank kernels (LoRA)"
+    assert unidist.describe(model).why == {f"{first}/a": COLUMN, f"{first}/b": low}
 
 
 def test_without_a_partner():
     x, y = features(4)
     for rules, name, said in (
-        ({".*a/kernel": (None, "model")}, "a", "column, gathered: there is no row layer to take its shards"),
-        ({".*b/kernel": ("model", None)}, "b", "row, gathered: there is no column layer to give it shards"),
+        ({".*a/kernel": (None, "model")}, "a", COLUMN),
+        ({".*b/kernel": ("model", None)}, "b", "row: its inputs come whole, and each device takes its part"),
     ):
         model = mlp()
         unidist.parallelize(model, model_parallel(rules))
         model.compile("sgd", "mse")
         model.train_on_batch(x, y)
-        assert unidist.describe(model).why == {f"{model.name}/{name}": said}
+        assert unidist.describe(model).why[f"{model.name}/{name}"] == said
 
 
 def test_values_that_rest_in_parts_are_said_to():

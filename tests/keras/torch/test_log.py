@@ -1,4 +1,4 @@
-"""What is logged of a model: once what is laid out how, once which pairs are proven, and what is gathered why."""
+"""What is logged of a model: once what is laid out how, and what is gathered why."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RULES = {"net/a/kernel": (None, "model"), "net/b/kernel": ("model", None), "net/
 MESH = "Mesh({'data': 2, 'model': 2})"
 APPLIED = f"model 'net' under ModelParallel on {MESH}: 4 of 8 variables cut, batches over 'data', zero=0"
 OWN = "gathered for each call: a Doubled computes otherwise than the Dense that it inherits from"
-ALONE = "column, gathered: its outputs reach the outputs of the model"
-INFO = [APPLIED, f"{OWN}: 'net/own'", "model 'net': pairs proven: 1: into 'net/b'", f"{ALONE}: 'net/c'"]
+COLUMN = "column: its outputs stay cut, until an operation needs all of them"
+INFO = [APPLIED, f"{OWN}: 'net/own'"]
 DEBUG = [
     "'net/a/kernel' of shape (12, 16) rests Layout(None, 'model'), is used Layout(None, 'model', fanout='data'), is "
     "updated Layout(None, 'model'): rule 'net/a/kernel'",
@@ -24,9 +24,9 @@ DEBUG = [
     "'net/c/kernel' of shape (8, 4) rests Layout(None, 'model'), is used Layout(None, 'model', fanout='data'), is "
     "updated Layout(None, 'model'): rule 'net/(own|c)/kernel'",
     f"'net/own': {OWN}",
-    "'net/a': column, paired with 'net/b'",
-    "'net/b': row, takes shards of 'net/a'",
-    f"'net/c': {ALONE}",
+    f"'net/a': {COLUMN}",
+    "'net/b': row: takes its part of its inputs, which the first step shows to come cut or whole",
+    f"'net/c': {COLUMN}",
 ]
 
 
@@ -51,7 +51,7 @@ def test_a_model_is_told_of_once(caplog):
     told = logged(caplog, logging.DEBUG)
     assert told["INFO"] == INFO
     assert set(DEBUG) <= set(told["DEBUG"])
-    # Each variable and each layer once, though four ranks prove the pairs.
+    # Each variable and each layer once, though there are four ranks.
     assert len(told["DEBUG"]) == len(set(told["DEBUG"])) == 8 + 4
 
 

@@ -18,7 +18,7 @@ from keras import layers, ops
 import unidist
 from unidist.algebra import Layout
 from unidist.keras import sessions
-from unidist.keras.torch.rows import rowwise
+from unidist.keras.torch import features
 from unidist.keras.torch.tensor_parallel import sequence
 from unidist.keras.torch.world import rank_world
 
@@ -138,7 +138,7 @@ def test_a_layer_that_mixes_places_is_given_all_of_them(trap: str, mesh: str) ->
     np.testing.assert_allclose(found, losses, atol=1e-5, rtol=1e-5)
     for variable, a, b in zip(model.weights, held, weights, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=variable.path)
-    assert len(sessions.of(model).engine.pairs) == 2
+    assert sum(bool(rule.comes_cut) for rule in sessions.of(model).engine.rules) == 2
     sums = Counter(e.op for e in traffic.events if e.purpose.endswith(("down0", "down1")))
     # 10 rows in batches of 4 are three steps; a step scatters each sum once.
     assert sums["reduce_scatter"] == 2 * 2 * 3
@@ -182,8 +182,8 @@ def test_dropout_draws_apart_for_each_part() -> None:
         part = sequence.cut(frame, x, tuple(x.shape), Layout(), ("model",))
         seeds.state.assign(state)
         y = keras.random.dropout(part, 0.5, seed=seeds)
-        assert isinstance(y, sequence.SequencePart)
-        assert tuple(y.part.shape) == (4, 2, 64)
+        assert features.is_cut(y)
+        assert tuple(y.local.shape) == (4, 2, 64)
         kept[frame.rank] = y.whole().numpy()
 
     world.run(on_rank)
@@ -192,64 +192,6 @@ def test_dropout_draws_apart_for_each_part() -> None:
     assert set(np.unique(whole)) == {0.0, 2.0}
     parts = [whole[:, 2 * k : 2 * k + 2] for k in range(4)]
     assert all((a != b).any() for k, a in enumerate(parts) for b in parts[:k])
-
-
-def _arguments(x: Any, y: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Ways to call a function of the table: on one tensor, on two, on three, along dims, and along others."""
-    by_dims = [((x, dim), {}) for dim in (0, 1, 2, -1, -2, (2, 3), (1, 2), (-1, -2), None)]
-    named = [((x,), {"dim": dim, "keepdim": True}) for dim in (1, -1, (2, 3), (0, 3))]
-    sizes = [((x, tuple(x.shape[-n:])), {}) for n in (1, 2, 3)]
-    vector = y[0, 0, 0]
-    others = [((x, other), {}) for other in (y, y[:, :1], y[0], vector, 2.0)]
-    three = [((x, y, x), {}), ((y > 1.0, x, 0.5), {}), ((x, 0.9, 1.1), {}), ((x, y, vector), {})]
-    types = [((x, torch.float64), {}), ((x,), {}), ((), {"input": x})]
-    losses = [((0.5 * x, 0.5 * y), {"reduction": how}) for how in ("none", "mean")]
-    bits = [((x > 1.0,), {}), ((x > 1.0, y > 1.0), {})]
-    orders = [((x, 0, 1, 3, 2), {}), ((x, (0, -3, 3, 2)), {}), ((x, (1, 0, 2, 3)), {}), ((x, (0, 2, 1, 3)), {})]
-    return [*losses, *types, *others, *by_dims, *named, *sizes, *three, *bits, *orders, ((x,), {"dims": (0, 1, 2, 3)})]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of odd calls
-def test_the_table_says_the_truth() -> None:
-    """Every function of the table, in every way that it can be called here, on parts and on the whole."""
-    world = rank_world(unidist.Mesh({"model": 4}), ())
-    rng = np.random.default_rng(0)
-    shape = (2, LENGTH, 3, 5)
-    a, b = (torch.as_tensor(rng.uniform(0.5, 1.5, shape), dtype=torch.float32) for _ in range(2))
-    compared: Counter[Any] = Counter()
-    local: Counter[Any] = Counter()
-
-    def on_rank(frame) -> None:  # type: ignore[no-untyped-def]
-        for func in rowwise.table(sequence.DIM):
-            for k in range(len(_arguments(a, b))):
-                args, kwargs = _arguments(a.clone(), b)[k]
-                try:
-                    wanted = func(*args, **kwargs)
-                except (TypeError, RuntimeError, ValueError, IndexError, AttributeError, NotImplementedError):
-                    continue
-                if not isinstance(wanted, torch.Tensor):
-                    continue
-                part = sequence.cut(frame, a, shape, Layout(), ("model",))
-                args, kwargs = _arguments(part, b)[k]
-                found = func(*args, **kwargs)
-                compared[func] += 1
-                local[func] += isinstance(found, sequence.SequencePart)
-                assert found.shape == wanted.shape
-                assert found.dtype == wanted.dtype
-                if "empty" not in getattr(func, "__name__", ""):
-                    torch.testing.assert_close(
-                        sequence.whole(found),  # type: ignore[attr-defined]
-                        wanted,
-                        equal_nan=True,
-                        msg=lambda text, f=func, k=k: f"{f}, call {k}: {text}",
-                    )
-
-    world.run(on_rank)
-    idle = [
-        func for func in rowwise.table(sequence.DIM) if not local[func]
-    ]  # of no way to call it the result was a part
-    assert not idle, idle
-    assert sum(local.values()) < sum(compared.values())
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -657,7 +657,6 @@ class Restarting(keras.callbacks.Callback):
         self.model.layers[0].kept["calls"].clear()
 
 
-# Where layouts cut the model, proofs of pairs call it too.
 @pytest.mark.parametrize("kind", ["dp", "zero 1", "zero 3"])
 def test_each_rank_has_the_attributes_that_it_assigns(kind):
     """As each process has, so that what a model and a layer count by themselves is one device's."""

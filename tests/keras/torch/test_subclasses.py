@@ -7,7 +7,8 @@ import pytest
 from keras import layers, ops
 
 import unidist
-from tests.keras.torch.models import assert_equal, features, pairs_of, train
+from tests.keras.torch.models import assert_equal, features, train
+from unidist.keras import sessions
 from unidist.keras.layers import computes_as
 
 
@@ -69,4 +70,5 @@ def test_what_is_planned_is_what_trains(kind):
     assert planned == ({"up/kernel"} if KINDS[kind] is not None else set())
     found = train(build, x, y, unidist.ModelParallel(mesh))
     assert_equal(found, train(build, x, y))
-    assert {f"{rule.layer.name}/kernel" for pair in pairs_of(found.model) for rule in pair.columns} == planned
+    columns = {f"{rule.layer.name}/kernel" for rule in sessions.of(found.model).engine.rules if rule.kind == "column"}
+    assert columns == planned

@@ -256,7 +256,8 @@ def test_collectives_of_a_step(world: World) -> None:
 # What is replaced in torch ------------------------------------------------------------------------------------------
 
 
-def test_the_table_is_taken_off_and_put_on_again(world: World) -> None:
+def test_the_table_is_taken_off_and_put_on_again() -> None:
+    entrances.put_on()
     ours = inspect.getattr_static(torch.autograd.Function, "apply")
     entrances.take_off()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from unidist.keras.compat import BaseConv
-from unidist.keras.layers import computes_as, has_more_than_its_kernel
+from unidist.keras.layers import computes_as, has_low_rank, has_more_than_its_kernel
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
 _TABLES = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
@@ -24,6 +24,7 @@ class Candidate:
         outputs: kernel dim -> dim of the layer's output that a cut of it cuts (counted from the end where negative).
         inputs: kernel dim -> dim of the layer's input.
         biases: kernel dim -> the bias's dim along it, or None.
+        low_rank: two kernels whose product is added to the kernel, or none.
     """
 
     layer: Any
@@ -34,19 +35,25 @@ class Candidate:
     outputs: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     biases: dict[int, int | None] = field(default_factory=dict)
+    low_rank: tuple[Any, ...] = ()
 
     @property
     def variables(self) -> list[Any]:
-        return [v for v in (self.kernel, self.bias, self.reverse) if v is not None]
+        return [v for v in (self.kernel, self.bias, self.reverse, *self.low_rank) if v is not None]
 
 
 def candidate(layer: Any) -> Candidate | None:
-    """The candidate that a layer is; None for one of another class, with quantized or low-rank kernels, or that was
-    never called and has none."""
-    if not layer.built or has_more_than_its_kernel(layer):
+    """The candidate that a layer is; None for one of another class, with quantized kernels, a table with low-rank ones,
+    or one that was never called and has no kernel."""
+    if not layer.built or (has_more_than_its_kernel(layer) and not has_low_rank(layer)):
         return None
     found = _find(layer)
-    return found if found is not None and found.kernel is not None else None
+    if found is None or found.kernel is None or not has_low_rank(layer):
+        return found if found is not None and found.kernel is not None else None
+    if found.kind != "product":
+        return None
+    found.low_rank = layer.lora_kernel_a, layer.lora_kernel_b
+    return found
 
 
 def _find(layer: Any) -> Candidate | None:

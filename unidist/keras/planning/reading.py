@@ -221,6 +221,7 @@ def _layer(
         reverse=of(found.reverse),
         outputs={dim: found.biases.get(dim) for dim in found.outputs},
         inputs=tuple(found.inputs),
+        low_rank=(place[id(found.low_rank[0])], place[id(found.low_rank[1])]) if found.low_rank else None,
         calls=_calls(found, index, runs, behind, reverse=False),
         scores=_calls(found, index, runs, behind, reverse=True),
         read_elsewhere=index in runner.read_elsewhere,

@@ -35,7 +35,7 @@ def settle(model: Any, distribution: Any) -> bool:
     # Of a model without any such part the plan says what is missing.
     plans = [plan(part, strategy.mesh, **axes) for part in parts(model) or [model]]
     for made in plans:
-        found.add(made.rows)
+        found.add(made)
     found.keep_whole((v.path, tuple(v.shape)) for v in model.variables)
     if idle := all(made.idle for made in plans) and plans[0].idle:
         warn(f"model {model.name!r} under {type(distribution).__name__}: {idle}")

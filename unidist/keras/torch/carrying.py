@@ -19,8 +19,9 @@ from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
 from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.tensor import distribute, moved, replaced
 from unidist.keras.compat import get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.torch import features
 from unidist.keras.torch.context import Frame, Rows
-from unidist.keras.torch.rows.parts import mapped
+from unidist.keras.torch.structures import mapped
 from unidist.propagation.layouts import PARTIAL, Cut, chunked
 
 # Where a batch is not cut.
@@ -30,10 +31,11 @@ _NONE = Rows(0, (0,))
 def space_at(here: Frame) -> Space:
     """The data shards, as the rank at work sees them."""
     world = here.world
-    found: Space | None = world.spaces.get(here.rank)
+    found: Space | None = world.spaces.get((here.rank, world.data_axes))
     if found is None:
         serve_replaced()
-        found = world.spaces[here.rank] = Space.of(world.backend, world.mesh, (world.data_axes,))
+        found = Space.of(world.backend, world.mesh, (world.data_axes,))
+        world.spaces[here.rank, world.data_axes] = found
         found.exact = True  # ranks' generators stand alike in a step (drawing.py)
     return found
 
@@ -77,6 +79,11 @@ def summand(here: Frame, x: torch.Tensor) -> ShardedTensor:
 # what is plain --------------------------------------------------------------------------------------------------------
 
 
+def carries_rows(x: Any) -> bool:
+    """Whether a tensor carries the rows of all data shards."""
+    return type(x) is ShardedTensor and not x.spec.space.invariant
+
+
 def whole(x: Any) -> Any:
     """What a carrier stands for; anything else as it is."""
     return x.whole() if type(x) is ShardedTensor else x
@@ -87,16 +94,20 @@ def taken_off(given: Any) -> tuple[Any, Callable[[Any], Any]]:
     layouts: list[Any] = []
 
     def off(x: Any) -> Any:
-        is_carrier = type(x) is ShardedTensor
-        layouts.append((x.spec, get_keras_mask(x)) if is_carrier else None)
-        return x.local if is_carrier else x
+        if type(x) is not ShardedTensor:
+            layouts.append(None)
+            return x
+        part = off(x.local)
+        layouts.append((layouts.pop(), x.spec, get_keras_mask(x)))
+        return part
 
     def on(x: Any, layout: Any) -> Any:
         if layout is None:
             return x
-        out = wrap(x, layout[0])
-        if layout[1] is not None:
-            set_keras_mask(out, layout[1])
+        inner, spec, mask = layout
+        out = wrap(on(x, inner), spec)
+        if mask is not None:
+            set_keras_mask(out, mask)
         return out
 
     def put_on(parts: Any) -> Any:
@@ -110,7 +121,7 @@ def plain(value: Any) -> Any:
     """A structure without carriers. Numbers that are sums come together in one collective."""
     found: list[Any] = []
     replaced(value, ShardedTensor, found.append)
-    sums = [x for x in found if x.spec.partial and not x.ndim and x.is_floating_point()]
+    sums = [x for x in found if carries_rows(x) and x.spec.partial and not x.ndim and x.is_floating_point()]
     known: dict[int, torch.Tensor] = {}
     with torch.no_grad(), events.for_purpose("logs"):
         if len(sums) > 1:
@@ -140,6 +151,7 @@ def settle_losses(model: Any) -> None:
 def part_of(variable: Any, here: Frame, value: Any) -> Any:
     """What the rank at work writes of a value into a variable: a summand, where ranks hold summands."""
     is_sum = bool(variable._storage.shardings.stored.layout.partial)
+    value = features.whole(value)
     if type(value) is ShardedTensor:
         return moved(value.detach(), (PARTIAL,)) if is_sum else value.detach().whole()
     return 0 * value if is_sum and variable._storage.is_others(here) else value

@@ -18,7 +18,7 @@ from unidist.keras.known import is_of_either, is_of_keras
 _CHOOSING = (bool, int, str)
 # Methods of a model that run outside of its call.
 _NOT_IN_CALLS = frozenset(["__init__", "build", "train_step", "test_step", "predict_step", "get_config", "from_config"])
-# unidist's own; what a task has compiled to generate with; kernels that a layer has besides (rules.py, pairs.py).
+# unidist's own; what a task has compiled to generate with; kernels that a layer has besides (rules.py).
 _FOLLOWED = re.compile("^_unidist|_function$|lora|quantiz")
 # Set by Keras or by unidist as a layer is built, called, trained and placed.
 _NOT_CHOSEN = frozenset(
@@ -102,16 +102,6 @@ class Looked:
         self.note(layers)
         now = self._seen.values()
         return [one for one, own in now if id(one) not in before or not _are_same(before[id(one)][1], own)]
-
-    def have_changed(self, layers: Iterable[Any]) -> bool:
-        """Whether some of the layers that were looked at have other attributes now, which are noted."""
-        found = False
-        for layer in layers:
-            own = attributes(layer)
-            if id(layer) in self._seen and not _are_same(self._seen[id(layer)][1], own):
-                self._seen[id(layer)] = (layer, own)
-                found = True
-        return found
 
     def call_other_functions(self) -> bool:
         """Whether a layer that was looked at calls another function now. Cheap: asked at each step."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -71,9 +70,6 @@ class Before:
             self.values[id(variable)] = variable.value.detach().clone()
 
 
-_numbers = itertools.count()
-
-
 @dataclass
 class Frame:
     """A rank at work.
@@ -98,12 +94,6 @@ class Frame:
         exact: layers draw one device's random numbers.
         lent: whole tensors of which such a step has views, and their versions (seen.py).
         is_making_gradients: a gradient that began in this step is on its way to the variables.
-        trial: ids of the rules that count as paired while pairs are being proven; None: as proven.
-        prover: what has proven the pairs of the model whose trainer runs (pairing.py): its pairs may be in use.
-        pairs: those that are in use: the layer that has all of it is being called.
-        wide: layers of low precision compute in float32: what is compared must differ by more than rounding.
-        probe: while pairs are being proven, called with a column rule's output or a row rule's input.
-        number: no other frame's, to tell what was noted in this one (rules.py).
         shared: under sequence parallelism, the weights that are whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
         fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
@@ -128,12 +118,6 @@ class Frame:
     exact: bool = False
     lent: list[tuple[Seen, torch.Tensor, int]] = field(default_factory=list)
     is_making_gradients: bool = False
-    trial: frozenset[int] | None = None
-    prover: Any = None
-    pairs: frozenset[Any] = frozenset()
-    wide: bool = False
-    probe: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-    number: int = field(default_factory=lambda: next(_numbers))
     shared: SharedWeights | None = None
     seed_place: int = 0
     fetcher: Fetcher | None = None
@@ -177,22 +161,6 @@ class Frame:
     def having_rows(self, rows: Rows) -> AbstractContextManager[None]:
         """Tensors are this rank's rows, as they are."""
         return self._having(rows=rows, carried=None, seed_place=self.world.data_place(self.rank))
-
-    def widened(self) -> AbstractContextManager[None]:
-        """Layers of low precision compute in float32."""
-        return self._having(wide=True)
-
-    def trying(self, trial: frozenset[int]) -> AbstractContextManager[None]:
-        """The rules with these ids, and no others, count as paired."""
-        return self._having(trial=trial)
-
-    def with_pairs_of(self, prover: Any) -> AbstractContextManager[None]:
-        """Pairs that it has proven may be in use, and those of no other trainer."""
-        return self._having(prover=prover, pairs=frozenset())
-
-    def using(self, pairs: frozenset[Any]) -> AbstractContextManager[None]:
-        """These pairs are in use."""
-        return self._having(pairs=self.pairs | pairs)
 
     def seeds_at(self, place: int) -> AbstractContextManager[None]:
         """Random numbers are those of a place."""

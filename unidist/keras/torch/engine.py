@@ -11,8 +11,7 @@ import keras
 from unidist.backends import ending
 from unidist.errors import CapabilityError
 from unidist.keras import interception, needs, sessions, stateful, telling
-from unidist.keras.compat import TorchModuleWrapper, tree, unpack_x_y_sample_weight
-from unidist.keras.known import is_of_keras
+from unidist.keras.compat import TorchModuleWrapper, tree
 from unidist.keras.planning.settling import settle
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.torch import borders, carrying, changes, context, cutting
@@ -30,10 +29,7 @@ from unidist.keras.torch.steps import (
 )
 from unidist.keras.torch.steps.perrank import PerRankList, PerRankSet
 from unidist.keras.torch.steps.traffic import Traffic
-from unidist.keras.torch.tensor_parallel import heads, pairs, rules, sequence
-from unidist.keras.torch.tensor_parallel.applying import given_rule
-from unidist.keras.torch.tensor_parallel.pairing import Pairing
-from unidist.keras.torch.tensor_parallel.verdicts import Verdict
+from unidist.keras.torch.tensor_parallel import applying, rules, sequence
 from unidist.keras.torch.values import placing, seen
 
 
@@ -51,9 +47,8 @@ class Engine:
         self.distribution = distribution
         self.world = placing.world_of(distribution)
         self._exact = distribution.strategy.exact_random
-        self.pairing = Pairing(model, self._exact)
+        self.rules: list[rules.Rule] = []
         self._looked = changes.Looked()
-        self._own_layers: list[Any] = []
         self._apart: list[Any] = []
         self.traffic: Traffic | None = None
         self._each = distribution.strategy.per_tensor_rows
@@ -119,7 +114,6 @@ class Engine:
         if changed:
             self._set_rules(changed)
         overridden.install(model)
-        self.pairing.part_changed()
         metrics.adopt([*model.metrics, *self._loss_trackers()])
         self._watch_gradients()
         if programs.is_compiled(model):
@@ -158,24 +152,22 @@ class Engine:
         )
 
     def _set_rules(self, changed: list[Any]) -> None:
-        """Gives rules to layers that are new, or are others by now. What was proven is proven again."""
+        """Gives rules to layers that are new, or are others by now."""
         model, world = self.model, self.world
-        if self._prepared:
-            self.pairing.follow_change()
         programs.forget(model)
         for border in self.borders:
             border.looks = None
         held = {id(rule) for rule in self.rules}
         found = [rule for layer in changed if (rule := self._rule_of(layer)) is not None and id(rule) not in held]
         self.rules.extend(found)
+        shared = getattr(getattr(self.distribution, "found", None), "shared", {})
         for layer in changed:
-            heads.install_heads(layer, self.rules)
-        if self.distribution.strategy.sequence_parallel and not self._prepared:
+            if axes := shared.get(layer.path):
+                applying.share(layer, axes)
+        if not self._prepared and world.mesh.size > world.mesh.axis_size(world.data_axes or ()):
             sequence.give_whole(model)
         if world.data_axes:
             activity.show_all_rows(model)
-        layers = model._flatten_layers()
-        self._own_layers = [layer for layer in layers if not is_of_keras(type(layer))]
         if not self._prepared:
             telling.applied(model, self.distribution)
 
@@ -188,7 +180,7 @@ class Engine:
                 )
             object.__setattr__(layer, "_losses", PerRankList())
             object.__setattr__(layer, "_loss_ids", PerRankSet())
-        rule = given_rule(layer)
+        rule = applying.given_rule(layer)
         if rule is not None:
             rule.in_parts = self.distribution.strategy.sequence_parallel
         return rule
@@ -218,8 +210,6 @@ class Engine:
             self._ready = True
             if kind == "train":
                 stateful.refuse_in_parts(self.model, self.distribution)
-        elif self._looked.have_changed(self._own_layers) and not programs.is_compiled(self.model):
-            self.pairing.follow_change()
         with self._attributes.apart(self._apart):
             return self._step(function, batches, kind)
 
@@ -231,25 +221,21 @@ class Engine:
         def on_rank(frame: Frame) -> Any:
             frame.own_step, frame.exact = own_step and kind == "train", self._exact
             with self._at_work(frame, shards, kind) as own:
-                self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
                 with self._on_carriers(frame, own) as batch:
                     out = carrying.plain(function([batch]))
                     seen.settle()
                 return out if kind == "predict" else carrying.agreed(frame, out)
 
-        is_due = self.pairing.is_due(self.world.ranks)
-        draws = drawing.alike(self.world, self._exact or self._has_own_code or is_due)
-        with draws, self.gathers.measured() if self.world.cuts_rows else contextlib.nullcontext():
-            if own_step and is_due:
-                # Before all else: such a step may begin again.
-                self.world.run(lambda frame: self._prove(frame, shards))
+        draws = drawing.alike(self.world, self._exact or self._has_own_code)
+        with draws, self.gathers.measured():
             return self.world.run(on_rank)
 
     @contextlib.contextmanager
     def _on_carriers(self, frame: Frame, own: Any) -> Iterator[Any]:
         """Gives a batch as the whole; what operations gather is counted."""
         if not self.world.cuts_rows:
-            with carrying.step(frame, own) if frame.rows is None else contextlib.nullcontext():
+            begun = carrying.step(frame, own) if frame.rows is None else contextlib.nullcontext()
+            with self.gathers.counted(frame), begun:
                 yield own
             return
         with self.gathers.counted(frame), carrying.step(frame, own, self._each) as batch:
@@ -263,39 +249,16 @@ class Engine:
         traffic = self._traffic()
         frame.shared = traffic.shared(frame)
         try:
-            with traffic.step(frame, kind), frame.with_pairs_of(self.pairing):
+            with traffic.step(frame, kind):
                 yield own
         finally:
             # What it holds leads back to the frame, and would live until Python looks for cycles.
             frame.shared = None
 
-    def _prove(self, frame: Frame, shards: cutting.Shards) -> None:
-        with self._at_work(frame, shards, "test") as own:
-            self.prove_pairs(frame, unpack_x_y_sample_weight(own)[0])
-
     def _traffic(self) -> Traffic:
         if self.traffic is None:
             raise RuntimeError("a step before the model was prepared")
         return self.traffic
-
-    def prove_pairs(self, frame: Frame, x: Any) -> None:
-        """Proves the pairs on a few rows of inputs, once for each rank. A collective."""
-        if self.pairing.is_due([frame.rank]):
-            with drawing.untouched():
-                self.pairing.prove(frame, x)
-            self._traffic().release(frame)
-
-    @property
-    def rules(self) -> list[rules.Rule]:
-        return self.pairing.rules
-
-    @property
-    def pairs(self) -> list[pairs.Pair] | None:
-        return self.pairing.pairs
-
-    @property
-    def verdicts(self) -> dict[int, Verdict]:
-        return self.pairing.verdicts
 
 
 class StepFunction:

@@ -11,12 +11,17 @@ from fractions import Fraction
 
 from unidist import events
 from unidist.backends.torch.sharded.space import NO_RULE
-from unidist.keras.torch import carrying
 from unidist.keras.torch.context import Frame
 
 _log = logging.getLogger(__name__)
 # A warning names an operation that gathers more than this part of a step's bytes.
 MUCH = Fraction(1, 100)
+
+
+def _gathered(here: Frame) -> Counter[str]:
+    """Operation -> how often it has gathered, in all spaces of the rank at work."""
+    spaces = (space for (rank, _), space in list(here.world.spaces.items()) if rank == here.rank)
+    return sum((space.gathers for space in spaces), Counter())
 
 
 class Gathers:
@@ -36,11 +41,10 @@ class Gathers:
     @contextlib.contextmanager
     def counted(self, here: Frame) -> Iterator[None]:
         """The gathers inside count, where the rank at work is the first."""
-        gathers = carrying.space_at(here).gathers
-        before = gathers.copy()
+        before = _gathered(here)
         yield
         if here.rank == here.world.ranks[0]:
-            self.counts += gathers - before
+            self.counts += _gathered(here) - before
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Generating text: a causal language model's `generate` runs on every rank, on shards of the weights.
 
 A generate function is no step of Keras's trainer, so it is entered here. Each rank generates for all prompts with the
-same random numbers. Pairs are in use in calls with a cache alone, where they are proven (cached.py).
+same random numbers. Of the keys and values in a cache each rank keeps those of its heads (cached.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.array import DistributedArray
-from unidist.keras.compat import Trainer, tree
-from unidist.keras.interception import Hook
+from unidist.keras.compat import Trainer, torch_core, tree
+from unidist.keras.interception import Hook, kept
 from unidist.keras.needs import generates
-from unidist.keras.torch import cached, engine
-from unidist.keras.torch.context import Frame
+from unidist.keras.torch import cached, engine, features
+from unidist.keras.torch.context import Frame, frame
 from unidist.keras.torch.values import placing
 from unidist.keras.torch.values.storage import Shardings
 from unidist.keras.torch.values.variables import place
@@ -26,7 +26,27 @@ from unidist.keras.torch.values.variables import place
 
 def hooks() -> tuple[Hook, ...]:
     """After Trainer.compile a model of keras_hub can generate."""
-    return (Hook(Trainer, "compile", _compiling, "generate runs on every rank", needed=generates),)
+    update, whole = kept(_originals, "slice_update", _slice_update), "a cache stays cut"
+    return (
+        Hook(Trainer, "compile", _compiling, "generate runs on every rank", needed=generates),
+        Hook(torch_core, "slice_update", update, whole, needed=generates),
+    )
+
+
+_originals: dict[str, Any] = {}
+
+
+def _slice_update(inputs: Any, start_indices: Any, updates: Any) -> Any:
+    """Keras writes at flat places, which no rule cuts. Along a dim that is updated as a whole each rank writes its own
+    part."""
+    here = frame()
+    if here is None or not features.is_cut(inputs) or not inputs.spec.space.invariant:
+        return _originals["slice_update"](inputs, start_indices, updates)
+    (state,), axes = inputs.spec.states, features.axes_of(inputs)
+    if not axes or updates.shape[state.dim] != inputs.shape[state.dim]:
+        return _originals["slice_update"](inputs, start_indices, updates)
+    part = features.taken(here, updates, state.dim, axes)
+    return features.on_parts(lambda own: _originals["slice_update"](own, start_indices, part), inputs)
 
 
 def _compiling(original: Any) -> Any:
@@ -70,25 +90,17 @@ class GenerateFunction:
         with found.session():
             found.prepare()
             self._place_seeds()
+            calls = getattr(found.model, "call_with_cache", None)
+            if isinstance(calls, cached.CachedCalls):
+                calls.prepare(found)
             # In a scope keras_hub lays prompts out over the data axes; here each rank generates for all.
             inputs = tree.map_structure(lambda x: x.numpy() if isinstance(x, DistributedArray) else x, inputs)
             return found.world.run(lambda frame: self._on_rank(frame, inputs, stop_token_ids))
 
     def _on_rank(self, frame: Frame, inputs: Any, stop_token_ids: Any) -> Any:
         own = tree.map_structure(lambda x: torch.as_tensor(x).clone(), inputs)
-        self._prepare_pairs(frame, own)
-        with frame.trying(frozenset()), frame.seeds_at(0), events.for_purpose("generate"):
-            return self.function(own, stop_token_ids=stop_token_ids)
-
-    def _prepare_pairs(self, frame: Frame, inputs: Any) -> None:
-        """Proves the pairs on the prompts, where they are what the model itself is called with."""
-        model = self.engine.model
-        calls, described = getattr(model, "call_with_cache", None), getattr(model, "input", None)
-        if not isinstance(calls, cached.CachedCalls) or not isinstance(described, dict) or not isinstance(inputs, dict):
-            return
-        if described.keys() <= inputs.keys():
-            self.engine.prove_pairs(frame, {name: inputs[name] for name in described})
-            calls.prepare(self.engine, frame)
+        with frame.seeds_at(0), events.for_purpose("generate"):
+            return tree.map_structure(features.whole, self.function(own, stop_token_ids=stop_token_ids))
 
     def _place_seeds(self) -> None:
         """A sampler's random state is no variable of the model: each rank gets its own, all alike."""

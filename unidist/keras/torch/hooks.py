@@ -14,7 +14,7 @@ import torch
 from unidist import session
 from unidist.errors import CapabilityError
 from unidist.keras import entrances
-from unidist.keras.compat import Callback, CallbackList, DTypePolicy, TorchLayer, TorchTrainer, tree
+from unidist.keras.compat import Callback, CallbackList, TorchLayer, TorchTrainer, tree
 from unidist.keras.compat import backend as keras_backend
 from unidist.keras.compat import distribution_lib as keras_distribution_lib
 from unidist.keras.interception import Hook, Table, by
@@ -39,7 +39,6 @@ from unidist.keras.writing import silence
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 
-_LOW_PRECISION = ("bfloat16", "float16")
 _MAKERS = (
     ("make_train_function", "train_function", "train"),
     ("make_test_function", "test_function", "test"),
@@ -77,20 +76,8 @@ def table() -> Table:
             *_of_trainers(),
             *_of_layers(),
             Hook(keras.Model, "__call__", _watching, "gradients of loops of one's own are averaged"),
-            Hook(DTypePolicy, "compute_dtype", _widening, "pairs are proven in float32"),
         )
     )
-
-
-def _widening(original: property) -> property:
-    """Where a frame says so, layers of low precision compute in float32."""
-    of_original: Any = original.fget  # torch 2.14 cannot trace `__get__`
-
-    def compute_dtype(self: Any) -> Any:
-        found, frame = of_original(self), context.frame()
-        return "float32" if frame is not None and frame.wide and found in _LOW_PRECISION else found
-
-    return property(compute_dtype, doc=original.__doc__)
 
 
 def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:

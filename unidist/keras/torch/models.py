@@ -15,8 +15,7 @@ from unidist.keras.rows import Row
 from unidist.keras.strategy import UnidistDistribution
 from unidist.keras.telling import in_parts, own_variables
 from unidist.keras.torch import engine
-from unidist.keras.torch.cached import CachedCalls
-from unidist.keras.torch.tensor_parallel import rules, verdicts
+from unidist.keras.torch.tensor_parallel import rules
 from unidist.keras.torch.values import placing
 from unidist.keras.torch.values.placing import is_placed
 
@@ -48,7 +47,7 @@ def rows(model: Any) -> list[Row]:
 
 def reasons(model: Any) -> Iterator[tuple[str, str]]:
     """(name, whether it looks at several shards' rows) of what may, (name, how often) of operations that gather, and
-    (path, what it does) of each layer with cut weights and of the calls with a cache."""
+    (path, what it does) of each layer with cut weights."""
     found = engine.engine_of(model)
     for border in found.borders if found is not None else ():
         yield border.name, border.why
@@ -66,13 +65,10 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
         if is_waiting:
             text = "its layouts are found in the first step"
         elif rule is not None:
-            text = verdicts.told(rule, found.verdicts.get(id(rule)))
+            text = rules.told(rule)
         else:
             text = in_parts(resting)
         yield layer.path or layer.name, text
-    calls = getattr(model, "call_with_cache", None)
-    if ruled and isinstance(calls, CachedCalls):
-        yield f"{model.name}/call_with_cache", calls.why(found.world.ranks[0])
 
 
 def _row(variable: Any, kind: str) -> Row:

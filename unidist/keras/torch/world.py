@@ -39,7 +39,7 @@ class RankWorld:
         self.data_axes = data_axes
         self._until = _left
         self.is_virtual = backend.is_virtual
-        self.spaces: dict[int, Any] = {}  # of each rank here, once it has had carriers
+        self.spaces: dict[tuple[int, Axes], Any] = {}  # by rank and axes, once it has had carriers
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
 
     @property

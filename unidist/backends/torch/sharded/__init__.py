@@ -1,7 +1,7 @@
 """Tensors that carry their layout (`ShardedTensor`), on any adapter whose ranks hold torch tensors."""
 
 from unidist.backends.torch.sharded import bindings as bindings
-from unidist.backends.torch.sharded import calls as calls
+from unidist.backends.torch.sharded import methods as methods
 from unidist.backends.torch.sharded.entrances import put_on as put_on
 from unidist.backends.torch.sharded.entrances import space as space
 from unidist.backends.torch.sharded.entrances import take_off as take_off

@@ -37,10 +37,11 @@ def seed(y: ShardedTensor, gradient: Any) -> Tensor:
     """What this rank's backward begins with."""
     spec = y.spec
     if gradient is not None:
-        return _in_dual(y, gradient)
+        return plain(_in_dual(y, gradient))
     if y.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    return torch.full_like(y.local, spec.space.fraction(axis for axis, s in enumerate(spec.states) if s == WHOLE))
+    alike = (axis for axis, state in enumerate(spec.states) if state == WHOLE)
+    return torch.full_like(plain(y.local), spec.space.fraction(alike))
 
 
 def _in_dual(x: ShardedTensor, gradient: Any) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded import binding, writing
-from unidist.backends.torch.sharded.binding import Bound, Call, Composed, Local
-from unidist.backends.torch.sharded.moving import invariant, plain_in
+from unidist.backends.torch.sharded.moving import plain_in
+from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
     ShardedTensor,
@@ -26,44 +26,9 @@ from unidist.backends.torch.sharded.tensor import (
     wrap,
 )
 from unidist.errors import LayoutError
-from unidist.propagation.choosing import Operand, choose
-from unidist.propagation.layouts import WHOLE, Cut, States
 
 Tensor = torch.Tensor
 _SIMPLE = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-
-
-class Plan:
-    """What is known of calls with the same function, layouts, shapes and static arguments.
-
-    Attributes:
-        wants: the layout of each tensor of the call; None where it cannot be done in place.
-        ready: whether all tensors have them already.
-        out: the layout of what comes.
-        local: the operation on the parts; None: the function itself.
-        places: of the tensors among the arguments; None: they are inside of lists or keywords.
-        unknown: whether no rule says what the function does to the wholes that are made for it.
-        gathers: the name to count where a whole must be made.
-        composed: is called with the arguments, in place of all this.
-        mixed: whether there are carriers of several spaces.
-        leaves: whether what comes is plain: an invariant space has no wholes.
-        native: whether all is to be made whole in an invariant space, so that torch goes on with plain tensors.
-    """
-
-    __slots__ = (
-        "aliases", "composed", "gathers", "leaves", "local", "mixed", "native", "out", "places", "ready", "spec",
-        "unknown", "wants",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.wants: tuple[States, ...] | None = ()
-        self.ready = self.aliases = self.unknown = self.mixed = self.leaves = self.native = False
-        self.out: States = ()
-        self.local: Local | None = None
-        self.places: tuple[int, ...] | None = None
-        self.gathers: str | None = None
-        self.composed: Any = None
-        self.spec: Any = None
 
 
 _handlers: dict[Any, Any] = {}
@@ -121,11 +86,12 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
     held = tuple(key)
     plan = space.plans.get(held) if known else None
     if plan is None:
-        plan = _plan(space, func, args, kwargs, tensors, flat, in_place)
+        plan = make_plan(space, func, args, kwargs, tensors, flat, in_place)
         if known:
             space.keep(held, plan)
     if plan.composed is not None:
-        return plan.composed(*args, **kwargs)
+        out = plan.composed(*args, **kwargs)
+        return replaced(out, ShardedTensor, _left_whole) if plan.leaves else out
     if plan.mixed:
         return _across(func, args, kwargs, tensors, in_place)
     if plan.wants is None:
@@ -137,12 +103,16 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
     return _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
 
 
+def _left_whole(x: ShardedTensor) -> Any:
+    return left(x) if x.spec.whole else x
+
+
 def _across(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], in_place: bool) -> Any:
     """A call with carriers of several spaces: parts in one space may be carriers of an invariant one."""
     spaces = list(dict.fromkeys(x.spec.space for x in tensors if type(x) is ShardedTensor))
     outer = [one for one in spaces if not one.invariant]
     if len(outer) > 1:
-        raise LayoutError(f"{_name_of(func)} is given tensors of several spaces: make one with space(), and use that")
+        raise LayoutError(f"{name_of(func)} is given tensors of several spaces: make one with space(), and use that")
     space = outer[0] if outer else spaces[0]
 
     def entered(x: ShardedTensor) -> Any:
@@ -166,13 +136,13 @@ def _run(
     """`simple`: nothing moves, and no operand is a copy where torch would have a view."""
     if plan.ready:
         parts = [x.local if type(x) is ShardedTensor else x for x in tensors]
-        if plan.local is not None and not plan.aliases:
-            parts = [plain(part) for part in parts]
     elif plan.gathers is not None:
         with space.gathering(plan.gathers):
             parts = _parts(space, plan, tensors)
     else:
         parts = _parts(space, plan, tensors)
+    if plan.local is not None and not plan.passes:
+        parts = [plain(part) for part in parts]
     before = [(version(part), part.grad_fn) for part in parts] if plan.unknown else ()
     if plan.local is not None:
         out = plan.local(parts, args, kwargs)
@@ -187,8 +157,6 @@ def _run(
         out = func(*given, **named)
     if before:
         _put_back(func, tensors, parts, before)
-    if plan.leaves:
-        return replaced(out, Tensor, lambda x: invariant(space, plain(x)))
     if type(out) is Tensor or type(out) is torch.nn.Parameter:
         spec = plan.spec
         if spec is None or spec.local != out.shape:
@@ -197,6 +165,8 @@ def _run(
         if parts[0] is out and type(first) is ShardedTensor and first.spec is spec:
             return first  # as torch gives a tensor itself that is of a dtype already: what is set on it stays
         result = wrap(out, spec)
+        if space.invariant and type(first) is ShardedTensor and first.why:
+            result.why = first.why
         return result if simple else _marked(result, plan, tensors, parts)
 
     def wrapped(x: Any) -> Any:
@@ -217,10 +187,13 @@ def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequen
 
 
 def _parts(space: Space, plan: Plan, tensors: list[Any]) -> list[Tensor]:
-    return [
+    parts = [
         moved(x, want) if type(x) is ShardedTensor else plain_in(space, x, want)
         for x, want in zip(tensors, plan.wants or (), strict=True)
     ]
+    if plan.passes and type(tensors[0]) is ShardedTensor and plan.wants and plan.wants[0] == tensors[0].spec.states:
+        parts[0] = tensors[0].local  # of which a view is made, or which is written to
+    return parts
 
 
 def _marked(result: ShardedTensor, plan: Plan, tensors: list[Any], parts: list[Tensor]) -> ShardedTensor:
@@ -235,93 +208,6 @@ def _marked(result: ShardedTensor, plan: Plan, tensors: list[Any], parts: list[T
     return result
 
 
-def _plan(
-    space: Space,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Any],
-    flat: int,
-    in_place: bool,
-) -> Plan:
-    plan = Plan()
-    if any(x.spec.space is not space for x in tensors if type(x) is ShardedTensor):
-        plan.mixed = True
-        return plan
-    if flat == len(tensors):
-        places = tuple(k for k, value in enumerate(args) if isinstance(value, Tensor))
-        plan.places = places if len(places) == flat else None
-    found = binding.TABLE.get(func)
-    whole = (WHOLE,) * len(space.sizes)
-    bound = found(Call(func, args, kwargs, space)) if found is not None else None
-    if isinstance(bound, Composed):
-        if in_place:
-            plan.wants = None
-        plan.composed = None if in_place else bound.run
-        return plan
-    decision = None if bound is None else _decide(space, bound, tensors, in_place)
-    if in_place and decision is None and not all(x.spec.whole for x in tensors if type(x) is ShardedTensor):
-        plan.wants = None
-        return plan
-    if decision is None or bound is None:
-        plan.wants, plan.out = (whole,) * len(tensors), whole
-    else:
-        order = _order(bound, tensors)
-        wants = dict(zip(order, decision.wants, strict=True))
-        plan.wants = tuple(wants.get(k, whole) for k in range(len(tensors)))
-        plan.out, plan.aliases = decision.out, bound.aliases
-        if bound.local is not None:
-            plan.local = _in_order(bound.local(decision), order, len(tensors))
-    have = [x.spec.states if type(x) is ShardedTensor else whole for x in tensors]
-    plan.ready = list(plan.wants) == have
-    plan.unknown = decision is None and not plan.ready
-    is_cut = any(isinstance(state, Cut) for states in have for state in states)
-    if not plan.ready and (is_cut if decision is None else decision.gathers):
-        plan.gathers = _name_of(func)
-    if space.invariant:
-        plan.ready = plan.ready and all(type(x) is ShardedTensor for x in tensors)
-        plan.leaves = plan.out == whole
-        plan.native = plan.leaves and not in_place and all(want == whole for want in plan.wants)
-    return plan
-
-
-def _name_of(func: Any) -> str:
-    name = str(getattr(func, "__name__", func))
-    return str(func.__self__.__name__) if name == "__get__" else name  # a property's
-
-
-def _order(bound: Bound, tensors: list[Any]) -> list[int]:
-    """Which tensors of the call, in their order there, the operands are. A binding sees the arguments themselves; a
-    sum that was joined since stands for one."""
-    if bound.operands is None:
-        return list(range(len(tensors)))
-    order: list[int] = []
-    for one in bound.operands:
-        stand_in = current(one) if type(one) is ShardedTensor and one.aside is not None else one
-        order.append(next(k for k, x in enumerate(tensors) if k not in order and (x is one or x is stand_in)))
-    return order
-
-
-def _in_order(local: Local, order: list[int], count: int) -> Local:
-    """A local operation that has its parts in the order of the operands."""
-    if order == list(range(count)):
-        return local
-    return lambda parts, args, kwargs: local([parts[k] for k in order], args, kwargs)
-
-
-def _decide(space: Space, bound: Bound, tensors: list[Any], in_place: bool) -> Any:
-    whole = (WHOLE,) * len(space.sizes)
-    operands = [
-        Operand(tuple(x.shape), x.spec.states if type(x) is ShardedTensor else whole, x.dtype.itemsize, _sums(x.dtype))
-        for x in (tensors[k] for k in _order(bound, tensors))
-    ]
-    return choose(bound.rule, operands, space.sizes, in_place)
-
-
-def _sums(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex or dtype == torch.int64
-
-
 def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
     """Appends what a plan depends on; whether it can be kept by that."""
     kind = type(value)
@@ -334,7 +220,7 @@ def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
         key += (kind, value)
     elif isinstance(value, Tensor):
         tensors.append(value)
-        key += (value.shape, value.dtype)
+        key += (value.shape, value.dtype, value.requires_grad)
     elif kind is slice:
         key.append(kind)
         return _all(_describe(one, key, tensors) for one in (value.start, value.stop, value.step))
@@ -358,33 +244,4 @@ def _all(known: Iterable[bool]) -> bool:
     return min(known, default=True)
 
 
-def _method(func: Any) -> Any:
-    """One that does not go through torch's parsing of arguments, which costs as much as a plan."""
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return dispatch(func, args, kwargs)
-
-    return method
-
-
 ShardedTensor.dispatch = staticmethod(dispatch)
-# Not __getitem__: torch.tensor([x]) would take a number x for a sequence.
-_METHODS = (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__pow__", "__neg__",
-    "__matmul__", "reshape", "view", "transpose", "permute", "unsqueeze", "contiguous", "expand", "sum",
-    "mean", "backward", "detach",
-)  # fmt: skip
-for _name in _METHODS:
-    setattr(ShardedTensor, _name, _method(getattr(Tensor, _name)))
-
-
-def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keras asks at each operation: where nothing changes torch gives the tensor itself."""
-    if len(args) == 1 and not kwargs:
-        wanted = args[0]
-        if wanted is self.dtype or (type(wanted) is str and wanted == str(self.device)):
-            return self
-    return dispatch(Tensor.to, (self, *args), kwargs)
-
-
-ShardedTensor.to = _to

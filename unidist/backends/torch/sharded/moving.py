@@ -8,19 +8,28 @@ from typing import Any
 
 import torch
 
+from unidist.algebra import Sharding
 from unidist.backends.torch.ops import TorchOps
 from unidist.backends.torch.sharded.space import Space
-from unidist.propagation.layouts import WHOLE, Cut, States, offset
+from unidist.propagation.layouts import WHOLE, Cut, States, cut_dims, offset, whole_shape
 from unidist.propagation.moves import Move, moves
 
 Local = Callable[[torch.Tensor], torch.Tensor]
-_differentiable = TorchOps().differentiable
+_ops = TorchOps()
+
+
+def _differentiable(forward: Local, backward: Local, x: torch.Tensor) -> torch.Tensor:
+    """A move with its adjoint. Of a part that is a carrier, as of features, all is moved."""
+    whole = getattr(x, "whole", None)
+    return _ops.differentiable(forward, backward, x if whole is None else whole())
 
 
 def carried(space: Space, x: torch.Tensor, have: States, want: States) -> torch.Tensor:
     """A local tensor, in another layout. Gradients go back by the adjoint of each move. Sparse ones move in full."""
     if x.layout is not torch.strided and have != want:
         return carried(space, x.to_dense(), have, want).to_sparse(layout=x.layout)
+    if space.invariant and (found := _by_algebra(space, x, have, want)) is not None:
+        return found
     for move in moves(have, want):
         if space.group(move.axes)[1].size == 1:
             continue
@@ -155,9 +164,42 @@ def plain_in(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
 _FANNED = "_unidist_fanned"
 
 
+def _by_algebra(
+    space: Space,
+    x: torch.Tensor,
+    have: States,
+    want: States,
+    *,
+    from_invariant: bool = False,
+    to_invariant: bool = False,
+) -> torch.Tensor | None:
+    """A move in an invariant space as the algebra's, which programs have too; None where parts are no chunks."""
+    src, dst = space.layout(have, not from_invariant), space.layout(want, not to_invariant)
+    if src is None or dst is None or space.redistribute is None:
+        return None
+    shape = tuple(map(int, whole_shape(x.shape, have)))
+    return space.redistribute(x, Sharding(space.mesh, src, shape), Sharding(space.mesh, dst, shape))
+
+
+class _NoView(torch.autograd.Function):
+    """The same values, but not as a view. A view holds its base, and the base has a note of what it was fanned out to:
+    the two would hold each other, through Python and through C++, so that neither sees that nobody else does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 def unshared(space: Space, x: torch.Tensor, have: States) -> torch.Tensor:
     """A part as a plain tensor. The gradient of that is the same on all ranks, so it needs no sum."""
     x = invariant(space, x, tuple(axis for axis, state in enumerate(have) if state == WHOLE))
+    whole = (WHOLE,) * len(have)
+    if WHOLE not in have and (found := _by_algebra(space, x, have, whole, to_invariant=True)) is not None:
+        return found
     for move in moves(have, (WHOLE,) * len(have)):
         if space.group(move.axes)[1].size == 1:
             continue
@@ -176,7 +218,13 @@ def _own(cut: Cut, start: int, place: int, x: torch.Tensor) -> torch.Tensor:
 
 def _shared(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
     """A plain tensor in a layout: the ranks' gradients of it are joined."""
+    whole = (WHOLE,) * len(want)
     over = tuple(axis for axis, state in enumerate(want) if state == WHOLE and space.sizes[axis] > 1)
+    if not over and (lean := _lean(x, want)) is not x:
+        part = _shared(space, lean, want)  # dims that were only broadcast are joined once
+        return part.expand(*(part.shape[d] if d in cut_dims(want) else n for d, n in enumerate(x.shape)))
+    if not over and (found := _by_algebra(space, x, whole, want, from_invariant=True)) is not None:
+        return found
     if over:
         x = _fanned_once(space, x, over)
     for axis, state in enumerate(want):
@@ -192,13 +240,25 @@ def _shared(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
     return x
 
 
+def _lean(x: torch.Tensor, want: States) -> torch.Tensor:
+    """One of each dim that was only broadcast, and is not cut."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1 and dim not in cut_dims(want):
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
 def _fanned_once(space: Space, x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
     """Who else takes the same tensor shares the sum of its gradients. A variable may be taken again in another step."""
+    if space.fan is not None and (together := space.fan(x)) is not None:
+        return together
     known = None if x.is_leaf else vars(x).setdefault(_FANNED, {})
     found = None if known is None else known.get((id(space), over))
     if found is None:
         # Not a view: that holds its base, which would hold it.
-        found = _differentiable(torch.Tensor.detach, lambda gradient: space.all_reduce(gradient, over), x)
+        states = tuple(WHOLE if axis in over else "I" for axis in range(len(space.sizes)))
+        found = _by_algebra(space, x, (WHOLE,) * len(states), states, from_invariant=True)
+        found = x if found is None else _NoView.apply(found)  # type: ignore[no-untyped-call]
         if known is not None:
             known[id(space), over] = found
     return found

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unidist import events
-from unidist.algebra import Axes, Group, Mesh, Sharding
+from unidist.algebra import Axes, Group, Layout, Mesh, Sharding
 from unidist.backends.collectives import Collectives
 from unidist.backends.local import LocalViewBackend
 from unidist.propagation.layouts import (
@@ -20,6 +20,9 @@ from unidist.propagation.layouts import (
     Shape,
     States,
     check,
+    chunked,
+    cut_dims,
+    cuts,
     dual,
     fraction,
     layout_of,
@@ -29,6 +32,7 @@ from unidist.propagation.layouts import (
 )
 
 Note = Callable[[str, Axes, Group, Any], None]
+Redistribute = Callable[[torch.Tensor, Sharding, Sharding], torch.Tensor]
 # The purpose of what an operation gathers begins so.
 NO_RULE = "no rule for "
 # Plans kept of one rank, of calls whose numbers change at every step too.
@@ -99,12 +103,14 @@ class Space:
         note: is called before each collective, with its name, axes, group, and full tensor.
         lines: what a state is given of: each one axis of the mesh, or several that cut as one. None: each axis. Ranks
             that differ along other axes are programs of their own.
-        invariant: a plain tensor is the same on all ranks, and so is its gradient (the algebra's I). What an operation
-            makes whole is plain again. Else the gradient of what is whole is partial, plain or not.
+        redistribute: carries a tensor between two shardings, of an invariant space.
 
     Attributes:
+        invariant: a plain tensor is the same on all ranks, and so is its gradient (the algebra's I). What an operation
+            makes whole is plain again. Else the gradient of what is whole is partial, plain or not.
         gathers: how often each operation had to gather, by its name.
         moves: collectives so far.
+        fan: fans out a plain tensor together with others, of an invariant space; gives None for one that goes alone.
         exact: random numbers are drawn for wholes, by the generator itself, as one device does. All ranks' generators
             must stand alike.
     """
@@ -116,15 +122,17 @@ class Space:
         comm: Collectives[torch.Tensor],
         note: Note | None = None,
         lines: tuple[Axes, ...] | None = None,
-        invariant: bool = False,
+        redistribute: Redistribute | None = None,
     ) -> None:
         self.mesh, self.rank, self.comm = mesh, rank, comm
-        self._note, self.invariant = note, invariant
+        self._note, self.redistribute = note, redistribute
+        self.invariant = redistribute is not None
         self.lines = tuple((axis,) for axis in mesh.axis_names) if lines is None else lines
         self.sizes: tuple[int, ...] = tuple(mesh.axis_size(line) for line in self.lines)
         self.places: tuple[int, ...] = tuple(mesh.group(line, rank).index for line in self.lines)
         self.gathers: Counter[str] = Counter()
         self.moves = 0
+        self.fan: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.exact = False
         self.plans: dict[Any, Any] = {}
         self._specs: dict[tuple[States, Shape], Spec] = {}
@@ -139,7 +147,7 @@ class Space:
         invariant: bool = False,
     ) -> Space:
         """That of a backend whose ranks hold torch tensors; asked in the rank's thread."""
-        return cls(mesh, backend.rank, backend.comm, backend.record, lines, invariant)
+        return cls(mesh, backend.rank, backend.comm, backend.record, lines, backend.redistribute if invariant else None)
 
     def spec(self, states: States, shape: Shape) -> Spec:
         """Raises LayoutError where the states do not fit the shape."""
@@ -177,6 +185,23 @@ class Space:
         if self._note is not None:
             self._note(op, axes, group, Full(shape, x.dtype))
 
+    def layout(self, states: States, fanned: bool = True) -> Layout | None:
+        """The algebra's of states; None where a cut has other sizes than torch.chunk's.
+
+        Args:
+            fanned: what is whole has a partial gradient (F), and not a whole one (I).
+        """
+        dims: list[Axes] = [()] * (max(cut_dims(states), default=-1) + 1)
+        for line, cut in cuts(states):
+            if cut != chunked(cut.dim, sum(cut.sizes), self.sizes[line]):
+                return None
+            dims[cut.dim] = self.lines[line]
+        over = {
+            state: tuple(a for line, s in zip(self.lines, states, strict=True) if s == state for a in line)
+            for state in (PARTIAL, WHOLE)
+        }
+        return Layout(*dims, partial=over[PARTIAL], fanout=over[WHOLE] if fanned else ())
+
     def first(self, states: States) -> bool:
         """Whether this rank's summand holds what is added once: the first place of each partial axis."""
         return not any(place and state == PARTIAL for place, state in zip(self.places, states, strict=True))
@@ -185,7 +210,7 @@ class Space:
     def gathering(self, name: str) -> Iterator[None]:
         """An operation makes wholes of its operands inside: it is counted, and collectives are for it."""
         self.gathers[name] += 1
-        with events.for_purpose(NO_RULE + name):
+        with events.for_purpose((self.invariant and events.purpose()) or NO_RULE + name):
             yield
 
     def fraction(self, axes: Iterable[int]) -> float:

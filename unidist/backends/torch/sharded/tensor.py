@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from unidist import events
 from unidist.algebra import Sharding
 from unidist.backends.torch.sharded.moving import carried, unshared
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.errors import CapabilityError, LayoutError
-from unidist.propagation.layouts import PARTIAL, WHOLE, States
+from unidist.propagation.layouts import PARTIAL, WHOLE, States, cut_dims
 
 NONE: dict[str, Any] = {}
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,11 +52,13 @@ class ShardedTensor(_Tensor):  # type: ignore[misc]
         local: this rank's part.
         spec: the layout, in its space.
         shape: the global one, as everything that a tensor says of itself.
+        why: the purpose of what is sent to make it plain, of it and of what is made of it; "": that of whoever asks.
     """
 
     local: torch.Tensor = _SET_LATER
     spec: Spec = _SET_LATER
     aside: Aside | None = None
+    why: str = ""
     shape: torch.Size = _SET_LATER
     dtype: torch.dtype = _SET_LATER
     device: torch.device = _SET_LATER
@@ -173,15 +176,13 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
     """The part of a carrier in a layout. Kept for the next who asks, until the carrier is written to."""
     spec = x.spec
     if spec.states == want:
-        return x.local
-    now = version(x.local)
-    aside = x.aside
-    if aside is None:
-        aside = x.aside = Aside()
-    kept = aside.moved.get(want)
-    if kept is not None and kept[0] == now and usable(kept[1], x.local):
-        return kept[1]
-    out = carried(spec.space, plain(x.local), spec.states, want)
+        return plain(x.local)
+    now, aside = version(x.local), _aside(x)
+    kept = _kept(x, aside, want, now)
+    if kept is not None:
+        return kept
+    with events.for_purpose(events.purpose() or x.why):
+        out = _carried(spec, x.local, want)
     if now >= 0:
         aside.moved[want] = now, out
         if spec.partial and all(
@@ -193,15 +194,40 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
     return out
 
 
+def _carried(spec: Spec, part: torch.Tensor, want: States) -> torch.Tensor:
+    """A part in another layout. One that is a carrier itself stays one, where no dim is cut in both spaces."""
+    if type(part) is not ShardedTensor:
+        return carried(spec.space, part, spec.states, want)
+    inner = part.spec
+    if not set(cut_dims(inner.states)).isdisjoint((*cut_dims(spec.states), *cut_dims(want))):
+        return carried(spec.space, plain(part), spec.states, want)
+    out = carried(spec.space, part.local, spec.states, want)
+    return wrap(out, inner.space.spec_of(inner.states, out.shape))
+
+
+def _aside(x: ShardedTensor) -> Aside:
+    if x.aside is None:
+        x.aside = Aside()
+    return x.aside
+
+
+def _kept(x: ShardedTensor, aside: Aside, states: States, now: int) -> torch.Tensor | None:
+    """What somebody has asked for before, if it was not written to since."""
+    kept = aside.moved.get(states)
+    return kept[1] if kept is not None and kept[0] == now and usable(kept[1], x.local) else None
+
+
 def left(x: ShardedTensor) -> torch.Tensor:
     """The value of a carrier of an invariant space as a plain tensor, whose gradient comes whole to every rank."""
-    now, aside = version(x.local), x.aside
-    if aside is None:
-        aside = x.aside = Aside()
-    kept = aside.moved.get(_LEFT)
-    if kept is not None and kept[0] == now and usable(kept[1], x.local):
-        return kept[1]
-    out = unshared(x.spec.space, x.local, x.spec.states)
+    now, aside = version(x.local), _aside(x)
+    kept = _kept(x, aside, _LEFT, now)
+    if kept is not None:
+        return kept
+    fanned = _kept(x, aside, (WHOLE,) * len(x.spec.states), now)
+    with events.for_purpose(x.why or events.purpose()):
+        # Of one that was gathered already, with a gradient of each rank's own, this gradient goes with that one's.
+        have = (fanned, (WHOLE,) * len(x.spec.states)) if fanned is not None else (x.local, x.spec.states)
+        out = unshared(x.spec.space, *have)
     if now >= 0:
         aside.moved[_LEFT] = now, out
     return out

@@ -52,9 +52,9 @@ def _summed(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
-        # torch's own transforms have whole tensors (parts.py), and differentiate them by this function.
+        # torch's own transforms have whole tensors, and differentiate them by this function.
         is_within = torch._C._are_functorch_transforms_active()
-        is_making = frame is not None and (frame.trial is not None or frame.is_making_gradients)
+        is_making = frame is not None and frame.is_making_gradients
         if is_making or is_within:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)

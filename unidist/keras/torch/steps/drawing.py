@@ -64,17 +64,6 @@ class Generators:
 
 
 @contextlib.contextmanager
-def untouched() -> Iterator[None]:
-    """What runs of the model draw that the step has not asked for, the step draws again."""
-    generator = keras_generator()
-    before = Generators.now(generator)
-    try:
-        yield
-    finally:
-        before.go_on(generator)
-
-
-@contextlib.contextmanager
 def alike(world: RankWorld, may_draw: bool) -> Iterator[None]:
     """A step is inside that may draw. In the simulator each rank has generators of its own, which begin alike.
 

@@ -1,7 +1,7 @@
 """Functions of torch's that know nothing of tensors in parts: transforms, and those with a backward of the user's own.
 
-torch asks neither by `__torch_function__`. So they are given whole tensors: of carriers, of SequenceParts (parts.py),
-and of variables that are cut, as a step of the user's own sees them (seen.py).
+torch asks neither by `__torch_function__`. So they are given whole tensors: of carriers, and
+of variables that are cut, as a step of the user's own sees them (seen.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from unidist.errors import CapabilityError
 from unidist.keras.compat import CustomGradientFunction
 from unidist.keras.interception import Hook
 from unidist.keras.needs import own_code
-from unidist.keras.torch import carrying, context
-from unidist.keras.torch.rows.parts import Part, mapped, whole
+from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.steps import remat
+from unidist.keras.torch.structures import mapped
 from unidist.keras.torch.values import saved, seen
 from unidist.keras.torch.values.seen import Seen
 
@@ -61,11 +61,7 @@ def _applied_to_wholes(original: Any) -> Any:
             if kind is CustomGradientFunction:
                 return OwnGradient(args[0])(space, tuple(map(seen.whole, args[1:])))
             args = tuple(wrap(x, space.whole(x.shape)) if _has_gradient(x) else x for x in args)
-        if not any(isinstance(x, (Part, Seen)) for x in args):
-            return called(*args)
-        args = tuple(map(seen.whole, args))
-        first = next((x for x in args if isinstance(x, Part)), None)
-        return called(*args) if first is None else first.applied(called, args)
+        return called(*(seen.whole(x) if isinstance(x, Seen) else x for x in args))
 
     return classmethod(apply)
 
@@ -159,4 +155,4 @@ def _given_wholes(original: Any, differentiates: bool = True) -> Callable[..., A
 
 
 def _whole(x: Any) -> Any:
-    return whole(seen.whole(x))
+    return features.whole(seen.whole(x))

@@ -121,8 +121,8 @@ def forget(model: Any) -> None:
 
 
 def _is_in_a_step(frame: Frame) -> bool:
-    """In a trainer's step, not proving pairs and not in a program already."""
-    return frame.is_in_step and frame.trial is None and frame.inputs is None
+    """In a trainer's step, and not in a program already."""
+    return frame.is_in_step and frame.inputs is None
 
 
 class _Tensor:

@@ -14,8 +14,8 @@ from unidist.keras import needs, numbers
 from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, get_device, torch_core, torch_random
 from unidist.keras.interception import Hook, kept
 from unidist.keras.planning.activations import as_in_a_step
+from unidist.keras.torch import features
 from unidist.keras.torch.context import frame
-from unidist.keras.torch.tensor_parallel.sequence import SequencePart, dropped_out
 from unidist.keras.torch.values import placing
 
 _originals: dict[str, Any] = {}
@@ -73,10 +73,10 @@ def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
     """Where a rank is at work, every dropout draws by its seed: without one Keras would take torch's own random
     numbers, unknown to ranks: replicas would drop different units."""
     here = frame()
-    if isinstance(inputs, SequencePart) and noise_shape is None:
-        found = dropped_out(inputs, lambda part: _dropout(part, rate, seed=seed))
-        if found is not None:
-            return found
+    if here is not None and features.is_cut(inputs) and noise_shape is None and not here.exact:
+        axes = features.axes_of(inputs)
+        with here.seeds_at(here.world.seed_place(here.rank, axes)) if axes else contextlib.nullcontext():
+            return features.on_parts(lambda part: _dropout(part, rate, seed=seed), inputs)
     draws_by_seed = as_in_a_step.get() if here is None else not here.exact
     if draws_by_seed and noise_shape is None and isinstance(seed, SeedGenerator):
         noise_shape = tuple(inputs.shape)

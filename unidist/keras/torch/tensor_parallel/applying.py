@@ -13,21 +13,20 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
-from unidist.backends.torch.sharded import ShardedTensor
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import get_device, ops, set_keras_mask
 from unidist.keras.layers import has_more_than_its_kernel
+from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.moving import WHOLE, cut_dim, fanned, move, partial
-from unidist.keras.torch.rows import parts
 from unidist.keras.torch.tensor_parallel import sequence
-from unidist.keras.torch.tensor_parallel.rules import Rule, is_sharded, make_rule
+from unidist.keras.torch.tensor_parallel.rules import Rule, by_rules, is_sharded, make_rule
 
 # On a layer: its rule.
 _RULE = "_unidist_rule"
-# What a tensor was fanned out to.
-_FANNED = "_unidist_fanned"
+# On a layer of whose outputs ranks share the whole: what takes that off again.
+_SHARES = "_unidist_shares"
 # Activations that treat each element alone: they may run on a shard of the features.
 ELEMENTWISE = frozenset(
     [
@@ -59,9 +58,10 @@ def install_rule(rule: Rule) -> None:
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         if str(get_device()) == "meta":
             return rest(*args, **kwargs)
-        with events.for_purpose(rule.name if frame.trial is None else events.purpose()):
+        with events.for_purpose(rule.name):
             if rule.kind != "gather" and (has_more_than_its_kernel(rule.layer) or not rule.is_at_home(frame)):
-                return _gather(rule, frame, rest, *args, **kwargs)
+                called = _by_rules if by_rules(rule) and rule.is_at_home(frame) else _gather
+                return called(rule, frame, rest, *args, **kwargs)
             return apply(rule, frame, rest, *args, **kwargs)
 
     around_call(rule.layer, Stage.RULE, inside)
@@ -70,34 +70,25 @@ def install_rule(rule: Rule) -> None:
         rule.layer.input_spec = None
 
 
+def share(layer: Any, axes: Axes) -> None:
+    """Lets ranks work apart with all that a layer gives, as attention does with keys of few heads: it is joined, and
+    the gradients of all ranks are summed."""
+    if _SHARES in vars(layer):
+        return
+
+    def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
+        y = rest(*args, **kwargs)
+        with events.for_purpose(layer.path or layer.name):
+            return y if y.is_meta else features.shared(frame, y, axes)
+
+    object.__setattr__(layer, _SHARES, around_call(layer, Stage.SHARED, inside))
+
+
 def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """I -> F over `axes`: nothing forward, all_reduce backward; of a part of a sequence S -> F: all_gather and
     reduce_scatter. Layers that take one tensor (query, key and value; gate and up; what an encoder gives to each block
-    of a decoder) share it, and so the one all_reduce of their gradients: it is noted on the tensor and goes with it."""
-    if isinstance(x, sequence.SequencePart) and x.axes == axes:
-        return x.fanned_out()
-    key = (frame.number, axes, torch.is_grad_enabled(), frame.trial)
-    noted = getattr(x, _FANNED, None)
-    if noted is not None and noted[0] == key:
-        return noted[1]  # type: ignore[no-any-return]
-    y = move(frame, parts.whole(x), tuple(x.shape), WHOLE, fanned(axes))
-    if y is not x:
-        y = y if type(y) is ShardedTensor else _NoView.apply(y)  # type: ignore[no-untyped-call]
-        setattr(x, _FANNED, (key, y))
-    return y
-
-
-class _NoView(torch.autograd.Function):
-    """The same values, but not as a view. A view holds its base, and the base has a note of what it was fanned out to:
-    the two would hold each other, through Python and through C++, so that neither sees that nobody else does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    of a decoder) share it, and so the one all_reduce of their gradients."""
+    return features.fanned_out(frame, x, axes)
 
 
 def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
@@ -126,28 +117,23 @@ def _column(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwa
         return _embedding_column(rule, frame, rest, inputs, *args, **kwargs)
     x = fan_out(frame, inputs, rule.axes)
     y = _product(layer, x, _shard(frame, layer._kernel, rule.dim, rule.axes))
-    whole = _whole_shape(y, rule.out_dim, layer._kernel.shape[rule.dim])
     if layer.bias is not None:
         y = ops.add(y, _bias_of_column(rule, frame, y.ndim))
-    paired = rule.is_paired(frame)
-    # An unknown activation gets the whole, unless the pair is proven: the proof disturbs what the activation takes.
+    # An unknown activation sees all features.
     local = layer.activation is None or activation_name(layer.activation) in ELEMENTWISE
-    if (local or paired) and layer.activation is not None:
+    if local and layer.activation is not None:
         y = layer.activation(y)
-    if not paired:
-        y = move(frame, y, whole, cut_dim(y.ndim, rule.out_dim, rule.axes), rule.joined(frame))
-    y = frame.probe(rule, y) if frame.probe is not None else y
-    return y if local or paired else layer.activation(y)
+    y = features.given(frame, y, rule.out_dim, layer._kernel.shape[rule.dim], rule.axes)
+    if layer.activity_regularizer is not None:
+        y = features.whole(y)
+    return y if local else layer.activation(y)
 
 
 def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Kernel cut by its inputs: the product is partial, P -> I (all_reduce forward, nothing backward), or P -> S."""
     layer = rule.layer
-    if frame.probe is not None:
-        inputs = frame.probe(rule, inputs)
-    if not rule.is_paired(frame):
-        cut = cut_dim(inputs.ndim, rule.in_dim, rule.axes)
-        inputs = move(frame, parts.whole(inputs), tuple(inputs.shape), WHOLE, cut)
+    rule.note_taken(features.comes_cut(frame, inputs, rule.in_dim, rule.axes))
+    inputs = features.taken(frame, inputs, rule.in_dim, rule.axes)
     y = _product(layer, inputs, _shard(frame, layer._kernel, rule.dim, rule.axes))
     y = _joined(rule, frame, y, tuple(y.shape), partial(rule.axes))
     if layer.bias is not None:
@@ -157,7 +143,7 @@ def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs
 
 def _joined(rule: Rule, frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout) -> torch.Tensor:
     """What the ranks' tensors make together: on every rank, or of sequences each rank's part of it."""
-    if rule.in_parts and frame.trial is None and sequence.can_be_cut(frame, shape, rule.axes):
+    if rule.in_parts and sequence.can_be_cut(frame, shape, rule.axes):
         return sequence.cut(frame, y, shape, src, rule.axes)
     return move(frame, y, shape, src, WHOLE)
 
@@ -243,6 +229,26 @@ def _masked(layer: Any, inputs: Any, rows: Any) -> Any:
 
 def _whole(frame: Frame, variable: Any) -> torch.Tensor:
     return variable.whole(frame)  # type: ignore[no-any-return]
+
+
+def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
+    """The layer's own operations, with carriers of its cut weights: each goes by its rule."""
+    layer = rule.layer
+    cut = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if is_sharded(v)]
+    values = {id(v): _as_carrier(frame, v, rule.axes) for v in cut}
+    if rule.kind == "row":
+        rule.note_taken(features.comes_cut(frame, args[0], rule.in_dim, rule.axes))
+    with frame.reading(values):
+        return rest(*args, **kwargs)
+
+
+def _as_carrier(frame: Frame, variable: Any, axes: Axes) -> torch.Tensor:
+    """A variable that `axes` cut along one dim, as a carrier; any other gathered."""
+    dims = [dim for dim, own in enumerate(variable._storage.layout.dims) if own == axes]
+    if len(dims) != 1:
+        return _whole(frame, variable)
+    shard = _shard(frame, variable, dims[0], axes)
+    return features.given(frame, shard, dims[0], variable.shape[dims[0]], axes)
 
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:

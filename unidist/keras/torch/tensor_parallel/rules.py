@@ -6,15 +6,14 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from unidist.algebra import Axes, Layout
-from unidist.keras.layers import computes_as, more_than_its_kernel, own_call
+from unidist.algebra import Axes
+from unidist.keras.layers import computes_as, has_low_rank, more_than_its_kernel, own_call
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.moving import WHOLE, fanned
 from unidist.keras.torch.values.variables import DistributedVariable
 
 
@@ -28,13 +27,7 @@ class Rule:
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
         parts: how many ranks cut it.
         in_parts: sequence parallelism: what it sums over the ranks goes on as parts of the sequence.
-        pairable: False: its shards are not to stay with the ranks.
-        share: row of an attention whose key heads do not divide: numbers of this rank's query heads, of query heads for
-            each key head, and of key heads that this rank works with.
-        meets: the row of a pair that works with this column's whole output: while that is in use, each rank takes its
-            own part of it, so its gradient arrives partial, and what is joined is fanned out.
-        pairs: the proven ones that it is in (pairs.py). While one is in use, a column's output stays sharded, and a
-            row's input comes sharded. Who calls this layer by itself gets, and gives, the whole.
+        comes_cut: of a row: whether its inputs came cut in all calls so far; None: there was none.
         world: that its weights are on.
         reason: of "gather": why no other rule serves it.
     """
@@ -47,28 +40,18 @@ class Rule:
     out_dim: int = -1
     parts: int = 1
     in_parts: bool = False
-    pairable: bool = True
-    share: tuple[int, int, int] | None = None
-    meets: Rule | None = None
-    pairs: list[Any] = field(default_factory=list)
+    comes_cut: bool | None = None
     world: Any = None
     reason: str = ""
-
-    def is_paired(self, frame: Frame) -> bool:
-        """Whether it is paired for this rank: as proven, or as being tried."""
-        if frame.trial is not None:
-            return id(self) in frame.trial
-        return not frame.pairs.isdisjoint(self.pairs)
 
     def is_at_home(self, frame: Frame) -> bool:
         """Whether a rank works on the mesh that the weights are on: a model may call one that another mesh has."""
         world = frame.world
         return self.world is world or (self.world.mesh, self.world.data_axes) == (world.mesh, world.data_axes)
 
-    def joined(self, frame: Frame) -> Layout:
-        """What a column's output is where it does not stay cut."""
-        meeting = self.meets is not None and self.meets.is_paired(frame)
-        return fanned(self.axes) if meeting else WHOLE
+    def note_taken(self, is_cut: bool) -> None:
+        """Of a row, how its inputs came in a call."""
+        self.comes_cut = is_cut and self.comes_cut is not False
 
     @property
     def name(self) -> str:
@@ -87,6 +70,37 @@ def make_rule(layer: Any) -> Rule | None:
     return rule
 
 
+def told(rule: Rule) -> str:
+    """What a layer with cut weights does, in a sentence."""
+    if rule.kind != "gather" and (more := more_than_its_kernel(rule.layer)):
+        what = f"{rule.kind}: its own operations go by rules, for it {more}"
+        return what if by_rules(rule) else _gathered(f"it {more}")
+    if rule.kind == "gather":
+        return _gathered(rule.reason)
+    if rule.kind == "vocabulary":
+        return "vocabulary: each device looks up the entries that it holds"
+    if rule.kind == "column":
+        return "column: its outputs stay cut, until an operation needs all of them"
+    return _OF_ROWS[rule.comes_cut]
+
+
+def by_rules(rule: Rule) -> bool:
+    """Whether a layer with more than its kernel computes with carriers of its weights: its low-rank kernels are added
+    to the kernel as it is."""
+    return rule.kind in ("column", "row") and has_low_rank(rule.layer)
+
+
+def _gathered(reason: str) -> str:
+    return f"gathered for each call: {reason}"
+
+
+_OF_ROWS = {
+    None: "row: takes its part of its inputs, which the first step shows to come cut or whole",
+    True: "row: its inputs come cut",
+    False: "row: its inputs come whole, and each device takes its part",
+}
+
+
 def is_sharded(variable: Any) -> bool:
     return isinstance(variable, DistributedVariable) and variable._storage.is_sharded
 
@@ -100,7 +114,7 @@ def _found(layer: Any) -> Rule | str:
         name, base = type(layer).__name__, own_call(layer)
         what = f"computes otherwise than the {base} that it inherits from" if base else "has no rule for shards"
         return f"a {name} {what}"
-    more = more_than_its_kernel(layer)
+    more = "" if has_low_rank(layer) else more_than_its_kernel(layer)
     return f"it {more}" if more else finder(layer)
 
 

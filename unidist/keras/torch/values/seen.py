@@ -16,13 +16,12 @@ import torch
 from unidist.errors import CapabilityError
 from unidist.keras.compat import tree
 from unidist.keras.torch import carrying, context
-from unidist.keras.torch.rows import rowwise
-from unidist.keras.torch.rows.parts import mapped, values
-from unidist.keras.torch.values import norms
+from unidist.keras.torch.structures import mapped, values
+from unidist.keras.torch.values import elementwise, norms
 from unidist.keras.torch.values.storage import Storage
 
-_EACH = rowwise.each()
-_EACH_IN_PLACE = rowwise.each_in_place()
+_EACH = elementwise.each()
+_EACH_IN_PLACE = elementwise.each_in_place()
 _of_a_loop: list[tuple[Any, torch.Tensor, int]] = []
 _NOTES = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
 
@@ -72,10 +71,10 @@ class Seen(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = values(args), values(kwargs or {})
-        if func in rowwise.OF_THE_SHAPE:
+        if func in elementwise.OF_THE_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in rowwise.OF_THE_GRAPH:
+        if func in elementwise.OF_THE_GRAPH:
             return func(args[0].held(), *args[1:], **kwargs)
         if getattr(func, "__name__", "") in _NOTES:
             raise CapabilityError(
@@ -86,7 +85,7 @@ class Seen(torch.Tensor):
         found = _on_parts(func, args, kwargs)
         if found is not NotImplemented:
             return found
-        if rowwise.writes(func, kwargs) or kwargs.get("out") is not None:
+        if elementwise.writes(func, kwargs) or kwargs.get("out") is not None:
             return _written(func, args, kwargs)
         return _on_wholes(func, args, kwargs)
 
@@ -242,7 +241,7 @@ def _is_shared(tensor: torch.Tensor, found: Sequence[torch.Tensor]) -> bool:
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
     """A function that writes into whole copies, whose parts are kept."""
     into = [kwargs.get("out")]
-    if args and rowwise.writes(func, kwargs):
+    if args and elementwise.writes(func, kwargs):
         into += args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     copies = {id(x): x.whole().detach().clone() for x in into if isinstance(x, Seen)}
 
@@ -298,4 +297,4 @@ def _fits(shape: tuple[int, ...], x: Any) -> bool:
             return False
         lengths = zip(reversed(x.shape), reversed(shape), strict=False)
         return x.ndim <= len(shape) and all(n in (1, m) for n, m in lengths)
-    return x is None or isinstance(x, rowwise.CONSTANTS)
+    return x is None or isinstance(x, elementwise.CONSTANTS)

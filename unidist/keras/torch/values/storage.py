@@ -334,8 +334,7 @@ class Storage:
         fanned = tuple(a for a in sharding.layout.sharded_axes if a in self.world.data_axes)
         target = sharding.with_layout(Layout(fanout=fanned) if differentiable else Layout())
         frame = context.frame()
-        proving = frame is not None and frame.trial is not None
-        with events.for_purpose(events.purpose() if proving else self.path):
+        with events.for_purpose(self.path):
             if differentiable:
                 whole = self.world.backend.redistribute(shard, sharding, target)
                 if frame is None and fanned and whole.requires_grad:

@@ -1,11 +1,10 @@
-"""Which functions of torch treat each place of a dim alone, by name. What is not here may mix them.
+"""Which functions of torch treat each element alone, by name; which say something of the shape, or write.
 
 An entry is a function of torch, and the condition on its arguments under which it does.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -40,17 +39,6 @@ _ALONE = (
     *("to", "type", "float", "half", "bfloat16", "double", "bool", "int", "long", "clone", "contiguous", "detach"),
     *("zeros_like", "ones_like", "full_like", "empty_like"),
 )
-# Along the dims that they are given.
-_ALONG = (
-    *("mean", "sum", "prod", "var", "std", "amax", "amin", "logsumexp", "softmax", "log_softmax", "cumsum"),
-    *("cumprod", "all", "any", "nansum", "nanmean", "argmax", "argmin", "count_nonzero"),
-)
-# Each element alone, unless they are reduced.
-_LOSSES = (
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
-)
-_NORMALIZING = ("layer_norm", "rms_norm")
 _PROPERTIES = (
     *("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized"),
     *("is_nested", "is_mkldnn", "itemsize", "nbytes", "_version"),
@@ -82,52 +70,9 @@ def _alone(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())) == 1
 
 
-def _along(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Along dims behind one alone."""
-    dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
-    given: list[Any] = list(dims) if isinstance(dims, (list, tuple)) else [dims]
-    # x.all(1, 2): another dim behind the first one.
-    if not given or not all(map(_is_number, given)) or any(map(_is_number, args[2:])) or not _each(ndim, args, kwargs):
-        return False
-    return all(-ndim <= d < ndim and d % ndim > behind for d in given)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _permuting(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Dims behind one alone."""
-    given = args[1:] or (kwargs.get("dims"),)
-    dims = given[0] if isinstance(given[0], (list, tuple)) else given
-    return all(map(_is_number, dims)) and [d % ndim for d in dims[: behind + 1]] == list(range(behind + 1))
-
-
-def _normalizing(behind: int, ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    return len(shape) < ndim - behind
-
-
 def _where(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     # Of a condition alone it gives places.
     return len(args) + len(kwargs) == 3 and _each(ndim, args, kwargs)
-
-
-def _unreduced(ndim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("reduction") == "none" and len(args) == 2
-
-
-def table(dim: int) -> dict[Any, Condition]:
-    """function -> the condition under which it treats each place of the dim alone."""
-    return {
-        **dict.fromkeys(named(_EACH), _each),
-        **dict.fromkeys(named(_ALONE), _alone),
-        **dict.fromkeys(named(_ALONG), functools.partial(_along, dim)),
-        **dict.fromkeys(named(_NORMALIZING), functools.partial(_normalizing, dim)),
-        **dict.fromkeys(named(["permute"]), functools.partial(_permuting, dim)),
-        **{getattr(torch.nn.functional, name): _unreduced for name in _LOSSES},
-        torch.where: _where,
-    }
 
 
 def each() -> dict[Any, Condition]:

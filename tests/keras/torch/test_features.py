@@ -1,8 +1,7 @@
-"""Column and row layers pair up where it is proven safe, and nowhere else; the numbers are right either way."""
+"""What a column layer gives stays cut as far as rules go, and the numbers are one device's whatever comes next."""
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 import keras
@@ -18,25 +17,31 @@ from tests.keras.torch.models import (
     features,
     mlp,
     model_parallel,
-    pairs_of,
-    said_of,
+    rows_of,
     train,
     two_by_two,
 )
-from unidist.keras.torch.tensor_parallel import pairs, verdicts
-from unidist.keras.torch.world import rank_world
+
+COLUMN = "column: its outputs stay cut, until an operation needs all of them"
+WHOLE = "row: its inputs come whole, and each device takes its part"
+
+
+def why_of(model):
+    """layer -> what it does."""
+    return {
+        path.split("/")[-1]: why for path, why in unidist.describe(model).why.items() if not path.startswith("oper")
+    }
 
 
 @pytest.mark.parametrize("mesh", [None, two_by_two], ids=["4", "2x2"])
 @pytest.mark.parametrize("middle", [None, lambda: layers.Activation("gelu"), lambda: layers.LeakyReLU(0.1)])
-def test_a_safe_pair_is_found(middle, mesh):
+def test_features_stay_cut_between_a_column_and_a_row(middle, mesh):
     x, y = features()
     strategy = model_parallel(mesh=mesh() if mesh else None)
     found = train(lambda: mlp(middle), x, y, strategy)
     assert_equal(found, train(lambda: mlp(middle), x, y))
-    assert [len(pair.columns) for pair in pairs_of(found.model)] == [1]
-    name = found.model.name
-    assert said_of(found.model) == {"a": f"column, paired with '{name}/b'", "b": f"row, takes shards of '{name}/a'"}
+    assert rows_of(found.model) == ["b"]
+    assert why_of(found.model) == {"a": COLUMN, "b": "row: its inputs come cut"}
     assert {row.path.split("/", 1)[1] for row in unidist.describe(found.model).sharded} >= {"a/kernel", "b/kernel"}
 
 
@@ -60,12 +65,6 @@ class Hidden(layers.Layer):
         return ops.where(ops.max(x, axis=-1, keepdims=True) > 0.5, x, 2 * x)
 
 
-DIFFER = (
-    r"with shards between '(\w+/)?a' and '(\w+/)?b' (output 0 of the model|the gradient of '[\w/]+' \(variable \d\)) "
-    r"differs by [\d.e-]+, "
-    r"where rounding makes [\d.e-]+"
-)
-MIXED = r"(its outputs|the outputs of '\w+/a') reach '\w+/b' in other slices than their own"
 TRAPS = {
     "softmax": layers.Softmax,
     "layer norm": layers.LayerNormalization,
@@ -79,8 +78,12 @@ TRAPS = {
 }
 
 
+# What of these gives its outputs cut again.
+CUT_AGAIN = {"softmax", "hidden", "asleep", "fixed width"}
+
+
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_trap_is_gathered(trap):
+def test_what_looks_at_several_features_sees_all(trap):
     def trained(strategy=None):
         # Sums of sixteen numbers are large: at a higher rate it depends on the order of the rows whether they end.
         return train(
@@ -89,15 +92,8 @@ def test_a_trap_is_gathered(trap):
 
     found = trained(model_parallel())
     assert_equal(found, trained())
-    assert pairs_of(found.model) == []
     assert unidist.describe(found.model).sharded
-    said = said_of(found.model)
-    reason = {
-        "hidden": DIFFER,
-        "fixed width": "the shards do not fit where the model wants the whole: .*Reshape.*size of the tensor.*",
-    }.get(trap, MIXED)
-    assert re.fullmatch(f"column, gathered: {reason}", said["a"]), said["a"]
-    assert re.fullmatch(f"row, gathered: {reason}", said["b"]), said["b"]
+    assert rows_of(found.model) == (["b"] if trap in CUT_AGAIN else [])
 
 
 class Largest(layers.Layer):
@@ -124,23 +120,9 @@ def test_what_a_layer_keeps_of_its_inputs_is_of_whole_ones(in_metric):
     build = lambda: mlp(lambda: Largest(in_metric, name="largest"))  # noqa: E731
     found = train(build, x, y, model_parallel())
     assert_equal(found, train(build, x, y))
-    assert pairs_of(found.model) == []
-    assert "reach what 'largest' keeps of its inputs" in said_of(found.model)["a"]
+    assert rows_of(found.model) == ["b"]
     (first, *_) = unidist.plan(build(), unidist.Mesh({"model": 4})).rows
     assert first.reason == "column: its outputs are gathered"
-
-
-def test_a_pair_is_proven_where_every_rank_says_so():
-    """All ranks get the same reason: the lowest rank's, with its number where others have nothing against it."""
-    world, told = rank_world(unidist.Mesh({"model": 4}), ()), []
-
-    def ask(frame):
-        alone = "" if frame.rank != 2 else "it leaks: \u00fc"
-        several = f"as seen by {frame.rank}" if frame.rank in (1, 3) else ""
-        told.append(verdicts.agreed(frame, ["", alone, several, f"all {frame.rank}"]))
-
-    world.run(ask)
-    assert told == [["", "it leaks: \u00fc (as rank 2 found)", "as seen by 1 (as rank 1 found)", "all 0"]] * 4
 
 
 def residual():
@@ -159,21 +141,12 @@ def gated_by_replicated():
     return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(layers.Multiply()([h, gate]))))
 
 
-LEAK = "reach the outputs of the model"
-
-
-@pytest.mark.parametrize(
-    ("build", "column", "row"),
-    [(residual, f"its outputs also {LEAK}", f"the outputs of 'a' also {LEAK}"), (gated_by_replicated, DIFFER, DIFFER)],
-)
-def test_a_column_that_is_used_otherwise_is_gathered(build, column, row):
+@pytest.mark.parametrize("build", [residual, gated_by_replicated])
+def test_a_column_that_is_used_otherwise_too(build):
     x, y = features()
     found = train(build, x, y, model_parallel())
     assert_equal(found, train(build, x, y))
-    assert pairs_of(found.model) == []
-    said = said_of(found.model)
-    assert re.fullmatch(f"column, gathered: {column}", said["a"]), said["a"]
-    assert re.fullmatch(f"row, gathered: {row}", said["b"]), said["b"]
+    assert rows_of(found.model) == ["b"]
 
 
 def gated_ffn():
@@ -188,16 +161,15 @@ def test_a_gated_pair_has_two_columns():
     x, y = features()
     found = train(gated_ffn, x, y, model_parallel(rules))
     assert_equal(found, train(gated_ffn, x, y))
-    assert [len(pair.columns) for pair in pairs_of(found.model)] == [2]
-    assert said_of(found.model)["down"] == "row, takes shards of 'gate' and 'up'"
+    assert rows_of(found.model) == ["down"]
 
 
-def test_half_a_gated_pair_is_gathered():
+def test_half_a_gated_pair_takes_its_part_of_the_other_half():
     rules = {"gate/kernel": (None, "model"), "down/kernel": ("model", None)}
     x, y = features()
     found = train(gated_ffn, x, y, model_parallel(rules))
     assert_equal(found, train(gated_ffn, x, y))
-    assert pairs_of(found.model) == []
+    assert rows_of(found.model) == ["down"]
 
 
 def attention():
@@ -218,7 +190,7 @@ def test_attention_pairs_by_heads():
     found = train(attention, x, y, model_parallel(rules))
     # Attention's softmax sums in another order on fewer heads.
     assert_equal(found, train(attention, x, y))
-    assert [len(pair.columns) for pair in pairs_of(found.model)] == [3]
+    assert rows_of(found.model) == ["attention_output"]
 
 
 def two_rows():
@@ -281,69 +253,25 @@ def stepped_below():
     return stepped(lambda one: one < -LIMIT)
 
 
-SLICES = "reach 'b' in other slices than their own"
-AGAINST = {
-    two_rows: {"a": "its outputs reach several row layers: 'b' and 'b2'"},
-    scaled: {"a": f"its outputs {SLICES}"},
-    scaled_beside: {
-        "a": f"'b' is gathered: the outputs of 'a2' {SLICES}",
-        "a2": f"its outputs {SLICES}",
-        "b": f"the outputs of 'a2' {SLICES}",
-    },
-    leaking: {"a": f"its outputs also {LEAK}"},
-    stepped_above: {"a": f"its outputs {SLICES}"},
-    stepped_below: {"a": f"its outputs {SLICES}"},
-    whole_again: {"a": "its outputs also reach 'a2'", "a2": f"its outputs {LEAK}"},
-}
+BRANCHES = (two_rows, scaled, scaled_beside, leaking, stepped_above, stepped_below, whole_again)
 
 
-@pytest.mark.parametrize("build", AGAINST)
-def test_equal_numbers_on_the_rows_of_the_proof_are_no_proof(build):
-    """On the first rows, which are small, each of these pairs would give one device's outputs and gradients."""
+@pytest.mark.parametrize("build", BRANCHES)
+def test_what_only_large_numbers_show(build):
+    """On the first rows, which are small, each of these gives what it would give of a rank's own features."""
     rules = {r".*(a|a2)/kernel": (None, "model"), r".*(a|a2)/bias": ("model",), r".*(b|b2)/kernel": ("model", None)}
     x, y = features(rows=8)
     x[:2] *= 0.05
     found = train(build, x, y, model_parallel(rules), shuffle=False)
     assert_equal(found, train(build, x, y, shuffle=False))
-    assert pairs_of(found.model) == []
-    said = said_of(found.model)
-    for layer, reason in AGAINST[build].items():
-        assert said[layer].endswith(f", gathered: {reason}")
-
-
-def leaking_by_rows():
-    """The sum of the features leaves the model too, of rows that are not 0."""
-    inputs = layers.Input((12,))
-    h = layers.Dense(16, name="a")(inputs)
-    more = ops.sum(h, axis=-1, keepdims=True) * ops.sign(ops.abs(inputs[:, :1]))
-    return keras.Model(inputs, layers.Dense(3, name="c")(layers.Dense(8, name="b")(h)) + more)
-
-
-@pytest.mark.parametrize(("silent", "rank"), [(slice(2, 4), 0), (slice(0, 2), 2)])
-def test_all_ranks_have_the_same_reasons(monkeypatch, silent, rank):
-    """On the rows of one data shard nothing speaks against the pair."""
-    told = {}
-    prove = pairs.prove
-
-    def noting(model, rules, frame, x):
-        found = prove(model, rules, frame, x)
-        told[frame.rank] = [str(verdict) for verdict in found[1].values()]
-        return found
-
-    monkeypatch.setattr(pairs, "prove", noting)
-    x, y = features(rows=4)
-    x[silent] = 0
-    train(leaking_by_rows, x, y, model_parallel(mesh=two_by_two()), shuffle=False)
-    where = f"also {LEAK} (as rank {rank} found)"
-    wanted = [f"column, gathered: its outputs {where}", f"row, gathered: the outputs of 'a' {where}"]
-    assert told == dict.fromkeys(range(4), wanted)
+    assert rows_of(found.model)
 
 
 def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
     x, y = features(rows=8)
     with unidist.ledger() as traffic:
         found = train(mlp, x, y, model_parallel(), batch_size=8, epochs=3)
-    assert len(pairs_of(found.model)) == 1
+    assert rows_of(found.model) == ["b"]
     forward = 2 * 3 / 4 * 8 * 8 * 4  # output of b: 8 rows of 8 floats
     backward = 2 * 3 / 4 * 8 * 12 * 4  # gradient of the input of a: 8 rows of 12 floats
     steps = [e for e in traffic.events if e.purpose.endswith(("/a", "/b"))]
@@ -363,11 +291,27 @@ def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
     assert sum(e.bytes for e in steps) == 3 * (forward + backward)
 
 
-def test_dropout_between_a_pair_differs_by_shard():
-    x, y = features()
-    found = train(lambda: mlp(lambda: layers.Dropout(0.5, seed=3)), x, y, model_parallel())
-    (pair,) = pairs_of(found.model)
-    assert [type(layer).__name__ for layer in pair.random] == ["Dropout"]
+def test_dropout_of_cut_features_differs_by_rank():
+    """Of ones, each rank drops others; the first layer's outputs are ones."""
+    seen = []
+
+    class Noting(layers.Layer):
+        def call(self, x):
+            seen.append(x.local.detach().clone() if hasattr(x, "local") else None)
+            return x
+
+    def build():
+        first = layers.Dense(16, name="a", kernel_initializer="zeros", bias_initializer="ones")
+        row = layers.Dense(8, name="b")
+        middle = [layers.Dropout(0.5, seed=3), Noting()]
+        return keras.Sequential([layers.Input((12,)), first, *middle, row, layers.Dense(3, name="c")])
+
+    x, y = features(rows=8)
+    train(build, x, y, model_parallel(), batch_size=8, epochs=1)
+    parts = [part for part in seen if part is not None and part.shape == (8, 4)][:4]
+    assert len(parts) == 4
+    assert all(0 < (part == 0).float().mean() < 1 for part in parts)
+    assert not any(torch.equal(one, other) for k, one in enumerate(parts) for other in parts[:k])
 
 
 def test_unmatched_rules_are_told():
@@ -396,38 +340,14 @@ class Apart(keras.Sequential):
 
 
 @pytest.mark.parametrize("found_layouts", [False, True])
-def test_layers_of_a_pair_that_a_step_calls_by_themselves_give_the_whole(found_layouts):
+def test_layers_that_a_step_calls_by_themselves_give_the_whole(found_layouts):
     x, y = features(4)
     Apart.shapes.clear()
     strategy = unidist.ModelParallel(unidist.Mesh({"model": 4})) if found_layouts else model_parallel()
     found = train(lambda: Apart(mlp().layers), x, y, strategy, epochs=2)
-    assert len(pairs_of(found.model)) == 1
     wanted = train(lambda: Apart(mlp().layers), x, y, epochs=2)
     assert set(Apart.shapes) == {((4, 16), (4, 8))}
     assert_equal(found, wanted)
-
-
-def test_pairs_that_do_not_go_together_are_not_all_in_use(monkeypatch):
-    """Each is right alone; the second is gathered."""
-    alone = pairs._against
-
-    def against(model, tried, *rest):
-        return alone(model, tried, *rest) if len(tried) == 1 else "they differ"
-
-    monkeypatch.setattr(pairs, "_against", against)
-
-    def build():
-        widths = {"a": 16, "b": 8, "c": 16, "d": 3}
-        return keras.Sequential([layers.Input((12,)), *(layers.Dense(n, "tanh", name=k) for k, n in widths.items())])
-
-    x, y = features()
-    rules = {".*[ac]/kernel": (None, "model"), ".*[bd]/kernel": ("model", None)}
-    found = train(build, x, y, model_parallel(rules))
-    assert_equal(found, train(build, x, y))
-    assert len(pairs_of(found.model)) == 1
-    said = said_of(found.model)
-    assert said["c"] == "column, gathered: they differ"
-    assert said["b"].startswith("row, takes shards of")
 
 
 class Same(layers.Layer):
@@ -436,7 +356,7 @@ class Same(layers.Layer):
 
 
 class Training(Same):
-    """Computes in training alone; the proof runs the model as in inference."""
+    """Computes in training alone."""
 
     def call(self, x, training=None):
         if not training and not x.is_meta:
@@ -454,12 +374,8 @@ class Quarters(Same):
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("middle", [Training, Quarters])
-def test_a_model_that_does_not_run_on_so_few_rows(middle, zero):
-    """It is proven on as many as a batch has; where that fails too it gathers, and the reason is told."""
+def test_layers_that_do_not_run_on_any_rows(middle, zero):
     x, y = features(rows=8)
     found = train(lambda: mlp(middle), x, y, model_parallel(mesh=two_by_two(), zero=zero), shuffle=False, batch_size=8)
     assert_equal(found, train(lambda: mlp(middle), x, y, shuffle=False, batch_size=8))
-    assert len(pairs_of(found.model)) == (middle is Quarters)
-    why = "does not run on a few rows of its first batch: Exception encountered when calling Training.* not without tr"
-    wanted = "paired with|takes shards of" if middle is Quarters else why
-    assert all(re.search(wanted, said) for said in said_of(found.model).values())
+    assert rows_of(found.model) == ["b"]

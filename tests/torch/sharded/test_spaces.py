@@ -1,0 +1,108 @@
+"""Carriers of several spaces: of rows, whose parts may be carriers of features."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from unidist import events
+from unidist.algebra import Mesh
+from unidist.backends.sim.ranks import VirtualRanks
+from unidist.backends.sim.world import VirtualWorld
+from unidist.backends.torch.sharded import Space, distribute, wrap
+from unidist.propagation.layouts import chunked
+
+
+def spaces() -> Any:
+    """Virtual ranks on a mesh of 2 x 2, and what gives one its spaces: of rows, and an invariant one of features."""
+    mesh = Mesh({"data": 2, "model": 2})
+    backend = VirtualRanks(VirtualWorld(4))
+    rows, features = (("data",),), (("model",),)
+    return backend, lambda: (Space.of(backend, mesh, rows), Space.of(backend, mesh, features, invariant=True))
+
+
+def test_writes_into_parts_that_are_carriers() -> None:
+    backend, made = spaces()
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        whole = torch.arange(32.0).reshape(4, 8)
+        own = distribute(whole, outer.spec((chunked(0, 4, 2),), (4, 8))).local
+        x: Any = wrap(distribute(own, inner.spec((chunked(1, 8, 2),), (2, 8))), outer.spec((chunked(0, 4, 2),), (4, 8)))
+        x[:, 3] = 7.0
+        x += 1.0
+        x[1] = torch.zeros(8)
+        whole[:, 3] = 7.0
+        whole += 1.0
+        whole[1] = 0.0
+        assert torch.equal(x.whole(), whole)
+
+    backend.run(program)
+
+
+def test_what_was_only_broadcast_is_joined_once() -> None:
+    backend, made = spaces()
+
+    def program(rank: int) -> None:
+        _, space = made()
+        bias = torch.arange(8.0, requires_grad=True)
+        x = distribute(torch.ones(4, 8), space.spec((chunked(1, 8, 2),), (4, 8)))
+        with events.listen(sent.append) if rank == 0 else contextlib.nullcontext():
+            y: Any = x * bias.expand(4, 8)
+            y.whole().sum().backward()
+        assert bias.grad is not None
+        assert torch.equal(bias.grad, torch.full((8,), 4.0))
+
+    sent: list[events.Event] = []
+    backend.run(program)
+    # Forward the products, of 4 x 8 numbers; backward one gradient for each number of the bias.
+    assert [(e.op, e.bytes) for e in sent] == [("all_gather", 4 * 8 * 4 / 2), ("all_gather", 8 * 4 / 2)]
+
+
+def test_features_beside_rows() -> None:
+    backend, made = spaces()
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        x, w = torch.arange(32.0).reshape(4, 8), torch.arange(8.0)
+        rows = distribute(x, outer.spec((chunked(0, 4, 2),), (4, 8)))
+        weight = distribute(w, inner.spec((chunked(0, 8, 2),), (8,)))
+        weight.local.requires_grad_()
+        y: Any = rows * weight
+        assert tuple(y.local.local.shape) == (2, 4)
+        assert torch.equal(y.whole().detach(), x * w)
+        y.sum().backward()
+        # Of rows each rank has a summand.
+        own = outer.all_reduce(weight.local.grad, (0,))
+        assert torch.equal(own, x.sum(0)[weight.spec.space.places[0] * 4 :][:4])
+
+    backend.run(program)
+
+
+def test_moves_of_rows_join_features() -> None:
+    """Of rows whose features are cut: an extreme, a cumulative sum over rows, and a cast that rounds in backward."""
+    backend, made = spaces()
+    values = torch.arange(32.0, dtype=torch.float32).reshape(4, 8).cos()
+
+    def compute(x: Any) -> Any:
+        return torch.cumsum(x, 0) * torch.amax(x, 0) + x.to(torch.bfloat16).to(torch.float32).mean(0)
+
+    plain = values.clone().requires_grad_()
+    compute(plain).sum().backward()
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        own = distribute(values, outer.spec((chunked(0, 4, 2),), (4, 8))).local
+        part = distribute(own, inner.spec((chunked(1, 8, 2),), (2, 8)))
+        part.local.requires_grad_()
+        x: Any = wrap(part, outer.spec((chunked(0, 4, 2),), (4, 8)))
+        y = compute(x)
+        torch.testing.assert_close(y.whole().detach(), compute(values))
+        y.sum().backward()
+        assert plain.grad is not None
+        row, column = outer.places[0] * 2, inner.places[0] * 4
+        torch.testing.assert_close(part.local.grad, plain.grad[row : row + 2, column : column + 4])
+
+    backend.run(program)
