@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import OwnOfPairs, assert_equal, features, model_parallel, train, two_by_two
-from unidist.errors import LayoutError, MeshError
+from unidist.errors import CapabilityError, LayoutError, MeshError
 from unidist.keras.torch.values import units
 
 STRATEGIES = {
@@ -469,6 +469,37 @@ def test_optimizers_may_keep_what_is_no_variable(strategy):
         for given in (strategy, None)
     )
     assert_equal(found, wanted)
+
+
+class Thawing(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].trainable = epoch > 0
+
+
+def test_a_layer_may_become_trainable_amid_a_training(strategy):
+    x, y = features()
+    found, wanted = (
+        train(own(keras.Sequential), x, y, given, epochs=3, callbacks_too=[Thawing()]) for given in (strategy, None)
+    )
+    assert_equal(found, wanted)
+
+
+class ThawedInStep(OwnStep):
+    def train_step(self, data):
+        self.layers[0].trainable = True
+        return super().train_step(data)
+
+
+def test_a_layer_that_becomes_trainable_amid_a_step_is_refused(strategy):
+    x, y = features()
+
+    def build():
+        model = own(ThawedInStep)()
+        model.layers[0].trainable = False
+        return model
+
+    with pytest.raises(CapabilityError, match=r"/a/kernel' was not trainable when this training began"):
+        train(build, x, y, strategy)
 
 
 class Penalized(Losing):

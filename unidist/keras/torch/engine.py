@@ -58,7 +58,7 @@ class Engine:
         self._has_own_code = self.runs_eagerly = False
         self._attributes = attributes.PerRank(self.world)
         self._prepared: tuple[Any, ...] = ()
-        self._ready = False
+        self._ready: int | None = None
         self.logs_are_read = True
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ class Engine:
         if self.runs_eagerly:
             eagerly.tell(self.model, self.world)
         token = context.engine_at_work.set(self)
-        self._ready = False
+        self._ready = None
         before, self.logs_are_read = self.logs_are_read, logs_are_read
         try:
             with self.distribution.scope(), ending.noting():
@@ -203,11 +203,11 @@ class Engine:
 
     def step(self, function: Callable[[Any], Any], batches: Any, *, kind: str) -> Any:
         """Keras's step function on each rank's rows; of kind "train", "test" or "predict" (outputs are joined)."""
-        if not self._ready or self._looked.call_other_functions():
+        if self._ready != self.world.made_trainable or self._looked.call_other_functions():
             if self._prepared and kind == "train":
                 self._build(batches)
             self.prepare()
-            self._ready = True
+            self._ready = self.world.made_trainable
             if kind == "train":
                 stateful.refuse_in_parts(self.model, self.distribution)
         with self._attributes.apart(self._apart):
@@ -269,7 +269,7 @@ class StepFunction:
         self.function = function
         self.kind = kind
         # The model may be another by now, as one that a callback has compiled again.
-        engine._ready = False
+        engine._ready = None
 
     def __call__(self, batches: Any) -> Any:
         return self.engine.step(self.function, batches, kind=self.kind)

@@ -39,7 +39,9 @@ class Traffic:
         by_layer = _variables_by_layer(model)
         fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
         _check_fetched(model, [layer for layer, _ in fetched])
-        trainable = [v._storage for v in model.trainable_variables]
+        trainable = self._watched = [v._storage for v in model.trainable_variables]
+        for storage in trainable:
+            storage.watchers += 1
         for layer in model._flatten_layers():
             for variable in overwritten(layer):
                 variable._storage.is_overwritten = True
@@ -58,6 +60,8 @@ class Traffic:
 
     def close(self) -> None:
         """Stops watching and fetching."""
+        for storage in self._watched:
+            storage.watchers -= 1
         for undo in self._undo:
             undo()
         for reducer in self._reducers.values():

@@ -76,6 +76,7 @@ class Storage:
         self.world = world
         self.shardings = shardings
         self.path = path
+        self.watchers = 0  # of whose gradients it is one
         self.shards: dict[int, torch.nn.Parameter] = {}
         self.leaves: dict[int, torch.nn.Parameter] = {}
         self.states: dict[int, torch.nn.Parameter] = {}

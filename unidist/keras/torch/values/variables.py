@@ -190,8 +190,11 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
+        is_news = bool(value) and not self.trainable
         self._trainable = bool(value)
         self._storage.set_trainable(self._trainable)
+        if is_news and not self._storage.watchers:
+            self._storage.world.note_trainable(self.path)
 
     @property
     def constraint(self) -> Any:
