@@ -12,7 +12,8 @@ from unidist.algebra import Mesh
 from unidist.backends.sim.ranks import VirtualRanks
 from unidist.backends.sim.world import VirtualWorld
 from unidist.backends.torch.sharded import Space, distribute, wrap
-from unidist.propagation.layouts import chunked
+from unidist.backends.torch.sharded.tensor import moved
+from unidist.propagation.layouts import WHOLE, chunked
 
 
 def spaces() -> Any:
@@ -106,3 +107,20 @@ def test_moves_of_rows_join_features() -> None:
         torch.testing.assert_close(part.local.grad, plain.grad[row : row + 2, column : column + 4])
 
     backend.run(program)
+
+
+def test_what_was_gathered_serves_who_needs_all_of_it() -> None:
+    """A product takes the whole beside a cut kernel, then somebody reads it: one all_gather, one sum of gradients."""
+    backend, made = spaces()
+
+    def program(rank: int) -> None:
+        _, space = made()
+        x: Any = distribute(torch.ones(4, 8), space.spec((chunked(0, 4, 2),), (4, 8)))
+        x.local.requires_grad_()
+        with events.listen(sent.append) if rank == 0 else contextlib.nullcontext():
+            (moved(x, (WHOLE,)).sum() * space.places[0] + x.whole().sum()).backward()
+        torch.testing.assert_close(x.local.grad, torch.full((2, 8), 2.0))
+
+    sent: list[events.Event] = []
+    backend.run(program)
+    assert [e.op for e in sent] == ["all_gather", "reduce_scatter"]
