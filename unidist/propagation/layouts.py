@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
-from unidist.algebra import Layout, Sharding
+from unidist.algebra import Axes, Layout, Sharding
 from unidist.algebra.sharding import chunk
 from unidist.errors import LayoutError
 
@@ -112,13 +112,22 @@ def states_of(sharding: Sharding) -> States:
     return tuple(states)
 
 
-def layout_of(states: States, axes: Sequence[str]) -> Layout:
-    """The algebra's layout, which has torch.chunk's sizes: those of the cuts are let go."""
-    dims: list[tuple[str, ...]] = [()] * (max(cut_dims(states), default=-1) + 1)
-    for axis, cut in cuts(states):
-        dims[cut.dim] = (axes[axis],)
-    named = zip(axes, states, strict=True)
-    return Layout(*dims, partial=tuple(axis for axis, state in named if state == PARTIAL))
+def layout_of(states: States, lines: Sequence[str | Axes], fanned: bool = False) -> Layout:
+    """The algebra's layout, which has torch.chunk's sizes: those of the cuts are let go.
+
+    Args:
+        lines: the axis that each state is given of, or several that cut as one.
+        fanned: what is whole has a partial gradient (F), and not a whole one (I).
+    """
+    named = [(line,) if isinstance(line, str) else line for line in lines]
+    dims: list[Axes] = [()] * (max(cut_dims(states), default=-1) + 1)
+    for line, cut in cuts(states):
+        dims[cut.dim] = named[line]
+
+    def over(wanted: State) -> Axes:
+        return tuple(axis for line, state in zip(named, states, strict=True) if state == wanted for axis in line)
+
+    return Layout(*dims, partial=over(PARTIAL), fanout=over(WHOLE) if fanned else ())
 
 
 def check(shape: Shape, states: States, sizes: Sequence[int]) -> None:

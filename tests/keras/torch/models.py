@@ -96,11 +96,6 @@ def rows_of(model):
     return [rule.layer.name for rule in sessions.of(model).engine.rules if rule.comes_cut]
 
 
-def gathers_of(model):
-    """Operation -> how often it has gathered what model axes cut."""
-    return dict(sessions.of(model).engine.gathers.counts)
-
-
 def held(variable):
     """What this process has of a variable, where its gradient comes; of one that is not distributed, all."""
     storage = getattr(variable, "_storage", None)

@@ -24,7 +24,7 @@ from unidist.keras.known import is_container, is_known, operations_of, overwritt
 from unidist.keras.needs import draws
 from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.carrying import carries_rows, space_at, summand, wrapped
+from unidist.keras.torch.carrying import space_at, summand, wrapped
 from unidist.keras.torch.context import Frame, Rows
 from unidist.keras.torch.structures import mapped
 from unidist.propagation.layouts import Cut
@@ -102,7 +102,7 @@ def _outward(losers: tuple[Any, ...], here: Frame, rest: Call, args: Any, kwargs
         return rest(*args, **kwargs)
     tensors: list[Any] = []
     mapped(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) and x.ndim else None, (args, kwargs))
-    cut = next((x for x in tensors if carries_rows(x) and _has_rows(x)), None)
+    cut = next((x for x in tensors if features.carries_rows(x) and _has_rows(x)), None)
     if cut is None or not all(_goes_with(x, cut) for x in tensors):
         return rest(*args, **kwargs)
     state: Any = cut.spec.states[0]
@@ -116,7 +116,7 @@ def _outward(losers: tuple[Any, ...], here: Frame, rest: Call, args: Any, kwargs
                 set_keras_mask(known[id(x)], local(mask))
         return known[id(x)]
 
-    given = replaced((args, kwargs), ShardedTensor, lambda x: local(x) if carries_rows(x) else x)
+    given = replaced((args, kwargs), ShardedTensor, lambda x: local(x) if features.carries_rows(x) else x)
     with here.having_rows(rows), _added(losers, here, rows):
         out = rest(*given[0], **given[1])
     for x in tensors:  # a mask that the call takes off is off: attention does so
@@ -133,8 +133,8 @@ def _has_rows(x: ShardedTensor) -> bool:
 def _goes_with(x: Any, cut: ShardedTensor) -> bool:
     """Whether a tensor beside one with rows has the same ones, or none."""
     if x.shape[0] != cut.shape[0]:
-        return not carries_rows(x) or bool(x.spec.whole)
-    return carries_rows(x) and bool(x.spec.states[0] == cut.spec.states[0])
+        return not features.carries_rows(x) or bool(x.spec.whole)
+    return features.carries_rows(x) and bool(x.spec.states[0] == cut.spec.states[0])
 
 
 def _is_of(count: int, x: Any) -> bool:
@@ -156,7 +156,7 @@ def _added(holders: tuple[Any, ...], here: Frame, rows: Rows) -> Iterator[None]:
 
 
 def _of_all(here: Frame, rows: Rows, loss: Any) -> Any:
-    return loss if carries_rows(loss) else summand(here, numbers.by_share(features.whole(loss), rows.share))
+    return loss if features.carries_rows(loss) else summand(here, numbers.by_share(features.whole(loss), rows.share))
 
 
 class Inward:
@@ -224,7 +224,7 @@ def on_carriers(here: Frame, rows: Rows, call: Call, *given: Any, constants: fro
 
 def _left(here: Frame, rows: Rows, x: Any) -> Any:
     """What leaves for a call of native rows."""
-    if not carries_rows(x):
+    if not features.carries_rows(x):
         return x
     state = Cut(0, rows.sizes)
     if x.ndim and x.shape[0] == rows.total and not x.spec.partial:

@@ -79,11 +79,6 @@ def summand(here: Frame, x: torch.Tensor) -> ShardedTensor:
 # what is plain --------------------------------------------------------------------------------------------------------
 
 
-def carries_rows(x: Any) -> bool:
-    """Whether a tensor carries the rows of all data shards."""
-    return type(x) is ShardedTensor and not x.spec.space.invariant
-
-
 def whole(x: Any) -> Any:
     """What a carrier stands for; anything else as it is."""
     return x.whole() if type(x) is ShardedTensor else x
@@ -121,7 +116,7 @@ def plain(value: Any) -> Any:
     """A structure without carriers. Numbers that are sums come together in one collective."""
     found: list[Any] = []
     replaced(value, ShardedTensor, found.append)
-    sums = [x for x in found if carries_rows(x) and x.spec.partial and not x.ndim and x.is_floating_point()]
+    sums = [x for x in found if features.carries_rows(x) and x.spec.partial and not x.ndim and x.is_floating_point()]
     known: dict[int, torch.Tensor] = {}
     with torch.no_grad(), events.for_purpose("logs"):
         if len(sums) > 1:

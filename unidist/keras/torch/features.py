@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -47,6 +47,11 @@ def _fanned_together(axes: Axes, x: torch.Tensor) -> torch.Tensor | None:
     return None if here is None or here.shared is None else here.shared.fanned_out(x, axes)
 
 
+def carries_rows(x: Any) -> TypeGuard[ShardedTensor]:
+    """Whether a tensor carries the rows of all data shards."""
+    return type(x) is ShardedTensor and not x.spec.space.invariant
+
+
 def is_cut(x: Any) -> bool:
     """Whether model axes cut a tensor's features, also those of this rank's rows."""
     return type(x) is ShardedTensor and (x.spec.space.invariant or type(x.local) is ShardedTensor)
@@ -54,7 +59,7 @@ def is_cut(x: Any) -> bool:
 
 def given(frame: Frame, part: torch.Tensor, dim: int, size: int, axes: Axes) -> torch.Tensor:
     """This rank's features, of `size` along a dim, as all of them."""
-    if type(part) is ShardedTensor:  # of rows
+    if carries_rows(part):
         states = part.spec.states
         out = given(frame, part.local, dim, size, axes)
         return wrap(out, part.spec.space.spec_of(states, out.shape))
@@ -68,7 +73,7 @@ def given(frame: Frame, part: torch.Tensor, dim: int, size: int, axes: Axes) -> 
 
 def taken(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
     """This rank's features of a tensor along a dim."""
-    if type(x) is ShardedTensor and not x.spec.space.invariant:
+    if carries_rows(x):
         part = taken(frame, x.local, dim, axes)
         return wrap(part, x.spec.space.spec_of(x.spec.states, part.shape))
     dim %= x.ndim
@@ -81,7 +86,7 @@ def taken(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
 
 def comes_cut(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> bool:
     """Whether each rank has its features along a dim, so that nothing is sent for them."""
-    if type(x) is ShardedTensor and not x.spec.space.invariant:
+    if carries_rows(x):
         x = x.local
     space = space_over(frame, axes)
     if type(x) is not ShardedTensor or x.spec.space is not space:
@@ -91,9 +96,10 @@ def comes_cut(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> bool:
 
 
 def fanned_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """I -> F over axes, of a part of a sequence S -> F: all_gather and reduce_scatter. Who takes the same tensor shares
-    it."""
-    if type(x) is ShardedTensor and not x.spec.space.invariant:
+    """I -> F over axes: nothing forward, all_reduce backward; of a part of a sequence S -> F: all_gather and
+    reduce_scatter. Layers that take one tensor (query, key and value; gate and up; what an encoder gives to each block
+    of a decoder) share it, and so the one all_reduce of their gradients."""
+    if carries_rows(x):
         return wrap(fanned_out(frame, x.local, axes), x.spec)
     space = space_over(frame, axes)
     if type(x) is ShardedTensor and x.spec.space is space and sequence_of(x):
@@ -109,12 +115,14 @@ def sequence_of(x: ShardedTensor) -> bool:
 
 def shared(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """A carrier of all features: S -> F of cut ones (all_gather, and reduce_scatter backward), else I -> F."""
-    if type(x) is ShardedTensor and not x.spec.space.invariant:
+    if carries_rows(x):
         return wrap(shared(frame, x.local, axes), x.spec)
     space = space_over(frame, axes)
     if type(x) is ShardedTensor and x.spec.space is space:
-        return wrap(moved(x, (ALIKE,)), space.whole(x.shape))
-    return wrap(plain_in(space, plain(x), (ALIKE,)), space.whole(x.shape))
+        part = moved(x, (ALIKE,))
+    else:
+        part = plain_in(space, plain(x), (ALIKE,))
+    return wrap(part, space.whole(x.shape))
 
 
 def whole(x: Any) -> Any:

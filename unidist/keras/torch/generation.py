@@ -39,14 +39,13 @@ _originals: dict[str, Any] = {}
 def _slice_update(inputs: Any, start_indices: Any, updates: Any) -> Any:
     """Keras writes at flat places, which no rule cuts. Along a dim that is updated as a whole each rank writes its own
     part."""
-    here = frame()
-    if here is None or not features.is_cut(inputs) or not inputs.spec.space.invariant:
-        return _originals["slice_update"](inputs, start_indices, updates)
-    (state,), axes = inputs.spec.states, features.axes_of(inputs)
-    if not axes or updates.shape[state.dim] != inputs.shape[state.dim]:
-        return _originals["slice_update"](inputs, start_indices, updates)
-    part = features.taken(here, updates, state.dim, axes)
-    return features.on_parts(lambda own: _originals["slice_update"](own, start_indices, part), inputs)
+    here, original = frame(), _originals["slice_update"]
+    if here is not None and features.is_cut(inputs) and (axes := features.axes_of(inputs)):
+        state = inputs.spec.states[0]
+        if inputs.spec.space.invariant and updates.shape[state.dim] == inputs.shape[state.dim]:
+            part = features.taken(here, updates, state.dim, axes)
+            return features.on_parts(lambda own: original(own, start_indices, part), inputs)
+    return original(inputs, start_indices, updates)
 
 
 def _compiling(original: Any) -> Any:

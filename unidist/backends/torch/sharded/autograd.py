@@ -16,8 +16,8 @@ from unidist.backends.torch.sharded.binding import DIRECT
 from unidist.backends.torch.sharded.moving import carried, fanned, invariant
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.backends.torch.sharded.tensor import (
-    Aside,
     ShardedTensor,
+    aside_of,
     current,
     moved,
     plain,
@@ -130,11 +130,10 @@ def _gradient(x: ShardedTensor) -> ShardedTensor | None:
     local = x.local.grad
     if local is None:
         return None
-    if x.aside is None:
-        x.aside = Aside()
-    kept = x.aside.gradient
+    aside = aside_of(x)
+    kept = aside.gradient
     if kept is None or kept.local is not local:
-        kept = x.aside.gradient = wrap(local, x.spec.dual)
+        kept = aside.gradient = wrap(local, x.spec.dual)
     return kept
 
 

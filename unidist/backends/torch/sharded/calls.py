@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -29,8 +28,6 @@ from unidist.errors import LayoutError
 
 Tensor = torch.Tensor
 _SIMPLE = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-
-
 _handlers: dict[Any, Any] = {}
 # They write into running statistics, and count no version of these.
 _STATISTICS = frozenset((torch.nn.functional.batch_norm, torch.nn.functional.instance_norm))
@@ -182,7 +179,7 @@ def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequen
     for k, (x, part, (then, node)) in enumerate(zip(tensors, parts, before, strict=True)):
         wrote = version(part) != then or (k in (1, 2) and func in _STATISTICS)
         if wrote and type(x) is ShardedTensor and part is not x.local:
-            with torch.no_grad() if part.grad_fn is node else contextlib.nullcontext():
+            with torch.no_grad() if part.grad_fn is node else nullcontext():
                 writing.put(x, part.clone())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,10 @@ def carried(space: Space, x: torch.Tensor, have: States, want: States) -> torch.
         if space.group(move.axes)[1].size == 1:
             continue
         # torch's own gradient of a slice is right: among zeros
-        x = _sliced(space, move)(x) if move.op == "slice" else _differentiable(*_both(space, move), x)
+        if move.op == "slice":
+            x = _own(space, move.axes[0], _cut(move.after))(x)
+        else:
+            x = _differentiable(*_both(space, move), x)
     return x
 
 
@@ -51,7 +53,7 @@ def _all_reduce(space: Space, move: Move) -> Local:
 def _mask(space: Space, move: Move) -> Local:
     """The first place's counts; the others stay in the graph, so that they come to what backward sends."""
     if space.group(move.axes)[1].index == 0:
-        return lambda x: x.view_as(x)
+        return _same
     return torch.zeros_like
 
 
@@ -109,13 +111,18 @@ def _embed(space: Space, move: Move) -> tuple[Local, Local]:
         out.narrow(cut.dim, start, cut.sizes[place]).copy_(x)
         return out
 
-    return embed, lambda x: x.narrow(cut.dim, start, cut.sizes[place])
+    return embed, _own(space, move.axes[0], cut)
 
 
-def _sliced(space: Space, move: Move) -> Local:
-    cut, place = _cut(move.after), space.places[move.axes[0]]
+def _own(space: Space, axis: int, cut: Cut) -> Local:
+    """This place's part of a whole."""
+    place = space.places[axis]
     start = offset(cut, place)
     return lambda x: x.narrow(cut.dim, start, cut.sizes[place])
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
 
 
 def _cut(state: Any) -> Cut:
@@ -140,7 +147,7 @@ def invariant(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None
         axes: over which it is whole; None: all.
     """
     own = space.fraction(range(len(space.sizes)) if axes is None else axes)
-    return x if own == 1 else _differentiable(lambda v: v.view_as(v), lambda g: g * own, x)
+    return x if own == 1 else _differentiable(_same, lambda g: g * own, x)
 
 
 def fanned(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -148,7 +155,7 @@ def fanned(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None) -
     over = tuple(range(len(space.sizes))) if axes is None else axes
     if space.group(over)[1].size == 1:
         return x
-    return _differentiable(lambda v: v.view_as(v), lambda g: space.all_reduce(g, over), x)
+    return _differentiable(_same, lambda g: space.all_reduce(g, over), x)
 
 
 def plain_in(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
@@ -200,20 +207,12 @@ def unshared(space: Space, x: torch.Tensor, have: States) -> torch.Tensor:
     whole = (WHOLE,) * len(have)
     if WHOLE not in have and (found := _by_algebra(space, x, have, whole, to_invariant=True)) is not None:
         return found
-    for move in moves(have, (WHOLE,) * len(have)):
+    for move in moves(have, whole):
         if space.group(move.axes)[1].size == 1:
             continue
-        forward = _both(space, move)[0]
-        if isinstance(move.before, Cut):
-            cut, place = move.before, space.places[move.axes[0]]
-            x = _differentiable(forward, functools.partial(_own, cut, offset(cut, place), place), x)
-        else:
-            x = _differentiable(forward, lambda gradient: gradient.view_as(gradient), x)
+        back = _own(space, move.axes[0], move.before) if isinstance(move.before, Cut) else _same
+        x = _differentiable(_both(space, move)[0], back, x)
     return x
-
-
-def _own(cut: Cut, start: int, place: int, x: torch.Tensor) -> torch.Tensor:
-    return x.narrow(cut.dim, start, cut.sizes[place])
 
 
 def _shared(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
@@ -231,12 +230,10 @@ def _shared(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
         if space.sizes[axis] == 1 or state == WHOLE:
             continue
         if isinstance(state, Cut):
-            move, place = Move("all_gather", (axis,), state, WHOLE), space.places[axis]
-            own = functools.partial(_own, state, offset(state, place), place)
-            x = _differentiable(own, _gather(space, move, state), x)
+            back = _gather(space, Move("all_gather", (axis,), state, WHOLE), state)
+            x = _differentiable(_own(space, axis, state), back, x)
         else:
-            mask = _mask(space, Move("mask", (axis,), WHOLE, state))
-            x = _differentiable(mask, lambda gradient: gradient.view_as(gradient), x)
+            x = _differentiable(_mask(space, Move("mask", (axis,), WHOLE, state)), _same, x)
     return x
 
 
@@ -252,13 +249,12 @@ def _fanned_once(space: Space, x: torch.Tensor, over: tuple[int, ...]) -> torch.
     """Who else takes the same tensor shares the sum of its gradients. A variable may be taken again in another step."""
     if space.fan is not None and (together := space.fan(x)) is not None:
         return together
-    known = None if x.is_leaf else vars(x).setdefault(_FANNED, {})
-    found = None if known is None else known.get((id(space), over))
+    known: dict[Any, torch.Tensor] = {} if x.is_leaf else vars(x).setdefault(_FANNED, {})
+    found = known.get((id(space), over))
     if found is None:
-        # Not a view: that holds its base, which would hold it.
         states = tuple(WHOLE if axis in over else "I" for axis in range(len(space.sizes)))
-        found = _by_algebra(space, x, (WHOLE,) * len(states), states, from_invariant=True)
-        found = x if found is None else _NoView.apply(found)  # type: ignore[no-untyped-call]
-        if known is not None:
-            known[id(space), over] = found
+        view = _by_algebra(space, x, (WHOLE,) * len(states), states, from_invariant=True)
+        assert view is not None  # nothing is cut
+        # Not a view: that holds its base, which would hold it.
+        found = known[id(space), over] = _NoView.apply(view)  # type: ignore[no-untyped-call]
     return found

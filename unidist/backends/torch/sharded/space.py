@@ -21,13 +21,11 @@ from unidist.propagation.layouts import (
     States,
     check,
     chunked,
-    cut_dims,
     cuts,
     dual,
     fraction,
     layout_of,
     local_shape,
-    states_of,
     whole_shape,
 )
 
@@ -80,8 +78,7 @@ class Spec:
     @property
     def sharding(self) -> Sharding:
         """The algebra's, in torch.chunk's sizes."""
-        mesh = self.space.mesh
-        return Sharding(mesh, layout_of(self.states, mesh.axis_names), tuple(self.shape))
+        return Sharding(self.space.mesh, layout_of(self.states, self.space.lines), tuple(self.shape))
 
 
 class Full(NamedTuple):
@@ -164,9 +161,6 @@ class Space:
         """That of which this rank holds a part of that shape."""
         return self.spec(states, whole_shape(local, states))
 
-    def spec_for(self, sharding: Sharding) -> Spec:
-        return self.spec(states_of(sharding), sharding.shape)
-
     def keep(self, key: Any, plan: Any) -> None:
         if len(self.plans) >= PLANS_KEPT:
             self.plans.clear()
@@ -191,16 +185,9 @@ class Space:
         Args:
             fanned: what is whole has a partial gradient (F), and not a whole one (I).
         """
-        dims: list[Axes] = [()] * (max(cut_dims(states), default=-1) + 1)
-        for line, cut in cuts(states):
-            if cut != chunked(cut.dim, sum(cut.sizes), self.sizes[line]):
-                return None
-            dims[cut.dim] = self.lines[line]
-        over = {
-            state: tuple(a for line, s in zip(self.lines, states, strict=True) if s == state for a in line)
-            for state in (PARTIAL, WHOLE)
-        }
-        return Layout(*dims, partial=over[PARTIAL], fanout=over[WHOLE] if fanned else ())
+        if any(cut != chunked(cut.dim, sum(cut.sizes), self.sizes[line]) for line, cut in cuts(states)):
+            return None
+        return layout_of(states, self.lines, fanned)
 
     def first(self, states: States) -> bool:
         """Whether this rank's summand holds what is added once: the first place of each partial axis."""

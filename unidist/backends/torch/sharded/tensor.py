@@ -177,7 +177,7 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
     spec = x.spec
     if spec.states == want:
         return plain(x.local)
-    now, aside = version(x.local), _aside(x)
+    now, aside = version(x.local), aside_of(x)
     kept = _kept(x, aside, want, now)
     if kept is not None:
         return kept
@@ -205,7 +205,7 @@ def _carried(spec: Spec, part: torch.Tensor, want: States) -> torch.Tensor:
     return wrap(out, inner.space.spec_of(inner.states, out.shape))
 
 
-def _aside(x: ShardedTensor) -> Aside:
+def aside_of(x: ShardedTensor) -> Aside:
     if x.aside is None:
         x.aside = Aside()
     return x.aside
@@ -219,7 +219,7 @@ def _kept(x: ShardedTensor, aside: Aside, states: States, now: int) -> torch.Ten
 
 def left(x: ShardedTensor) -> torch.Tensor:
     """The value of a carrier of an invariant space as a plain tensor, whose gradient comes whole to every rank."""
-    now, aside = version(x.local), _aside(x)
+    now, aside = version(x.local), aside_of(x)
     kept = _kept(x, aside, _LEFT, now)
     if kept is not None:
         return kept
@@ -269,9 +269,7 @@ def current(x: ShardedTensor) -> ShardedTensor:
 
 def copied_from(x: ShardedTensor, origin: torch.Tensor, version: int) -> None:
     """Marks a carrier as a copy of what torch would give a view of."""
-    if x.aside is None:
-        x.aside = Aside()
-    x.aside.origin = origin, version
+    aside_of(x).origin = origin, version
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:

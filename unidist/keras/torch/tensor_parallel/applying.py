@@ -21,7 +21,7 @@ from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.moving import WHOLE, cut_dim, fanned, move, partial
 from unidist.keras.torch.tensor_parallel import sequence
-from unidist.keras.torch.tensor_parallel.rules import Rule, by_rules, is_sharded, make_rule
+from unidist.keras.torch.tensor_parallel.rules import Rule, by_rules, cut_variables, make_rule
 
 # On a layer: its rule.
 _RULE = "_unidist_rule"
@@ -84,13 +84,6 @@ def share(layer: Any, axes: Axes) -> None:
     object.__setattr__(layer, _SHARES, around_call(layer, Stage.SHARED, inside))
 
 
-def fan_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """I -> F over `axes`: nothing forward, all_reduce backward; of a part of a sequence S -> F: all_gather and
-    reduce_scatter. Layers that take one tensor (query, key and value; gate and up; what an encoder gives to each block
-    of a decoder) share it, and so the one all_reduce of their gradients."""
-    return features.fanned_out(frame, x, axes)
-
-
 def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
     shape = list(x.shape)
     shape[dim] = size
@@ -115,7 +108,7 @@ def _column(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwa
     layer = rule.layer
     if isinstance(layer, keras.layers.Embedding):
         return _embedding_column(rule, frame, rest, inputs, *args, **kwargs)
-    x = fan_out(frame, inputs, rule.axes)
+    x = features.fanned_out(frame, inputs, rule.axes)
     y = _product(layer, x, _shard(frame, layer._kernel, rule.dim, rule.axes))
     if layer.bias is not None:
         y = ops.add(y, _bias_of_column(rule, frame, y.ndim))
@@ -193,7 +186,7 @@ def _vocabulary(rule: Rule, frame: Frame, rest: Call, inputs: Any, reverse: bool
 def _logits(rule: Rule, frame: Frame, inputs: torch.Tensor) -> Any:
     """A table cut by its rows in reverse: a column product, whose outputs are joined."""
     layer = rule.layer
-    x = fan_out(frame, inputs, rule.axes)
+    x = features.fanned_out(frame, inputs, rule.axes)
     if layer.tie_weights:
         kernel = ops.transpose(_shard(frame, layer._embeddings, 0, rule.axes))
     else:
@@ -233,9 +226,7 @@ def _whole(frame: Frame, variable: Any) -> torch.Tensor:
 
 def _by_rules(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own operations, with carriers of its cut weights: each goes by its rule."""
-    layer = rule.layer
-    cut = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if is_sharded(v)]
-    values = {id(v): _as_carrier(frame, v, rule.axes) for v in cut}
+    values = {id(v): _as_carrier(frame, v, rule.axes) for v in cut_variables(rule.layer)}
     if rule.kind == "row":
         rule.note_taken(features.comes_cut(frame, args[0], rule.in_dim, rule.axes))
     with frame.reading(values):
@@ -253,8 +244,5 @@ def _as_carrier(frame: Frame, variable: Any, axes: Axes) -> torch.Tensor:
 
 def _gather(rule: Rule, frame: Frame, rest: Call, *args: Any, **kwargs: Any) -> Any:
     """The layer's own sharded weights are gathered once for the call; gradients go back as shards."""
-    layer = rule.layer
-    own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if is_sharded(v)]
-    values = {id(v): v.whole(frame) for v in own}
-    with frame.reading(values):
+    with frame.reading({id(v): v.whole(frame) for v in cut_variables(rule.layer)}):
         return rest(*args, **kwargs)

@@ -25,7 +25,6 @@ class Rule:
         kind: "column", "row", "vocabulary" or "gather".
         axes: the model axes that cut its kernel, along `dim` of it.
         in_dim, out_dim: the dims of its input (row) and output (column) that correspond to the cut.
-        parts: how many ranks cut it.
         in_parts: sequence parallelism: what it sums over the ranks goes on as parts of the sequence.
         comes_cut: of a row: whether its inputs came cut in all calls so far; None: there was none.
         world: that its weights are on.
@@ -38,7 +37,6 @@ class Rule:
     dim: int = 0
     in_dim: int = -1
     out_dim: int = -1
-    parts: int = 1
     in_parts: bool = False
     comes_cut: bool | None = None
     world: Any = None
@@ -60,13 +58,12 @@ class Rule:
 
 def make_rule(layer: Any) -> Rule | None:
     """The rule of a layer, by the layouts of its own variables; None where nothing of it is sharded."""
-    own = [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if is_sharded(v)]
+    own = cut_variables(layer)
     if not own:
         return None
     found = _found(layer)
     rule = Rule(layer, "gather", reason=found) if isinstance(found, str) else found
     rule.world = own[0]._storage.world
-    rule.parts = rule.world.mesh.axis_size(rule.axes) if rule.axes else 1
     return rule
 
 
@@ -99,6 +96,11 @@ _OF_ROWS = {
     True: "row: its inputs come cut",
     False: "row: its inputs come whole, and each device takes its part",
 }
+
+
+def cut_variables(layer: Any) -> list[Any]:
+    """A layer's own variables that are cut."""
+    return [v for v in [*layer._trainable_variables, *layer._non_trainable_variables] if is_sharded(v)]
 
 
 def is_sharded(variable: Any) -> bool:
