@@ -307,15 +307,37 @@ def test_gates_are_not_cut() -> None:
 # What a plan says. ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def by_closed_forms(monkeypatch) -> None:
+    """What layers send is estimated, as for Keras on JAX."""
+    from unidist.keras import drivers
+
+    monkeypatch.setattr(drivers, "rehearsal", lambda: "a compiler chooses")
+
+
+def rehearsed_and_estimated(model, **options) -> list[unidist.Plan]:
+    mesh = unidist.Mesh({"data": 2, "model": 4})
+    plans = [unidist.plan(model, mesh, **options)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unidist.keras.drivers.rehearsal", lambda: "a compiler chooses")
+        plans.append(unidist.plan(model, mesh, **options))
+    assert [plan.estimated for plan in plans] == ["", "a compiler chooses"]
+    assert plans[1].show().endswith("the collectives are an estimate: a compiler chooses\n")
+    return plans
+
+
 def test_traffic_is_that_of_the_rules() -> None:
     import keras
 
-    plan = unidist.plan(dense_then(keras.layers.Activation("relu")), unidist.Mesh({"data": 2, "model": 4}), batch=9)
-    # 5 rows on the first device: 8 outputs of the row forward, 8 inputs of the column backward; then the gradients.
+    plan, estimate = rehearsed_and_estimated(dense_then(keras.layers.Activation("relu")), batch=9)
+    # 5 rows on the first device: 8 outputs of the row forward; then the gradients.
     held = (8 * 16 // 4 + 16 // 4 + 16 * 8 // 4 + 8) * 4
-    assert [(e.op, e.axes, e.bytes) for e in plan.predicted.events] == [
-        ("all_reduce", ("model",), 2 * 3 * 5 * 8 * 4 // 4),
-        ("all_reduce", ("model",), 2 * 3 * 5 * 8 * 4 // 4),
+    forward = ("all_reduce", ("model",), 2 * 3 * 5 * 8 * 4 // 4)
+    assert [(e.op, e.axes, e.bytes) for e in plan.predicted.events] == [forward, ("all_reduce", ("data",), held)]
+    # That a batch needs no gradient is not known there: 8 inputs of the column backward.
+    assert [(e.op, e.axes, e.bytes) for e in estimate.predicted.events] == [
+        forward,
+        forward,
         ("all_reduce", ("data",), held),
     ]
     assert (plan.bytes_per_device, plan.gradient_bytes_per_device, plan.slot_bytes_per_device) == (held, held, 2 * held)
@@ -350,7 +372,8 @@ def sent_over_model(model, **options) -> list[tuple[str, str, float]]:  # type: 
     return [(e.op, e.purpose, float(e.bytes)) for e in plan.predicted.events]
 
 
-def test_what_has_no_rows_is_sent_once() -> None:
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_what_has_no_rows_is_sent_once(rehearsed: bool, request: pytest.FixtureRequest) -> None:
     import keras
 
     class Places(keras.layers.Layer):  # type: ignore[misc]
@@ -364,12 +387,15 @@ def test_what_has_no_rows_is_sent_once() -> None:
         def call(self, x):
             return x + self.table(keras.ops.arange(5)[None])
 
+    if not rehearsed:
+        request.getfixturevalue("by_closed_forms")
     model = keras.Sequential([keras.Input((5, 8)), Places()])
     # Half of (1, 5, 8) floats, for any number of rows.
     for batch in (4, 64):
         assert [size for _, _, size in sent_over_model(model, batch=batch)] == [5 * 8 * 4 / 2]
 
 
+@pytest.mark.usefixtures("by_closed_forms")
 def test_calls_of_one_layer_are_counted_each() -> None:
     import keras
 
@@ -385,6 +411,7 @@ def test_calls_of_one_layer_are_counted_each() -> None:
     assert [size for op, why, size in sent if (op, why) == ("all_gather", "dense")] == [2 * 3 * 8 * 2, 2 * 5 * 8 * 2]
 
 
+@pytest.mark.usefixtures("by_closed_forms")
 def test_a_gathered_layers_bias_is_gathered_too() -> None:
     import keras
 

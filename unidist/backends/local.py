@@ -42,6 +42,8 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
     """Whether `layout` gives the device_mesh and the placements of torch's DTensor."""
     tensor: str = "native"
     """What a Keras model's `state_dict()` holds: "native", shards as they are, or "dtensor", DTensors on them."""
+    carries_values: ClassVar[bool] = True
+    """Whether its collectives carry values; else what they give has a shape alone."""
     compiles: ClassVar[bool] = False
     """Whether its collectives can be part of a program that the framework compiles."""
     comm: Collectives[A]

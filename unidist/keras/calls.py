@@ -5,9 +5,10 @@ Keras calls a quantized layer by another method. The same stands before both.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Call = Callable[..., Any]
@@ -85,11 +86,24 @@ class _Calls:
 
         def undo() -> None:
             self._set([one for one in self._links if one is not entry])
-            if not self._links:
-                for entrance in self._entrances:
-                    entrance.put_back()
+            self._leave_unless_needed()
 
         return undo
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        before = self._links
+        self._set([])
+        try:
+            yield
+        finally:
+            self._set(before)
+            self._leave_unless_needed()
+
+    def _leave_unless_needed(self) -> None:
+        if not self._links:
+            for entrance in self._entrances:
+                entrance.put_back()
 
     def _set(self, links: list[tuple[Stage, Link]]) -> None:
         self._links = links
@@ -123,6 +137,14 @@ def around(owner: Any, stage: Stage, link: Link) -> Callable[[], None]:
     """
     entrance: _Entrance | None = getattr(vars(owner).get("call"), _ENTRANCE, None)
     return (_Calls(owner) if entrance is None else entrance.calls).add(stage, link)
+
+
+@contextlib.contextmanager
+def bare(owner: Any) -> Iterator[None]:
+    """Inside nothing stands before the call of a layer or a model but what comes inside, and goes with it."""
+    entrance: _Entrance | None = getattr(vars(owner).get("call"), _ENTRANCE, None)
+    with (_Calls(owner) if entrance is None else entrance.calls).bare():
+        yield
 
 
 def without(call: Call, stage: Stage) -> Call | None:

@@ -30,6 +30,14 @@ def hooks_of(package: str) -> Any:
     return importlib.import_module(f"{package}.hooks")
 
 
+def rehearsal() -> Any:
+    """The module that calls a model as a step does, without values; or why there is none."""
+    name = keras.config.backend()
+    if driver() != _DRIVERS["torch"]:
+        return f"Keras on {name} leaves it to a compiler what is sent"
+    return importlib.import_module(f"{driver()}.rehearsal")
+
+
 def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
     """Raises MeshError or CapabilityError where the driver cannot train by a strategy."""
     if (found := driver()) is not None:

@@ -68,18 +68,12 @@ class Calls:
         taken, given: elements of each call's input and outputs.
         inputs: a number for each call's input: layers with a number in common take the same tensor.
         itemsize: bytes of an element of its outputs.
-        length: of the sequence (dim 1) in its outputs, where they have a dim between rows and features; else 0.
-        behind_sums, behind_tables: of the sequence in its inputs, where a change of one place of what pairs (or tables)
-            give arrives in that place alone; else 0.
     """
 
     taken: tuple[Amount, ...] = ()
     given: tuple[Amount, ...] = ()
     inputs: tuple[int, ...] = ()
     itemsize: int = 4
-    length: Affine = Affine()
-    behind_sums: Affine = Affine()
-    behind_tables: Affine = Affine()
 
     @property
     def count(self) -> int:

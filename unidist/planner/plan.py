@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from unidist import names
@@ -57,8 +57,9 @@ class Plan:
 
     Attributes:
         rows: one for each variable, in the model's order.
-        predicted: a Ledger of one training step, by unidist's own rules, of `batch` rows of `sequence` places. Where
-            a compiler partitions (JAX) it is the shape of what to expect; small sums (losses, metrics) are left out.
+        predicted: a Ledger of one training step of `batch` rows of `sequence` places. On torch the model is called
+            without values, and the ledger is that of a step; metrics are left out.
+        estimated: why `predicted` is an estimate, as where a compiler chooses what is sent; "" where it is none.
         pairs: (column paths..., row path) of the layers between which activations stay cut.
         shared: (path of a layer, axes) of those whose whole outputs each device works with in a pair, as keys of few
             heads: the devices' gradients of them are summed.
@@ -92,6 +93,7 @@ class Plan:
     zero: int = 0
     activation_bytes_per_device: int = 0
     shared: tuple[tuple[str, Axes], ...] = ()
+    estimated: str = ""
 
     @property
     def bytes_per_device(self) -> int:
@@ -161,7 +163,8 @@ class Plan:
             frozenset({2, 3}),
         )
         told = str(console.file.getvalue())
-        return f"{told}{self.idle}\n" if self.idle else told
+        note = f"the collectives are an estimate: {self.estimated}" if self.estimated else ""
+        return told + "".join(f"{line}\n" for line in (note, self.idle) if line)
 
     def _repr_svg_(self) -> str | None:
         return names.shown(self, "svg")
@@ -205,19 +208,33 @@ def to_follow(facts: Facts, mesh: Mesh, axes: Axes) -> list[Reach]:
     return [reach for reach in ended if reach.source not in paired]
 
 
+# (layouts of the variables, path of a layer -> axes of ranks that work with all that it gives) -> what layers send; or
+# why that is to be estimated.
+Rehearse = Callable[[list[Layout], dict[str, Axes]], Ledger | str]
+
+
 def make_plan(
-    facts: Facts, strategy: Strategy, axes: Axes, rules: LayoutMap | None, *, batch: int, sequence: int
+    facts: Facts,
+    strategy: Strategy,
+    axes: Axes,
+    rules: LayoutMap | None,
+    *,
+    batch: int,
+    sequence: int,
+    rehearse: Rehearse,
 ) -> Plan:
     """A plan from facts: by the rules of a LayoutMap, or, without one, chosen.
 
     Args:
         strategy: the mesh, the data axes, and how states and activations are laid out. Its rule is not asked.
         axes: the axes that may cut variables, where they are chosen.
+        rehearse: gives what layers send; where it gives none, closed forms do.
 
     Raises:
         LayoutError: everything about the rules that does not fit the model, together.
     """
     mesh, data_axes = strategy.mesh, strategy.data_axes
+    is_found = rules is None
     if rules is None:
         choices = Chooser(facts, mesh, axes).choose()
         rules = LayoutMap(
@@ -228,7 +245,11 @@ def make_plan(
     layouts = [_without_idle_axes(choice.layout, mesh) for choice in choices]
     slots = facts.slots or [0] * len(facts.variables)
     rows = [_row(*found, strategy) for found in zip(facts.variables, choices, slots, strict=True)]
-    step = Workload(mesh, data_axes, batch, sequence, strategy.sequence_parallel)
+    step = Workload(mesh, data_axes, batch, sequence)
+    found = zip(facts.layers, roles(facts, layouts), strict=True)
+    shared = {layer.path: role.meets for layer, role in found if role.meets}
+    sent = rehearse(layouts, shared if is_found else {})
+    of_layers, estimated = (None, sent) if isinstance(sent, str) else (sent, "")
     return Plan(
         name=facts.name,
         mesh=mesh,
@@ -237,18 +258,15 @@ def make_plan(
         pairs=tuple(
             tuple(facts.layers[k].path for k in (*columns, row)) for row, columns in pairs(facts, layouts).items()
         ),
-        predicted=predict(facts, layouts, step, [row.layouts for row in rows]),
+        predicted=predict(facts, layouts, step, [row.layouts for row in rows], of_layers),
         layout_map=rules,
         batch=batch,
         sequence=sequence,
         optimizer=facts.optimizer,
         zero=strategy.zero,
         activation_bytes_per_device=activation_bytes(facts, layouts, step),
-        shared=tuple(
-            (layer.path, role.meets)
-            for layer, role in zip(facts.layers, roles(facts, layouts), strict=True)
-            if role.meets
-        ),
+        shared=tuple(shared.items()),
+        estimated=estimated,
     )
 
 

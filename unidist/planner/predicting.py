@@ -1,19 +1,19 @@
 """Predicting: the collectives and bytes of one training step, from the layouts and what layers do in a step.
 
-Rules: a pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column
-alone gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut
-by its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. Gradients are summed over
-the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values are gathered: once behind the
-optimizer, or, where they are stored in parts too, as layers need them (fetching.py).
+What layers send is known where a step can be rehearsed (keras/torch/rehearsal.py). Elsewhere closed forms predict it.
 
-Under sequence parallelism a row's sum and a table's look-up are scattered forward and gathered backward, and columns
-gather what they take, if it comes from there, and scatter its gradient. What layers between them send that mix places
-of the sequence, or add to it what is whole, and the sum of small gradients, is not predicted.
+A pair all_reduces the row's outputs forward and the gradient of the columns' common input backward; a column alone
+gathers its outputs instead; of what meets a pair (keys of few heads) the output's gradient is summed; a table cut by
+its vocabulary all_reduces what it looked up; what no rule serves is gathered for the call. What layers between them
+send is not predicted.
+
+Gradients are summed over the data axes, by reduce_scatter where the states are spread over them (ZeRO); then values
+are gathered: once behind the optimizer, or, where they are stored in parts too, as layers need them (fetching.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -21,7 +21,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Affine, Amount, Calls, Facts, LayerFact, local_bytes, meeting
+from unidist.planner.facts import Amount, Facts, LayerFact, local_bytes, meeting
 from unidist.planner.fetching import UNIT_BYTES, Member, fetches, units
 from unidist.strategies import VariableLayouts
 
@@ -85,14 +85,12 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence; with
-    `in_parts`, one under sequence parallelism."""
+    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence."""
 
     mesh: Mesh
     data_axes: Axes
     batch: int
     sequence: int
-    in_parts: bool = False
 
     @property
     def rows(self) -> int:
@@ -108,42 +106,37 @@ class Workload:
         for amount in amounts:
             yield self.event(op, axes, amount.at(self.rows, self.sequence) * itemsize, purpose)
 
-    def summed(self, axes: Axes, amounts: Sequence[Amount], itemsize: int, why: str, cut: bool) -> Iterator[Event]:
-        """Sums of activations: all_reduces, or where they are `cut` along the sequence, both halves of each."""
-        for op in ("reduce_scatter", "all_gather") if cut else ("all_reduce",):
-            yield from self.moved(op, axes, amounts, itemsize, why)
 
-    def cuts(self, length: Affine, axes: Axes) -> bool:
-        """Whether a sequence of that length (0: there is none) is cut over the axes."""
-        return self.in_parts and length.at(self.sequence) >= self.mesh.axis_size(axes)
-
-
-def predict(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> Ledger:
+def predict(
+    facts: Facts,
+    layouts: list[Layout],
+    step: Workload,
+    triples: list[VariableLayouts],
+    of_layers: Ledger | None = None,
+) -> Ledger:
     """The collectives of one training step of the first device, in no order; none over axes of one place.
 
     Args:
         layouts: as layers see the variables. triples: where these rest and where their gradients are reduced to.
+        of_layers: what layers send, where it is known; else it is predicted by closed forms.
     """
-    ledger = Ledger()
+    sent = list(_of_layers(facts, layouts, step) if of_layers is None else of_layers.events)
+    sent += _gradients(facts, layouts, step, triples)
+    return Ledger([event for event in sent if len(event.ranks) > 1])
+
+
+def _of_layers(facts: Facts, layouts: list[Layout], step: Workload) -> Iterator[Event]:
     shared: set[tuple[int, Axes]] = set()
     known: set[int] = set()
     found = roles(facts, layouts)
-    tables_cut = any(role.name in ("vocabulary", "features") for role in found)
     for layer, role in zip(facts.layers, found, strict=True):
         known |= {k for k in (layer.kernel, layer.bias, layer.reverse) if k is not None}
-        for event in _of_layer(facts, layouts, layer, role, step, shared, tables_cut):
-            ledger.add(event)
+        yield from _of_layer(facts, layouts, layer, role, step, shared)
         known |= set(layer.low_rank or ())
-        for event in _low_rank(facts, layouts, layer, role, step):
-            ledger.add(event)
+        yield from _low_rank(facts, layouts, layer, role, step)
     for index, layout in enumerate(layouts):
         if index not in known and layout.sharded_axes:
-            for event in _gathering(facts, layouts, index, 1, step):
-                ledger.add(event)
-    for event in _gradients(facts, layouts, step, triples):
-        ledger.add(event)
-    ledger.events = [event for event in ledger.events if len(event.ranks) > 1]
-    return ledger
+            yield from _gathering(facts, layouts, index, 1, step)
 
 
 def _of_layer(
@@ -153,18 +146,17 @@ def _of_layer(
     role: Role,
     step: Workload,
     shared: set[tuple[int, Axes]],
-    tables_cut: bool,
 ) -> Iterator[Event]:
     calls, axes, why = layer.calls, role.axes, layer.path
-    given_cut = bool(axes) and step.cuts(calls.length, axes)
     if role.name == "gathered":
         for index in (layer.kernel, *(() if layer.bias is None else (layer.bias,))):
             yield from _gathering(facts, layouts, index, calls.count, step)
     elif role.name in ("vocabulary", "features"):
-        yield from _looking_up(layer, role, step, given_cut)
-        yield from _scores(facts, layouts, layer, role, step, tables_cut)
+        op = "all_reduce" if role.name == "vocabulary" else "all_gather"
+        yield from step.moved(op, axes, calls.given, calls.itemsize, why)
+        yield from _scores(facts, layouts, layer, role, step)
     elif role.name == "row":
-        yield from step.summed(axes, calls.given, calls.itemsize, why, given_cut)
+        yield from step.moved("all_reduce", axes, calls.given, calls.itemsize, why)
         if not role.paired:
             yield from step.moved("all_gather", axes, calls.taken, calls.itemsize, why)
     elif role.name == "column":
@@ -175,8 +167,7 @@ def _of_layer(
         # Layers that take the same tensor sum its gradient once.
         fresh = {n: amount for n, amount in zip(calls.inputs, calls.taken, strict=True) if (n, axes) not in shared}
         shared.update((number, axes) for number in fresh)
-        cut = step.cuts(_behind(calls, tables_cut), axes)
-        yield from step.summed(axes, tuple(fresh.values()), calls.itemsize, why, cut)
+        yield from step.moved("all_reduce", axes, fresh.values(), calls.itemsize, why)
     elif role.meets:
         yield from step.moved("all_reduce", role.meets, calls.given, calls.itemsize, why)
 
@@ -190,34 +181,12 @@ def _low_rank(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role,
                     yield step.event("all_reduce", role.axes, facts.variables[index].bytes, layer.path)
 
 
-def _looking_up(layer: LayerFact, role: Role, step: Workload, given_cut: bool) -> Iterator[Event]:
-    """What a table sends whose words or features are cut."""
-    calls, axes, why = layer.calls, role.axes, layer.path
-    if role.name == "vocabulary":
-        yield from step.summed(axes, calls.given, calls.itemsize, why, given_cut)
-    elif given_cut:
-        # Features for places, forward and back; a device sends of its part only.
-        part = [amount.times(1 / step.mesh.axis_size(axes)) for amount in calls.given]
-        yield from step.moved("all_to_all", axes, part, calls.itemsize, why)
-        yield from step.moved("all_to_all", axes, part, calls.itemsize, why)
-    else:
-        yield from step.moved("all_gather", axes, calls.given, calls.itemsize, why)
-
-
-def _behind(calls: Calls, tables_cut: bool) -> Affine:
-    """The length of the sequence in what a layer takes, if it takes it in parts; else 0."""
-    return calls.behind_sums if calls.behind_sums != Affine() or not tables_cut else calls.behind_tables
-
-
-def _scores(
-    facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload, tables_cut: bool
-) -> Iterator[Event]:
+def _scores(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload) -> Iterator[Event]:
     """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
     calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
     if role.name == "vocabulary" and calls.count:
         yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, layer.path)
-        cut = step.cuts(_behind(calls, tables_cut), role.axes)
-        yield from step.summed(role.axes, calls.taken, calls.itemsize, layer.path, cut)
+        yield from step.moved("all_reduce", role.axes, calls.taken, calls.itemsize, layer.path)
     else:
         yield from _gathering(facts, layouts, index, calls.count, step)
 

@@ -1,7 +1,8 @@
 """What unidist.plan says that a step sends, beside what it sends: `python -m tests.keras.hub.planned [BACKBONE ...]`.
 
-Keras on torch, two virtual devices: data parallel, with ZeRO-3 (all in one unit, and in units of a layer or two), and
-under found tensor parallelism. Both are bytes of a device. Metrics are no part of a plan.
+Keras on torch, virtual devices: data parallel, with ZeRO-3 (all in one unit, and in units of a layer or two), under
+found tensor parallelism, with sequences cut, and on both axes. Both are bytes of a device. Metrics are no part of a
+plan.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import sys
 from collections.abc import Iterator
 from unittest import mock
 
-KINDS = ("data", "zero=3", "zero=3 in units", "model")
+# Kind -> axes of the mesh.
+KINDS = {
+    "data": {"data": 2},
+    "zero=3": {"data": 2},
+    "zero=3 in units": {"data": 2},
+    "model": {"model": 2},
+    "model of 4": {"model": 4},
+    "sequences": {"model": 2},
+    "data x model": {"data": 2, "model": 2},
+    "data x sequences, zero=1": {"data": 2, "model": 2},
+}
 # Bytes: a block of these backbones has six to ten times as many.
 UNIT = 2000
-# Tensor parallelism may send besides: the gradients of small weights, or of a table, between the layers of a pair; what
-# is gathered for a block that is called more than once.
-BESIDES = ("gemma3", "qwen3", "gpt-oss", "t5", "albert")
 
 
 def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
@@ -27,9 +35,13 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
     import unidist
     from tests.keras.hub import zoo
 
-    mesh = zoo.mesh({"model" if kind == "model" else "data": 2})
-    zero = 3 if kind.startswith("zero") else 0
-    strategy = unidist.ModelParallel(mesh) if kind == "model" else unidist.DataParallel(mesh, zero=zero)
+    mesh, zero = zoo.mesh(KINDS[kind]), int((kind.partition("zero=")[2] or "0")[0])
+    in_parts = "sequences" in kind
+    strategy = (
+        unidist.ModelParallel(mesh, zero=zero, sequence_parallel=in_parts)
+        if "model" in KINDS[kind]
+        else unidist.DataParallel(mesh, zero=zero)
+    )
     with _units(kind), zoo.quietly(), strategy.scope():
         model = zoo.with_head(zoo.BACKBONES[name]())
         model.compile("adamw", "mse")
@@ -37,7 +49,8 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
         model.train_on_batch(x, y)
         with unidist.ledger() as traffic:
             model.train_on_batch(x, y)
-        plan = unidist.plan(model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, zero=zero)
+        plan = unidist.plan(model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH, zero=zero, sequence_parallel=in_parts)
+    assert not plan.estimated, plan.estimated
     return plan.predicted.bytes(), traffic.bytes() - traffic.bytes(purpose="metrics")
 
 
@@ -56,12 +69,12 @@ def main(names: list[str]) -> None:
     import unidist
     from tests.keras.hub import zoo
 
-    unidist.use("sim", devices=2)
+    unidist.use("sim", devices=4)
     for name in names or zoo.BACKBONES:
         for kind in KINDS:
             planned, sent = bytes_of_a_step(name, kind)
             besides = "" if planned == sent else f", {sent - planned:+,}"
-            print(f"{name:12} {kind:16} planned {planned:>8,}, sent {sent:>8,}{besides}", flush=True)
+            print(f"{name:12} {kind:25} planned {planned:>8,}, sent {sent:>8,}{besides}", flush=True)
 
 
 if __name__ == "__main__":

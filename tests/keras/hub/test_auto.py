@@ -52,7 +52,9 @@ def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int
     ("name", "ranks"),
     [("bert", 2), ("llama gqa", 2), ("gpt2", 4), ("t5", 2), ("bart", 2), *((name, 4) for name in GROUPED[:-1])],
 )
-def test_a_step_sends_what_the_plan_predicts(name: str, ranks: int) -> None:
+def test_a_step_sends_what_closed_forms_predict(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for compilers; test_planned.py has those that are rehearsed."""
+    monkeypatch.setattr("unidist.keras.drivers.rehearsal", lambda: "a compiler chooses")
     mesh = zoo.mesh({"model": ranks})
     found, traffic = zoo.planned(name, ranks, STEPS)
     plan = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH)

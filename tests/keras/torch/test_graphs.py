@@ -283,7 +283,8 @@ def test_attention_on_a_fixed_length_is_computed_a_few_times(calls) -> None:
         assert len(unidist.plan(model, unidist.Mesh({"model": 4})).pairs) == 2 * count
         return calls["MultiHeadAttention"] / count
 
-    assert each(6) <= 13
+    # The last one has no values, so that nothing is computed.
+    assert each(6) <= 14
 
 
 # what a run in parts rests on -----------------------------------------------------------------------------------------

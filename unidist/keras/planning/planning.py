@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
-from unidist.algebra import Axes, Mesh
+import keras
+
+from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
-from unidist.keras import seeds
+from unidist.keras import drivers, seeds
 from unidist.keras.maps import as_layout_map
 from unidist.keras.options import takes_uneven
+from unidist.keras.planning import samples
 from unidist.keras.planning.reading import ended, read
 from unidist.keras.planning.waiting import let_go
-from unidist.planner.plan import Plan, make_plan, to_follow
+from unidist.keras.telling import in_words
+from unidist.ledger import Ledger
+from unidist.planner.layout_map import LayoutMap
+from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
 from unidist.strategies import Strategy
 from unidist.strategies.strategy import choose_axes
 
@@ -46,7 +54,8 @@ def plan(
         inputs: how the model is called, where it does not say itself: arrays or KerasTensors.
         batch: rows of a global batch, for the traffic; None: 8 for each place of the data axes.
         sequence: length of open dims, for the traffic.
-        sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True). Layouts are the same.
+        sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True), on torch. Layouts are the
+            same.
 
     Raises:
         LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
@@ -61,17 +70,71 @@ def plan(
     """
     grid = as_mesh(mesh)
     data, axes = choose_axes(grid, data_axis, model_axis)
-    axes = tuple(axis for axis in axes if grid.axis_size(axis) > 1)
     rules = None if _is_auto(layout_map) else as_layout_map(layout_map, grid)
     if rules is not None and rules.mesh != grid:
         raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
-    follow = functools.partial(to_follow, mesh=grid, axes=axes) if rules is None else ended
-    with seeds.untouched():
-        facts = read(model, grid.axis_size(axes) if axes else 1, inputs, follow)
-    let_go(model)
     rows = batch if batch is not None else 8 * _places(grid, data)
     strategy = Strategy(grid, data, zero=zero, uneven=takes_uneven(), sequence_parallel=sequence_parallel)
-    return make_plan(facts, strategy, axes, rules, batch=rows, sequence=sequence)
+    rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
+    return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)
+
+
+def layouts_of(model: Any, strategy: Strategy, axes: Axes) -> Plan:
+    """The plan of a model of which the layouts alone are asked for: what a step sends and keeps is not looked at."""
+    return _made(model, strategy, axes, None, None, 1, 1, None)
+
+
+def _made(
+    model: Any,
+    strategy: Strategy,
+    axes: Axes,
+    rules: LayoutMap | None,
+    inputs: Any,
+    batch: int,
+    sequence: int,
+    rehearse: Rehearse | None,
+) -> Plan:
+    """`rehearse`: None where layouts alone are asked for."""
+    mesh = strategy.mesh
+    axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+    follow = functools.partial(to_follow, mesh=mesh, axes=axes) if rules is None else ended
+    with seeds.untouched(), _one_thread():
+        facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None)
+        how = rehearse or (lambda layouts, shared: "layouts alone were asked for")
+        made = make_plan(facts, strategy, axes, rules, batch=batch, sequence=sequence, rehearse=how)
+    let_go(model)
+    return made
+
+
+def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence: int) -> Rehearse:
+    def rehearse(layouts: list[Layout], shared: dict[str, Axes]) -> Ledger | str:
+        module = drivers.rehearsal()
+        if isinstance(module, str):
+            return module
+        sample = samples.sample(model, inputs, samples.ROWS, sequence)
+        try:
+            return module.rehearse(model, layouts, strategy, sample, batch, shared)  # type: ignore[no-any-return]
+        except Exception as error:
+            # Whatever a model may raise that asks tensors for values, which a rehearsal has not.
+            return f"the model cannot be called without values ({type(error).__name__}: {in_words(error)})"
+
+    return rehearse
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors of two rows are small: torch's threads would wait for each other longer than they work."""
+    if keras.config.backend() != "torch":
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _is_auto(layout_map: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,9 +19,9 @@ from unidist.keras.planning.activations import Seens, activations
 from unidist.keras.planning.candidates import RECURRENT_CELLS, Candidate, candidate, inside
 from unidist.keras.planning.kept import Runs, rows_of, seen_in_runs
 from unidist.keras.planning.reaching import Reacher
-from unidist.keras.planning.running import Runner, Trace, _numpy, middle
+from unidist.keras.planning.running import Runner, Trace
 from unidist.keras.telling import in_words, listed
-from unidist.planner.facts import Activation, Affine, Calls, Facts, LayerFact, Reach, VariableFact
+from unidist.planner.facts import Activation, Calls, Facts, LayerFact, Reach, VariableFact
 
 # Lengths of sequences to run a model on: the first two that it takes.
 LENGTHS = ((8, 16), (4, 8), (2, 4))
@@ -36,7 +36,14 @@ def ended(facts: Facts) -> list[Reach]:
     return [reach for reach in facts.reaches if not reach.is_whole]
 
 
-def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], list[Reach]] = ended) -> Facts:
+def read(
+    model: Any,
+    parts: int,
+    inputs: Any = None,
+    follow: Callable[[Facts], list[Reach]] = ended,
+    *,
+    keeps: bool = True,
+) -> Facts:
     """What the planner must know of a model, found by running it on a few rows without its kernels.
 
     Args:
@@ -44,6 +51,7 @@ def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], l
         parts: into how many slices outputs are to be cut.
         inputs: as the model is called, where it does not say itself.
         follow: which reaches are to be followed to their end, of those that were not.
+        keeps: also what a step keeps for its backward, and the order in which it reads variables.
 
     Raises:
         LayoutError: the model is not built, or cannot be run.
@@ -62,7 +70,6 @@ def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], l
         runs = _run(runner, model, inputs)
         reacher = Reacher(runner, model, parts, runs.near)
         reaches = reacher.all() if parts > 1 else []
-        behind = _behind(runner, model, inputs, runs, reaches)
         slots, optimizer = _slots(model, variables)
         place = {id(v): k for k, v in enumerate(variables)}
         first = {k: n for n, k in enumerate(runs.near.taken)}
@@ -70,7 +77,7 @@ def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], l
         facts = Facts(
             name=model.name,
             variables=tuple(_variables(model, variables, layers)),
-            layers=tuple(_layer(candidates[k], k, place, runner, runs, behind) for k in order),
+            layers=tuple(_layer(candidates[k], k, place, runner, runs) for k in order),
             reaches=_renumbered(reaches, order),
             parts=parts,
             slots=slots,
@@ -80,6 +87,8 @@ def read(model: Any, parts: int, inputs: Any = None, follow: Callable[[Facts], l
         while wanted := {(order[reach.source], reach.dim) for reach in follow(facts)}:
             reaches = [reacher.to_the_end(r) if (r.source, r.dim) in wanted else r for r in reaches]
             facts = replace(facts, reaches=_renumbered(reaches, order))
+        if not keeps:
+            return facts
         seens = seen_in_runs(runner, model, inputs, runs, reaches)
         number = {k: n for n, k in enumerate(order)}
     used, kept = (tuple(place[k] for k in found if k in place) for found in (seens.read, seens.weights))
@@ -120,34 +129,6 @@ def _wide(runner: Runner, model: Any, inputs: Any, rows: int, length: int) -> Tr
     with contextlib.suppress(Exception):  # a model may take so many rows alone
         return runner.run(model, (given,), kwargs, measure=True)
     return None
-
-
-# (candidate, whether of its calls back to the vocabulary): calls that take what changed in the changed place alone.
-_Kept = frozenset[tuple[int, bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Behind:
-    """What keeps a changed place of a sequence: one in what pairs give, and one in what tables give."""
-
-    sums: _Kept
-    tables: _Kept
-
-
-def _behind(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: list[Any]) -> _Behind:
-    kwargs = {"training": False} if model._call_has_training_arg else {}
-    given = samples.sample(model, inputs, runs.rows, runs.lengths[0])
-    sums = frozenset(reach.target[0] for reach in reaches if reach.target is not None)
-    tables = frozenset(k for k, found in enumerate(runner.candidates) if found.kind == "table")
-
-    def kept(sources: frozenset[int]) -> _Kept:
-        if not sources or not reaches:
-            return frozenset()
-        trace = runner.run(model, (given,), kwargs, places_of=sources)
-        calls = [(k, reverse) for k in range(len(runner.candidates)) for reverse in (False, True)]
-        return frozenset(call for call in calls if _keeps_places(trace, runs.near, *call))
-
-    return _Behind(kept(sums), kept(tables))
 
 
 def _activations(runs: Runs, seens: Seens, number: dict[int, int]) -> tuple[Activation, ...]:
@@ -207,9 +188,7 @@ def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[Vari
     return out
 
 
-def _layer(
-    found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: Runs, behind: _Behind
-) -> LayerFact:
+def _layer(found: Candidate, index: int, place: dict[int, int], runner: Runner, runs: Runs) -> LayerFact:
     def of(variable: Any) -> int | None:
         return None if variable is None else place[id(variable)]
 
@@ -222,13 +201,13 @@ def _layer(
         outputs={dim: found.biases.get(dim) for dim in found.outputs},
         inputs=tuple(found.inputs),
         low_rank=(place[id(found.low_rank[0])], place[id(found.low_rank[1])]) if found.low_rank else None,
-        calls=_calls(found, index, runs, behind, reverse=False),
-        scores=_calls(found, index, runs, behind, reverse=True),
+        calls=_calls(found, index, runs, reverse=False),
+        scores=_calls(found, index, runs, reverse=True),
         read_elsewhere=index in runner.read_elsewhere,
     )
 
 
-def _calls(found: Candidate, index: int, runs: Runs, behind: _Behind, *, reverse: bool) -> Calls:
+def _calls(found: Candidate, index: int, runs: Runs, *, reverse: bool) -> Calls:
     def taken_by(of: Trace) -> list[int]:
         calls = zip(of.taken.get(index, []), of.given.get(index, []), strict=True)
         return [prod(x.shape) for x, (_, scores) in calls if scores is reverse]
@@ -242,43 +221,7 @@ def _calls(found: Candidate, index: int, runs: Runs, behind: _Behind, *, reverse
         for x, (_, scores) in zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
         if scores is reverse
     )
-    near, far = (_lengths(of, index, reverse) for of in (trace, runs.far))
-    taken = runs.line(near[0], far[0])
-    return Calls(
-        runs.amounts(taken_by),
-        runs.amounts(given_by),
-        inputs,
-        itemsize(found.layer.compute_dtype),
-        length=runs.line(near[1], far[1]),
-        behind_sums=taken if (index, reverse) in behind.sums else Affine(),
-        behind_tables=taken if (index, reverse) in behind.tables else Affine(),
-    )
-
-
-def _lengths(trace: Trace, index: int, reverse: bool) -> tuple[int, int]:
-    """Lengths of the sequence in what the calls take and give: the shortest, 0 where one has none."""
-    calls = zip(trace.taken.get(index, []), trace.given.get(index, []), strict=True)
-    shapes = [(tuple(x.shape), shape) for x, (shape, scores) in calls if scores is reverse]
-
-    def shortest(found: list[tuple[int, ...]]) -> int:
-        return min((shape[1] if len(shape) > 2 else 0 for shape in found), default=0)
-
-    return shortest([taken for taken, _ in shapes]), shortest([given for _, given in shapes])
-
-
-def _keeps_places(changed: Trace, clean: Trace, index: int, reverse: bool) -> bool:
-    """Whether every call takes what changed in the changed place and nowhere else."""
-    found = []
-    calls = zip(clean.taken.get(index, []), changed.taken.get(index, []), clean.given.get(index, []), strict=False)
-    for before, after, (_, scores) in calls:
-        if scores is not reverse:
-            continue
-        if len(before.shape) < 3 or before.shape != after.shape:
-            return False
-        where: Any = _numpy(before) != _numpy(after)
-        along = np.moveaxis(where, 1, 0).reshape(where.shape[1], -1).any(axis=1)
-        found.append(bool(along[middle(where.shape)]) and int(along.sum()) == 1)
-    return bool(found) and all(found)
+    return Calls(runs.amounts(taken_by), runs.amounts(given_by), inputs, itemsize(found.layer.compute_dtype))
 
 
 def itemsize(dtype: str) -> int:

@@ -88,7 +88,6 @@ class Runner:
         self._change: Change | None = None
         self._capturing = False
         self._measuring = False
-        self._places_of: frozenset[int] = frozenset()
         self._marked: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
@@ -100,7 +99,6 @@ class Runner:
             warnings.simplefilter("ignore")
             stack.callback(keras_distribution.set_distribution, before)
             keras_distribution.set_distribution(None)
-            stack.enter_context(_one_thread())
             inside: list[tuple[Any, Call, Any]] = [
                 (found.layer, self._random_output, k) for k, found in enumerate(self.candidates)
             ]
@@ -119,7 +117,6 @@ class Runner:
         kwargs: Any,
         change: Change | None = None,
         capture: bool = False,
-        places_of: frozenset[int] = frozenset(),
         measure: bool = False,
         marked: frozenset[int] = frozenset(),
         saved: bool = False,
@@ -128,12 +125,11 @@ class Runner:
 
         Args:
             change: one slice of one candidate's output is changed.
-            places_of: one place of the sequence is changed in the outputs of these candidates.
             measure: for the shapes alone.
             marked: the outputs of these candidates are NaN.
             saved: with autograd at work, on torch.
         """
-        self._trace, self._change, self._capturing, self._places_of = Trace(), change, capture, places_of
+        self._trace, self._change, self._capturing = Trace(), change, capture
         self._measuring, self._marked = measure, marked
         if capture:
             # Of a run that failed before, as on other rows, nothing counts.
@@ -238,9 +234,6 @@ class Runner:
                 self._random[key] = value
         if self._change is not None and self._change.candidate == index and not reverse:
             value = _changed(value, found.outputs[self._change.dim], self._change)
-        if index in self._places_of and not reverse and len(shape) > 2:
-            value = value.copy()
-            value[:, middle(shape)] += 1.0
         marked = index in self._marked and not reverse
         if marked:
             value = np.full(shape, np.nan, "float32")
@@ -268,27 +261,6 @@ class Runner:
         if isinstance(found.layer, keras.layers.EinsumDense):
             return einsum_shape(found.layer.equation, shape, tuple(found.kernel.shape))
         return tuple(found.layer.compute_output_shape(shape))
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tensors of two rows are small: torch's threads would wait for each other longer than they work."""
-    if keras.config.backend() != "torch":
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def middle(shape: tuple[int, ...]) -> int:
-    """The place of a sequence that is changed: one with others on both sides, for what looks one way alone."""
-    return shape[1] // 2
 
 
 def has_no_number(tensor: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unidist.keras import placed
 from unidist.keras.making import all_variables
-from unidist.keras.planning.planning import plan
+from unidist.keras.planning.planning import layouts_of
 from unidist.keras.planning.samples import parts
 from unidist.keras.telling import warn
 
@@ -31,9 +31,8 @@ def settle(model: Any, distribution: Any) -> bool:
     if not waits(model, distribution):
         return False
     strategy, found = distribution.strategy, distribution.found
-    axes = {"data_axis": strategy.data_axes, "model_axis": distribution.model_axes}
     # Of a model without any such part the plan says what is missing.
-    plans = [plan(part, strategy.mesh, **axes) for part in parts(model) or [model]]
+    plans = [layouts_of(part, strategy, distribution.model_axes) for part in parts(model) or [model]]
     for made in plans:
         found.add(made)
     found.keep_whole((v.path, tuple(v.shape)) for v in model.variables)

@@ -19,20 +19,20 @@ from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
 from unidist.backends.torch.sharded.tensor import moved, replaced
 from unidist.keras import numbers
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import get_device, get_keras_mask, set_keras_mask
+from unidist.keras.compat import get_keras_mask, set_keras_mask
 from unidist.keras.known import is_container, is_known, operations_of, overwritten
 from unidist.keras.needs import draws
 from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.carrying import space_at, summand, wrapped
-from unidist.keras.torch.context import Frame, Rows
+from unidist.keras.torch.context import Frame, Rows, infers_shapes
 from unidist.keras.torch.structures import mapped
 from unidist.propagation.layouts import Cut
 
 # On a layer: its border, or None.
-_BORDER = "_unidist_border"
+BORDER = "_unidist_border"
 # On what may look at several rows: its Inward.
-_INWARD = "_unidist_inward"
+INWARD = "_unidist_inward"
 # On a tensor: it has no rows, whatever its first dim.
 _ROWLESS = "_unidist_rowless"
 
@@ -86,14 +86,14 @@ class _Outward:
 
 def _set_border(layer: Any, inner: tuple[Any, ...], is_alone: bool, is_native: bool) -> None:
     """`inner`: the layer and those in it."""
-    known: _Outward | None = vars(layer).get(_BORDER)
+    known: _Outward | None = vars(layer).get(BORDER)
     if is_alone or is_native:
         known = known or _Outward(layer)
         known.losers, known.inner = inner, () if is_native else inner[1:]
     elif known is not None:
         known.take_off()
         known = None
-    object.__setattr__(layer, _BORDER, known)
+    object.__setattr__(layer, BORDER, known)
 
 
 def _outward(losers: tuple[Any, ...], here: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
@@ -202,10 +202,10 @@ class Inward:
 
 
 def _inward_border(subject: Any) -> Inward:
-    known = vars(subject).get(_INWARD)
+    known = vars(subject).get(INWARD)
     if known is None:
         known = Inward(subject)
-        object.__setattr__(subject, _INWARD, known)
+        object.__setattr__(subject, INWARD, known)
     return known  # type: ignore[no-any-return]
 
 
@@ -247,4 +247,4 @@ def _constants(subject: Any) -> frozenset[int]:
 
 def can_begin(here: Frame) -> bool:
     """Not in a program, whose first call has shown that it need not."""
-    return here.world.cuts_rows and not here.is_tracing and str(get_device()) != "meta"
+    return here.world.cuts_rows and not here.is_tracing and not infers_shapes()

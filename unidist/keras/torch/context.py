@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from unidist.keras.compat import AutocastScope
+from unidist.keras.compat import AutocastScope, get_device
 
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
@@ -190,6 +190,12 @@ _Frame = TypeVar("_Frame", bound=Frame | None)
 def frame() -> Frame | None:
     """This thread's frame, or None where no rank is at work."""
     return getattr(_here, "frame", None)
+
+
+def infers_shapes() -> bool:
+    """Whether Keras asks for the shapes of wholes. A rehearsal, which has no values either, asks for those of parts."""
+    here = frame()
+    return str(get_device()) == "meta" and (here is None or not here.world.rehearses)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ class RankWorld:
         self.data_axes = data_axes
         self._until = _left
         self.is_virtual = backend.is_virtual
+        self.rehearses = not backend.carries_values  # what a step would send is asked for (rehearsal.py)
         self.made_trainable = 0  # how often a variable has become trainable whose gradient nobody reduced
         self.spaces: dict[tuple[int, Axes], Any] = {}  # by rank and axes, once it has had carriers
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)

@@ -26,7 +26,7 @@ from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras import sessions
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import StatelessScope, get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.compat import StatelessScope, get_keras_mask, set_keras_mask, tree
 from unidist.keras.torch import context
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
@@ -94,7 +94,7 @@ def _install(model: Any, owner: Any) -> None:
     looked: dict[Any, list[torch.dtype | None]] = {}
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-        if not _is_in_a_step(frame) or str(get_device()) == "meta" or not model.jit_compile:
+        if not _is_in_a_step(frame) or context.infers_shapes() or not model.jit_compile:
             return rest(*args, **kwargs)
         shape, tensors = Shape((args, kwargs)), _with_masks((args, kwargs))
         seen = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)

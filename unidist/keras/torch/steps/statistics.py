@@ -15,7 +15,7 @@ from unidist.keras.compat import BatchNormalization, SeedGenerator, draw_seed, g
 from unidist.keras.interception import Hook, kept
 from unidist.keras.planning.activations import as_in_a_step
 from unidist.keras.torch import features
-from unidist.keras.torch.context import frame
+from unidist.keras.torch.context import frame, infers_shapes
 from unidist.keras.torch.values import placing
 
 _originals: dict[str, Any] = {}
@@ -34,7 +34,7 @@ def hooks() -> tuple[Hook, ...]:
 
 def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     here = frame()
-    if here is None or here.rows is None or not here.world.cuts_rows or inputs.is_meta:
+    if here is None or here.rows is None or not here.world.cuts_rows or infers_shapes():
         return _originals["moments"](self, inputs, mask)
     with events.for_purpose("batch statistics"):
         return numbers.moments(inputs, self._reduction_axes, mask, torch.sum, here.world.of_shards)

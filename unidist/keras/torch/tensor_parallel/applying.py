@@ -6,6 +6,7 @@ Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,11 +15,11 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import get_device, ops, set_keras_mask
+from unidist.keras.compat import ops, set_keras_mask
 from unidist.keras.layers import has_more_than_its_kernel
 from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
-from unidist.keras.torch.context import Frame
+from unidist.keras.torch.context import Frame, infers_shapes
 from unidist.keras.torch.moving import WHOLE, cut_dim, fanned, move, partial
 from unidist.keras.torch.tensor_parallel import sequence
 from unidist.keras.torch.tensor_parallel.rules import Rule, by_rules, cut_variables, make_rule
@@ -56,7 +57,7 @@ def install_rule(rule: Rule) -> None:
     apply = {"column": _column, "row": _row, "vocabulary": _vocabulary, "gather": _gather}[rule.kind]
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
-        if str(get_device()) == "meta":
+        if infers_shapes():
             return rest(*args, **kwargs)
         with events.for_purpose(rule.name):
             if rule.kind != "gather" and (has_more_than_its_kernel(rule.layer) or not rule.is_at_home(frame)):
@@ -73,15 +74,19 @@ def install_rule(rule: Rule) -> None:
 def share(layer: Any, axes: Axes) -> None:
     """Lets ranks work apart with all that a layer gives, as attention does with keys of few heads: it is joined, and
     the gradients of all ranks are summed."""
-    if _SHARES in vars(layer):
-        return
+    if _SHARES not in vars(layer):
+        object.__setattr__(layer, _SHARES, install_share(layer, axes))
+
+
+def install_share(layer: Any, axes: Axes) -> Callable[[], None]:
+    """What takes it off again."""
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         y = rest(*args, **kwargs)
         with events.for_purpose(layer.path or layer.name):
-            return y if y.is_meta else features.shared(frame, y, axes)
+            return y if infers_shapes() else features.shared(frame, y, axes)
 
-    object.__setattr__(layer, _SHARES, around_call(layer, Stage.SHARED, inside))
+    return around_call(layer, Stage.SHARED, inside)
 
 
 def _whole_shape(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:

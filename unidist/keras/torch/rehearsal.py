@@ -1,0 +1,165 @@
+"""Rehearsal: a step of one rank on tensors without values, by the rules that a step goes by. What it would send is
+what a step sends, on any mesh, with no other device.
+
+Only layers are rehearsed. Gradients are summed and stored values are fetched by closed forms (planner/predicting.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from unidist.algebra import Axes, Layout, Sharding
+from unidist.backends.torch.rehearsing import RehearsingRank
+from unidist.backends.torch.sharded.autograd import serve_replaced
+from unidist.keras.calls import bare
+from unidist.keras.compat import global_state, is_float_dtype, to_torch_dtype, torch_random, tree
+from unidist.keras.known import is_container, operations_of
+from unidist.keras.torch import borders, carrying, features
+from unidist.keras.torch.context import Rows, entered
+from unidist.keras.torch.tensor_parallel import applying, rules, sequence
+from unidist.keras.torch.values.storage import Shardings, Storage
+from unidist.keras.torch.values.variables import DistributedVariable
+from unidist.keras.torch.world import RankWorld
+from unidist.ledger import Ledger
+from unidist.propagation.layouts import chunked
+from unidist.strategies import Strategy
+
+_MARKS = (borders.BORDER, borders.INWARD)
+
+
+def rehearse(
+    model: Any,
+    layouts: Sequence[Layout],
+    strategy: Strategy,
+    sample: Any,
+    batch: int,
+    shared: Mapping[str, Axes],
+) -> Ledger:
+    """What the layers of a model send in a training step of the mesh's first rank, forward and backward.
+
+    Args:
+        model: a built model. Its variables need no values, and are as before afterwards.
+        layouts: of each of the model's variables, as layers see them.
+        sample: some rows in the structure that the model takes: shapes and dtypes count alone.
+        batch: how many rows there are over all data shards.
+        strategy: the mesh, the data axes, and whether sequences are cut.
+        shared: path of a layer -> axes of the ranks that work with all that it gives.
+
+    Raises:
+        Exception: whatever a model raises that asks for values.
+    """
+    serve_replaced()
+    mesh, data_axes, in_parts = strategy.mesh, strategy.data_axes, strategy.sequence_parallel
+    backend = RehearsingRank(mesh)
+    world = RankWorld(mesh, backend, data_axes)
+    with contextlib.ExitStack() as stack:
+        for one in _called(model):
+            stack.enter_context(_as_it_was(one))
+            stack.enter_context(bare(one))
+        variables = list({id(v): v for v in model.variables}.values())
+        for variable, layout in zip(variables, layouts, strict=True):
+            stack.enter_context(_placed(variable, Sharding(mesh, layout, tuple(variable.shape)), world))
+        _give_rules(model, world, shared, in_parts)
+        stack.enter_context(_without_values())
+        sizes = chunked(0, batch, mesh.axis_size(data_axes) if data_axes else 1).sizes
+        frame = world.frame_for(world.ranks[0])
+        frame.rows = Rows(sizes[world.data_place(frame.rank)], sizes)
+        given = tree.map_structure(functools.partial(_without, frame.rows.local), sample)
+        if in_parts:
+            leaves = [v._storage.leaf(frame.rank) for v in model.trainable_variables if v._storage.is_whole]
+            frame.shared = sequence.SharedWeights(frame, leaves)
+        with entered(frame), carrying.step(frame, given) if world.cuts_rows else contextlib.nullcontext(given) as own:
+            _step(model, own)
+    return Ledger(backend.sent)
+
+
+def _step(model: Any, given: Any) -> None:
+    """Forward and backward; the loss is the sum of what has a gradient."""
+    kwargs = {"training": True} if model._call_has_training_arg else {}
+    with torch.enable_grad():
+        with keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope:
+            out = model(given, **kwargs)
+        penalties = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
+        losses = [features.whole(x) for x in tree.flatten((out, scope.losses, penalties))]
+        with_gradient = [x.sum() for x in losses if isinstance(x, torch.Tensor) and x.requires_grad]
+        if with_gradient:
+            functools.reduce(operator.add, with_gradient).backward()
+
+
+def _called(model: Any) -> list[Any]:
+    """The layers of a model, and the operations of its graphs."""
+    layers = model._flatten_layers()
+    operations = (one for layer in layers if is_container(layer) for one in operations_of(layer))
+    return list({id(one): one for one in (*layers, *operations)}.values())
+
+
+def _without(rows: int, x: Any) -> torch.Tensor:
+    return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
+
+
+def _give_rules(model: Any, world: RankWorld, shared: Mapping[str, Axes], in_parts: bool) -> None:
+    for layer in model._flatten_layers():
+        rule = rules.make_rule(layer)
+        if rule is not None:
+            rule.in_parts = in_parts
+            applying.install_rule(rule)
+        if axes := shared.get(layer.path):
+            applying.install_share(layer, axes)
+    sequence.give_whole(model)
+    if world.cuts_rows:
+        borders.give(model, lambda layer: in_parts and layer is model, exact=False)
+
+
+@contextlib.contextmanager
+def _as_it_was(one: Any) -> Iterator[None]:
+    """Inside a layer has no marks of a training; behind, those that it had."""
+    before = {name: vars(one).pop(name) for name in _MARKS if name in vars(one)}
+    spec = getattr(one, "input_spec", None)
+    try:
+        yield
+    finally:
+        for name in _MARKS:
+            vars(one).pop(name, None)
+        vars(one).update(before)
+        if spec is not None:
+            one.input_spec = spec
+
+
+@contextlib.contextmanager
+def _placed(variable: Any, sharding: Sharding, world: RankWorld) -> Iterator[None]:
+    """Inside a variable is laid out, and has no values."""
+    held, rank = Storage(world, Shardings.alike(sharding), variable.path), world.ranks[0]
+    part = torch.empty(sharding.local_shape(rank), dtype=to_torch_dtype(variable.dtype), device="meta")
+    learns = variable.trainable and is_float_dtype(variable.dtype)
+    held.keep(torch.nn.Parameter(part, requires_grad=learns))
+    before, kind = dict(vars(variable)), type(variable)
+    vars(variable).pop("_value", None)
+    variable.__class__ = DistributedVariable
+    variable._storage = held
+    try:
+        yield
+    finally:
+        vars(variable).clear()
+        vars(variable).update(before)
+        variable.__class__ = kind
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Inside Keras computes on torch's meta device as on any other, and draws by no generator, which that has not."""
+    draw = torch_random.torch_seed_generator
+    torch_random.torch_seed_generator = lambda seed: None
+    try:
+        with keras.device("meta"):
+            # Where Keras reads the text "meta" it infers shapes of wholes by rules of its own.
+            global_state.set_global_attribute("torch_device", torch.device("meta"))
+            yield
+    finally:
+        torch_random.torch_seed_generator = draw
