@@ -14,8 +14,7 @@ import pytest
 
 import unidist
 from unidist.errors import CapabilityError
-from unidist.keras import compat, hooks, interception
-from unidist.keras.drivers import driver, hooks_of
+from unidist.keras import compat, driver, hooks, interception
 from unidist.keras.interception import Hook
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
@@ -27,9 +26,9 @@ TRAINS, FAILS_ALONE = "trains", "fails without unidist"
 
 def every() -> list[Hook]:
     """The hooks of all drivers and of the one in use, none twice; those for another Keras left out."""
-    package = driver()
-    assert package is not None
-    listed = (*hooks.table().hooks, *hooks_of(package).table().hooks)
+    found = driver.current()
+    assert found is not None
+    listed = (*hooks.table().hooks, *found.table().hooks)
     return list(dict.fromkeys(hook for hook in listed if compat.nearest() in hook.versions))
 
 

@@ -310,16 +310,14 @@ def test_gates_are_not_cut() -> None:
 @pytest.fixture
 def by_closed_forms(monkeypatch) -> None:
     """What layers send is estimated, as for Keras on JAX."""
-    from unidist.keras import drivers
-
-    monkeypatch.setattr(drivers, "rehearsal", lambda: "a compiler chooses")
+    monkeypatch.setattr("unidist.keras.torch.driver.rehearse", lambda *step: "a compiler chooses")
 
 
 def rehearsed_and_estimated(model, **options) -> list[unidist.Plan]:
     mesh = unidist.Mesh({"data": 2, "model": 4})
     plans = [unidist.plan(model, mesh, **options)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unidist.keras.drivers.rehearsal", lambda: "a compiler chooses")
+        patch.setattr("unidist.keras.torch.driver.rehearse", lambda *step: "a compiler chooses")
         plans.append(unidist.plan(model, mesh, **options))
     assert [plan.estimated for plan in plans] == ["", "a compiler chooses"]
     assert plans[1].show().endswith("the collectives are an estimate: a compiler chooses\n")

@@ -16,14 +16,10 @@ from unidist.backends import registry
 from unidist.events import Event
 from unidist.flight.reading import waited
 from unidist.flight.recorder import recorder
-from unidist.keras import drivers
+from unidist.keras import driver
 from unidist.keras.checkpoint.sources import innermost
 from unidist.keras.compat import tree
 from unidist.keras.lockstep import Part
-
-# Drivers whose step is one compiled program, collectives included.
-_OF_PROGRAMS = ("unidist.keras.jax", "unidist.keras.tensorflow")
-
 
 # rows -----------------------------------------------------------------------------------------------------------------
 
@@ -114,12 +110,17 @@ def _total(batch: Any) -> int | None:
 # what is sent, and waited for -----------------------------------------------------------------------------------------
 
 
+def _runs_programs() -> bool:
+    found = driver.current()
+    return found is not None and found.RUNS_PROGRAMS
+
+
 class Sent:
     """The bytes that a process has sent in steps. Where a step is a compiled program, it is asked once for each number
     of rows: to ask costs as much as a small step."""
 
     def __init__(self) -> None:
-        self._asks_once = registry.has_current() and drivers.driver() in _OF_PROGRAMS
+        self._asks_once = registry.has_current() and _runs_programs()
         self._asks = True
         self._known: dict[int | None, float] = {}
         # Collectives of backward come from another thread.
@@ -153,7 +154,7 @@ class Waits:
     """How long a process has waited in collectives, by its record. What a compiled program waits is not seen."""
 
     def __init__(self) -> None:
-        self._is_seen = registry.has_current() and drivers.driver() not in _OF_PROGRAMS
+        self._is_seen = registry.has_current() and not _runs_programs()
         self._first = self._last = waited(bytes(recorder), 0)[1]
 
     def take(self) -> float | None:

@@ -1,21 +1,19 @@
 """What unidist adds to Keras, and takes off again: hooks for all, and those of the driver that serves what is in use.
 
-Which attributes they are, and why, is in the tables: `table` here, and `table` in the `hooks` of each driver's package.
+Which attributes they are, and why, is in the tables: `table` here, and `table` of each driver.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from functools import cache
 
 import keras
 
 from unidist.backends import registry
-from unidist.keras import clearing, files, following, loading, making, phases, placed, ranges, sessions, writers
+from unidist.keras import clearing, driver, files, following, loading, making, phases, placed, ranges, sessions, writers
 from unidist.keras.compat import READ
-from unidist.keras.drivers import driver, hooks_of
 from unidist.keras.interception import Hook, Table
 
 _log = logging.getLogger(__name__)
@@ -38,8 +36,7 @@ def _table_of_hub() -> Table:
 
 @cache
 def _table_of(package: str) -> Table:
-    make: Callable[[], Table] = hooks_of(package).table
-    return make()
+    return driver.of(package).table()
 
 
 def install() -> None:
@@ -49,7 +46,7 @@ def install() -> None:
         BackendMismatchError: a Keras that unidist was not made for, or its framework runs with other devices already.
     """
     _say_untested()
-    found, before = driver(), len(replaced())
+    found, before = driver.package(), len(replaced())
     for other in _used - {found}:
         _table_of(other).turn_off()
     table().turn_on_all_there_are()
@@ -57,7 +54,7 @@ def install() -> None:
         _table_of_hub().turn_on_all_there_are()
     if found is not None:
         try:
-            hooks_of(found).prepare()
+            driver.of(found).prepare()
             _table_of(found).turn_on_all_there_are()
             _used.add(found)
         except (ImportError, AttributeError, TypeError) as error:
@@ -82,7 +79,7 @@ def remove() -> None:
     before = len(replaced())
     for package in sorted(_used):
         _table_of(package).turn_off()
-        hooks_of(package).leave()
+        driver.of(package).leave()
     if writers.has_hub():
         _table_of_hub().turn_off()
     table().turn_off()
@@ -91,6 +88,6 @@ def remove() -> None:
 
 def replaced() -> tuple[Hook, ...]:
     """The hooks that are on, in the order in which they were put on."""
-    drivers = (hook for package in sorted(_used) for hook in _table_of(package).replaced)
+    of_drivers = (hook for package in sorted(_used) for hook in _table_of(package).replaced)
     hub = _table_of_hub().replaced if writers.has_hub() else ()
-    return (*table().replaced, *hub, *drivers)
+    return (*table().replaced, *hub, *of_drivers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -16,7 +15,7 @@ from unidist.drawing import Picture
 from unidist.drawing.graph import picture_of_layers
 from unidist.drawing.layers import of_description
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import drivers
+from unidist.keras import driver
 from unidist.keras.rows import Row
 from unidist.keras.strategy import adopt
 from unidist.keras.telling import joined, numbered
@@ -24,12 +23,12 @@ from unidist.planner.choosing import size_text
 from unidist.tables import table
 
 
-def _engine() -> Any:
-    found = drivers.driver()
+def _driver() -> driver.Driver:
+    found = driver.current()
     if found is None:
         name = keras.config.backend()
         raise CapabilityError(f"Keras on {name!r} is not supported in this version: use torch, jax or tensorflow")
-    return importlib.import_module(f"{found}.models")
+    return found
 
 
 def parallelize(model: Any, strategy: Any) -> Any:
@@ -56,7 +55,7 @@ def parallelize(model: Any, strategy: Any) -> Any:
     """
     if not model.built:
         raise LayoutError(f"model {model.name!r} is not built: call it or model.build(input_shape) first")
-    _engine().parallelize(model, adopt(strategy))
+    _driver().parallelize(model, adopt(strategy))
     return model
 
 
@@ -83,7 +82,7 @@ def gather_weights(model: Any) -> dict[str, Array]:
         {'net/head/kernel': (8, 4), 'net/head/bias': (4,)}
     """
     out: dict[str, Array] = {}
-    for path, value in _engine().gather_weights(model):
+    for path, value in _driver().gather_weights(model):
         out[numbered(path, out)] = value
     return out
 
@@ -200,5 +199,5 @@ def describe(model: Any) -> Description:
         up - column: its outputs stay cut, until an operation needs all of them
         down - row: its inputs come cut
     """
-    engine = _engine()
+    engine = _driver()
     return Description(tuple(engine.rows(model)), joined(engine.reasons(model)))

@@ -14,7 +14,7 @@ from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.backends import registry
 from unidist.errors import CapabilityError, LayoutError, MeshError
-from unidist.keras import drivers, interception, parting
+from unidist.keras import driver, interception, parting
 from unidist.keras.compat import Distribution
 from unidist.keras.maps import KerasRules, as_layout_map, mesh_of_map
 from unidist.keras.options import options, takes_uneven
@@ -44,7 +44,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
             _check_fills(strategy.mesh)  # Keras's own strategies leave devices out where its backend serves that
         adapter.mesh(strategy.mesh)
         interception.check()
-        drivers.check(strategy, layout_map)
+        driver.check(strategy, layout_map)
         self.strategy = strategy
         self.layout_map = layout_map
         batch = strategy.data_axes[0] if strategy.data_axes else None
@@ -94,7 +94,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Makes this Keras's distribution: variables built inside are created in their layouts."""
-        drivers.align_seeds()
+        driver.align_seeds()
         with super().scope():
             yield
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import re
@@ -18,7 +17,8 @@ import keras
 
 from unidist import session
 from unidist.algebra import Axes, Layout
-from unidist.keras import drivers, placed
+from unidist.keras import driver as drivers
+from unidist.keras import placed
 from unidist.keras.strategy import UnidistDistribution, adopt
 
 _NAMES = 3
@@ -158,7 +158,7 @@ def applied(model: Any, distribution: Any) -> None:
     for variable, layouts in lie:
         three = f"rests {layouts.storage}, is used {layouts.compute}, is updated {layouts.state}"
         _log.debug("%r of shape %s %s: %s", variable.path, tuple(variable.shape), three, _rule(variable.path, ours))
-    entries = importlib.import_module(f"{drivers.driver()}.models").reasons(model)
+    entries = driver.reasons(model) if (driver := drivers.current()) is not None else ()
     said((name, text) for name, text in entries if not text.startswith(_LATER))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 
 from unidist import session
+from unidist.keras import driver as drivers
 from unidist.keras import saving, sessions
-from unidist.keras.drivers import driver, hooks_of
 from unidist.keras.interception import Hook, no_model
 
 
@@ -97,8 +97,8 @@ def _by_one(original: Any, writer: Writer) -> Any:
 
     @functools.wraps(original)
     def write(*args: Any, **kwargs: Any) -> Any:
-        package = driver()
-        if package is None or saving.is_writing() or not sessions.has_distributed():
+        driver = drivers.current()
+        if driver is None or saving.is_writing() or not sessions.has_distributed():
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -113,7 +113,7 @@ def _by_one(original: Any, writer: Writer) -> Any:
                 original(*given.args, **given.kwargs)
 
         model = args[0] if writer.reads else None
-        return hooks_of(package).writing(model, lambda: original(*args, **kwargs), read_along)
+        return driver.writing(model, lambda: original(*args, **kwargs), read_along)
 
     return write
 
@@ -123,8 +123,8 @@ def _by_orbax(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(self: Any, step: Any, logs: Any = None) -> Any:
-        package, model = driver(), self.model
-        if package is None or session.backend().process_count() < 2 or not sessions.has_distributed():
+        driver, model = drivers.current(), self.model
+        if driver is None or session.backend().process_count() < 2 or not sessions.has_distributed():
             return original(self, step, logs)
 
         def write() -> Any:
@@ -134,6 +134,6 @@ def _by_orbax(original: Any) -> Any:
             finally:
                 self.save_on_background = before
 
-        return hooks_of(package).writing(model, write, lambda: model.get_state_tree(value_format="numpy_array"))
+        return driver.writing(model, write, lambda: model.get_state_tree(value_format="numpy_array"))
 
     return save

@@ -54,7 +54,7 @@ def test_a_backbone_without_a_rule_trains_as_on_one_device(name: str, ranks: int
 )
 def test_a_step_sends_what_closed_forms_predict(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those for compilers; test_planned.py has those that are rehearsed."""
-    monkeypatch.setattr("unidist.keras.drivers.rehearsal", lambda: "a compiler chooses")
+    monkeypatch.setattr("unidist.keras.torch.driver.rehearse", lambda *step: "a compiler chooses")
     mesh = zoo.mesh({"model": ranks})
     found, traffic = zoo.planned(name, ranks, STEPS)
     plan = unidist.plan(found.model, mesh, batch=zoo.ROWS, sequence=zoo.LENGTH)

@@ -86,7 +86,7 @@ def test_kernels_that_are_added_later_lie_as_the_kernel_does() -> None:
 @pytest.mark.parametrize("rehearsed", [True, False])
 def test_the_plan_predicts_them(rehearsed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not rehearsed:
-        monkeypatch.setattr("unidist.keras.drivers.rehearsal", lambda: "a compiler chooses")
+        monkeypatch.setattr("unidist.keras.torch.driver.rehearse", lambda *step: "a compiler chooses")
     unidist.use("sim", devices=2)
     mesh = unidist.Mesh({"model": 2})
     plans = [

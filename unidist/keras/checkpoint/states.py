@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from unidist.backends.protocol import Array, itemsize
 from unidist.checkpoint.shares import Share
 from unidist.checkpoint.tensors import FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError, LayoutError
-from unidist.keras import drivers
+from unidist.keras import driver as drivers
 from unidist.keras.checkpoint.held import Held, OfFirst, Whole, rows_of
 from unidist.keras.compat import BaseOptimizer
 from unidist.keras.processes import Processes
@@ -112,8 +111,7 @@ class State:
         sync = getattr(model, "jax_state_sync", None)
         if sync is not None:
             sync()
-        package = drivers.driver()
-        driver = None if package is None else importlib.import_module(f"{package}.states")
+        driver = drivers.current()
         for optimizer in optimizers(model):
             if not optimizer.built:
                 optimizer.build(model.trainable_variables)

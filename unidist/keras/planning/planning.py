@@ -12,7 +12,8 @@ import keras
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.array import as_mesh
 from unidist.errors import LayoutError
-from unidist.keras import drivers, seeds
+from unidist.keras import driver as drivers
+from unidist.keras import seeds
 from unidist.keras.maps import as_layout_map
 from unidist.keras.options import takes_uneven
 from unidist.keras.planning import samples
@@ -108,12 +109,12 @@ def _made(
 
 def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence: int) -> Rehearse:
     def rehearse(layouts: list[Layout], shared: dict[str, Axes]) -> Ledger | str:
-        module = drivers.rehearsal()
-        if isinstance(module, str):
-            return module
+        driver = drivers.current()
+        if driver is None:
+            return f"no driver trains with Keras on {keras.config.backend()}"
         sample = samples.sample(model, inputs, samples.ROWS, sequence)
         try:
-            return module.rehearse(model, layouts, strategy, sample, batch, shared)  # type: ignore[no-any-return]
+            return driver.rehearse(model, layouts, strategy, sample, batch, shared)
         except Exception as error:
             # Whatever a model may raise that asks tensors for values, which a rehearsal has not.
             return f"the model cannot be called without values ({type(error).__name__}: {in_words(error)})"

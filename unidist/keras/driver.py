@@ -1,0 +1,153 @@
+"""Driver: trains Keras models on one framework under one adapter. And the choice of the driver in use.
+
+A driver is a package with a module `driver`, which has the functions of `Driver`. Whatever else the package holds is
+its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import keras
+
+from unidist.backends import registry
+from unidist.backends.protocol import Array
+from unidist.planner.layout_map import LayoutMap
+from unidist.strategies import Strategy
+
+if TYPE_CHECKING:
+    from unidist.algebra import Axes, Layout
+    from unidist.keras.checkpoint.held import Held
+    from unidist.keras.interception import Table
+    from unidist.keras.processes import Processes
+    from unidist.keras.rows import Row
+    from unidist.keras.strategy import UnidistDistribution
+    from unidist.ledger import Ledger
+
+
+class Driver(Protocol):
+    """What a module `driver` has. `prepare` comes first; all others are called while the table is on.
+
+    Attributes:
+        RUNS_PROGRAMS: whether a step is one compiled program, with its collectives inside.
+    """
+
+    RUNS_PROGRAMS: bool
+
+    # on and off
+
+    def prepare(self) -> None:
+        """Readies the framework: `unidist.use` calls it before the table is on, each time.
+
+        Raises:
+            BackendMismatchError: the framework runs already, with other devices.
+        """
+
+    def table(self) -> Table:
+        """Gives the attributes of the framework that the driver replaces. Asked once; the caller turns them on and
+        off."""
+
+    def leave(self) -> None:
+        """Lets go of the world: `unidist.shutdown` calls it, behind the table."""
+
+    def check(self, strategy: Strategy, layout_map: LayoutMap | None) -> None:
+        """Checks a strategy as it is made.
+
+        Raises:
+            MeshError, CapabilityError: the driver cannot train by the strategy.
+        """
+
+    def align_seeds(self) -> None:
+        """Lets all processes draw rank 0's implicit seeds, at the start of a strategy's scope. A collective."""
+
+    # models
+
+    def parallelize(self, model: Any, distribution: UnidistDistribution) -> None:
+        """Places a built model, its optimizer and its metrics, in place: `unidist.parallelize`."""
+
+    def rows(self, model: Any) -> Iterable[Row]:
+        """Gives a row for each variable of a model, then of its optimizer: `unidist.describe`."""
+
+    def reasons(self, model: Any) -> Iterable[tuple[str, str]]:
+        """Gives (path or name, what it does and why) of layers with cut weights, and of what sees several rows."""
+
+    def gather_weights(self, model: Any) -> Iterable[tuple[str, Array]]:
+        """Gives (path, full value) of every weight, on every process. A collective."""
+
+    def rehearse(
+        self,
+        model: Any,
+        layouts: Sequence[Layout],
+        strategy: Strategy,
+        sample: Any,
+        batch: int,
+        shared: dict[str, Axes],
+    ) -> Ledger | str:
+        """Gives what layers send in a step, for `unidist.plan`; or why that can only be estimated. Nothing is sent."""
+
+    # files
+
+    def ready(self, model: Any) -> None:
+        """Places a built model that is distributed, and ends what is under way, before a checkpoint looks at it."""
+
+    def processes(self, model: Any) -> Processes | None:
+        """Gives the processes that hold a model together, where there are several."""
+
+    def held(self, variable: Any) -> Held:
+        """Gives a variable as this process holds it."""
+
+    def writing(self, model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
+        """Lets one process write for all, with Keras's own writers.
+
+        Args:
+            model: what is written; None where the writer reads none.
+            write: writes, on the process that does.
+            read_along: reads as the writer does, on the others, where reading is a collective.
+        """
+
+
+# Keras backend -> the package of what trains there, unless the adapter in use has declared another.
+_PACKAGES = {
+    "torch": "unidist.keras.torch",
+    "jax": "unidist.keras.jax",
+    "tensorflow": "unidist.keras.tensorflow",
+}
+
+if TYPE_CHECKING:
+    from unidist.keras.jax import driver as _jax
+    from unidist.keras.tensorflow import driver as _tensorflow
+    from unidist.keras.tensorflow_horovod import driver as _tensorflow_horovod
+    from unidist.keras.torch import driver as _torch
+
+    _ALL: tuple[Driver, ...] = (_torch, _jax, _tensorflow, _tensorflow_horovod)
+
+
+def package() -> str | None:
+    """The package of the driver in use; None where there is none."""
+    name = keras.config.backend()
+    return registry.in_use().drivers.get(name) or _PACKAGES.get(name)
+
+
+def of(name: str) -> Driver:
+    """The driver of a package."""
+    return cast(Driver, importlib.import_module(f"{name}.driver"))
+
+
+def current() -> Driver | None:
+    """The driver in use: by the Keras backend that runs, and by the adapter; None where there is none."""
+    found = package()
+    return None if found is None else of(found)
+
+
+def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
+    """Raises MeshError or CapabilityError where the driver cannot train by a strategy."""
+    if (found := current()) is not None:
+        found.check(strategy, layout_map)
+
+
+def align_seeds() -> None:
+    """Lets all processes draw the same implicit seeds from here on: rank 0's."""
+    if (found := current()) is not None:
+        found.align_seeds()
