@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import os
@@ -27,6 +28,16 @@ def main() -> None:
     while (call := calls.get()) is not None:
         replies.write(_answer(*call))
         replies.flush()
+    _leave()
+
+
+def _leave() -> None:
+    """Ends as Python does, but for what would be taken apart then: of frameworks that takes a quarter of a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 def _streams() -> tuple[BinaryIO, BinaryIO]:
