@@ -384,9 +384,11 @@ def compiled(of_model: bool) -> str:
 
 
 def beside_programs(kind: str | None) -> Result:
+    from tests.keras.torch.models import compiling_by
+
     fresh()
     x, _, _ = data("")
-    with scope(None if kind is None else strategy(kind, RULES, zero=3)):
+    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, RULES, zero=3)):
         model = Centred()
         model(x[:2])
         model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=kind is not None)
