@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -12,7 +13,7 @@ import pytest
 
 import unidist
 from tests import preloaded
-from tests.keras.hub import tasks, zoo
+from tests.keras.hub import tasks, writing, zoo
 from tests.visible import QUICK_JAX, WITH_TENSORFLOW
 from unidist.testing.processes import ProcessWorld
 
@@ -202,6 +203,16 @@ def test_prompts_that_a_scope_lays_out_in_two_processes(two_processes: ProcessWo
 @pytest.mark.processes
 def test_backbones_in_two_processes(two_processes: ProcessWorld) -> None:
     two_processes.call(tasks.check_backbones)
+
+
+@pytest.mark.processes
+def test_the_first_process_writes_and_all_wait(two_processes: ProcessWorld, tmp_path: Path) -> None:
+    writing.check_writing(two_processes, tmp_path)
+
+
+@pytest.mark.processes
+def test_a_writer_that_fails_tells_the_others(two_processes: ProcessWorld, tmp_path: Path) -> None:
+    writing.check_failing(two_processes, tmp_path)
 
 
 @pytest.mark.processes

@@ -20,36 +20,24 @@ from tests.visible import QUICK_JAX, WITH_TENSORFLOW
 from unidist.keras.writers import OF_HUB, OF_KERAS
 from unidist.testing.processes import ProcessWorld
 
-ENVIRONMENTS = {
-    "torch": ({"KERAS_BACKEND": "torch", **WITH_TENSORFLOW}, preloaded.TORCH_AND_TENSORFLOW),
-    "jax": ({"KERAS_BACKEND": "jax", **QUICK_JAX, **WITH_TENSORFLOW}, preloaded.KERAS["jax"]),
-}
 
-
-@pytest.fixture(scope="module", params=["torch", "jax"])
-def world(request: pytest.FixtureRequest) -> Iterator[ProcessWorld]:
-    env, preload = ENVIRONMENTS[request.param]
-    launcher = "jax" if request.param == "jax" else "torchrun"
-    devices = 1 if request.param == "jax" else None
-    start = {"setup": tasks.start, "setup_args": (request.param, devices)}
-    with ProcessWorld(2, launcher=launcher, env=env, timeout=200, preload=preload, **start) as found:
+# On torch: test_tasks.py.
+@pytest.fixture(scope="module")
+def world() -> Iterator[ProcessWorld]:
+    env, preload = {"KERAS_BACKEND": "jax", **QUICK_JAX, **WITH_TENSORFLOW}, preloaded.KERAS["jax"]
+    start = {"setup": tasks.start, "setup_args": ("jax", 1)}
+    with ProcessWorld(2, launcher="jax", env=env, timeout=200, preload=preload, **start) as found:
         yield found
 
 
 @pytest.mark.processes
 def test_the_first_process_writes_and_all_wait(world: ProcessWorld, tmp_path: Path) -> None:
-    first, second = world.call(writing.write, str(tmp_path))
-    for (name, files), (_, seen_by_other) in zip(first, second, strict=True):
-        assert files, name
-        assert all(path.startswith(f"0/{name}") for path in files)
-        assert seen_by_other == files
+    writing.check_writing(world, tmp_path)
 
 
 @pytest.mark.processes
 def test_a_writer_that_fails_tells_the_others(world: ProcessWorld, tmp_path: Path) -> None:
-    first, second = world.call(writing.fail, str(tmp_path))
-    assert first == ["OSError: no space is left", "True"]
-    assert second == ["SavingFailedError: process 0 could not save for all: OSError: no space is left", "True"]
+    writing.check_failing(world, tmp_path)
 
 
 # What opens files to write, and by which entrance of a table or hook of unidist it is reached. What writes no file of
@@ -117,5 +105,5 @@ def test_keras_hub_may_arrive_last() -> None:
         "import keras_hub; assert keras_hub.models.Backbone.save_lora_weights.__wrapped__; unidist.shutdown();"
         "assert not hasattr(keras_hub.models.Backbone.save_lora_weights, '__wrapped__')"
     )
-    environment = {**os.environ, "KERAS_BACKEND": "torch", **WITH_TENSORFLOW}
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=environment)

@@ -15,6 +15,7 @@ from tests.keras.hub import zoo
 from unidist import session
 from unidist.keras.compat import saving_lib
 from unidist.keras.processes import SavingFailedError
+from unidist.testing.processes import ProcessWorld
 
 WORDS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
 
@@ -122,3 +123,22 @@ def fail(shared: str) -> list[str]:
         saving_lib.H5IOStore.__setitem__ = original
     backbone.save_to_preset(str(Path(shared) / "again"))
     return [failure, str((Path(shared) / "again" / "model.weights.h5").exists())]
+
+
+# for the tests --------------------------------------------------------------------------------------------------------
+
+
+def check_writing(world: ProcessWorld, folder: Path) -> None:
+    """The first of two processes writes, and both go on when the file is there."""
+    first, second = world.call(write, str(folder))
+    for (name, files), (_, seen_by_other) in zip(first, second, strict=True):
+        assert files, name
+        assert all(path.startswith(f"0/{name}") for path in files)
+        assert seen_by_other == files
+
+
+def check_failing(world: ProcessWorld, folder: Path) -> None:
+    """A writer that fails tells the others."""
+    first, second = world.call(fail, str(folder))
+    assert first == ["OSError: no space is left", "True"]
+    assert second == ["SavingFailedError: process 0 could not save for all: OSError: no space is left", "True"]
