@@ -236,7 +236,9 @@ def _watch(
 def _launch(
     cell: Cell, folder: Path, started: int, node: int, nodes: int, hosts: Hosts | None, port: int
 ) -> subprocess.Popen[bytes]:
-    options = ["--backend", cell.backend, "--max-restarts", "3", "--timeout", str(TIMEOUT), "--grace", "20"]
+    # Where nothing happens nothing is started again: no server has to import everything beside the processes.
+    restarts = "0" if cell.fault == "none" else "3"
+    options = ["--backend", cell.backend, "--max-restarts", restarts, "--timeout", str(TIMEOUT), "--grace", "20"]
     options += ["--log-dir", str(folder / f"log-{started}")]
     options += ["-n", str(cell.processes // nodes)]
     if cell.world == "2x2" and cell.processes == 2:
