@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import unidist
+from tests import preloaded
+from tests.visible import OF_KERAS
 from unidist.names import WHERE
 from unidist.testing.processes import ProcessWorld
 
@@ -26,7 +28,7 @@ def _files() -> list[str]:
 def processes() -> Iterator[dict[str, ProcessWorld]]:
     """A process for each backend of Keras."""
     found = {
-        name: ProcessWorld(1, launcher=None, env={"KERAS_BACKEND": name}, preload=("keras", name))
+        name: ProcessWorld(1, launcher=None, env=OF_KERAS[name], preload=preloaded.KERAS[name])
         for name in ("torch", *KERAS.values())
     }
     yield found
