@@ -24,14 +24,14 @@ _PLAIN = {**_SIZES, "vocabulary_size": VOCABULARY}
 _ABSOLUTE = {**_PLAIN, "num_heads": 4, "max_sequence_length": 8, "dropout": 0.0}
 
 
-def _grouped(kind: Any, keys: int, heads: int = 4, **more: Any) -> Callable[[], Any]:
-    return lambda: kind(**{**_PLAIN, "num_query_heads": heads, "num_key_value_heads": keys, **more})
+def _grouped(kind: Any, keys: int, heads: int = 4, **more: Any) -> Callable[..., Any]:
+    return lambda **own: kind(**{**_PLAIN, "num_query_heads": heads, "num_key_value_heads": keys, **more, **own})
 
 
-BACKBONES: dict[str, Callable[[], Any]] = {
-    "bert": lambda: M.BertBackbone(**_ABSOLUTE),
+BACKBONES: dict[str, Callable[..., Any]] = {
+    "bert": lambda **own: M.BertBackbone(**{**_ABSOLUTE, **own}),
     "roberta": lambda: M.RobertaBackbone(**_ABSOLUTE),
-    "gpt2": lambda: M.GPT2Backbone(**_ABSOLUTE),
+    "gpt2": lambda **own: M.GPT2Backbone(**{**_ABSOLUTE, **own}),
     "opt": lambda: M.OPTBackbone(**_ABSOLUTE),
     "llama gqa": _grouped(M.LlamaBackbone, 2),
     "llama mqa": _grouped(M.LlamaBackbone, 1),
