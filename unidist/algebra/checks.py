@@ -18,6 +18,8 @@ def whole_number(value: Any) -> int | None:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """What is kept of a dataclass where it is copied or sent: not what it has found out, as its hash, which is another
-    in each process."""
+    """Returns the fields of a dataclass that are kept where it is copied or sent.
+
+    What it has found out is left out, as its hash, which is another in each process.
+    """
     return {field.name: getattr(value, field.name) for field in fields(value)}

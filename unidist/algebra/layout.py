@@ -18,7 +18,7 @@ REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "max", "min", "prod")
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """How a tensor is laid out on a mesh: for each axis sharded, partial, fan-out or (by default) invariant.
+    """The layout of a tensor on a mesh: on each axis sharded, partial, fan-out or invariant (the default).
 
     - S(dim): cut along a dimension, torch.chunk's sizes. Several axes on one dim are nested, major first.
     - P: partial: the value is the sum (or mean, max, min, prod) over the axis of what the ranks hold.
@@ -104,12 +104,12 @@ class Layout:
 
     @property
     def partial_axes(self) -> Axes:
-        """Those of P."""
+        """The axes over which the tensor is partial."""
         return tuple(axis for axis, _ in self.partial)
 
     @property
     def sharded_axes(self) -> Axes:
-        """Those of S, in the order of the dims that they cut."""
+        """The axes that cut the tensor, in the order of the dims that they cut."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def dim_axes(self, dim: int) -> Axes:

@@ -57,7 +57,9 @@ class Redistribution:
 
 @lru_cache(maxsize=16384)
 def redistribution(src: Sharding, dst: Sharding) -> Redistribution:
-    """The steps from `src` to `dst`: fewest bytes sent, then fewest for the gradient, then fewest collectives.
+    """Returns the steps from `src` to `dst`: fewest bytes, fewest for the gradient, fewest collectives.
+
+    The bytes are those sent, the moves are collectives.
 
     An axis leaves its state only for the one it is wanted in, for I on the way, and, where it is sharded at either
     end, for other dims that the mesh divides: nothing is sharded, summed or masked that need not be. The way is found
@@ -97,8 +99,10 @@ _Cost = tuple[Fraction, Fraction, int, int]
 def _route(
     mesh_axes: tuple[tuple[str, int], ...], src: Layout, dst: Layout, roomy: tuple[bool, ...]
 ) -> tuple[_Move, ...]:
-    """Means become sums first and sums means last, unless they stay: between, every move is linear or a reduction
-    by one op."""
+    """Turns means into sums first and sums into means last, unless they stay.
+
+    Between, every move is linear or a reduction by one op.
+    """
     moves: list[_Move] = []
     now = src
     for axis, op in src.partial:
@@ -159,7 +163,7 @@ class _Search:
         return so_far[0] + sent, so_far[1] + returned, so_far[2] + collective, so_far[3] + 1
 
     def _share(self, layout: Layout) -> int:
-        """What a rank holds of a tensor of as many elements as the mesh has ranks."""
+        """Returns the elements that a rank holds of a tensor of as many elements as the mesh has ranks."""
         return self.total // prod(self.sizes[axis] for axis in layout.sharded_axes)
 
     # the rows of the table that lead on from a layout ----------------------------------------------------------
@@ -212,11 +216,11 @@ class _Search:
         return ("F", "I") if all(self.dst.state(a) == "F" for a in axes) else ("I",)
 
     def _may_cut(self, axes: Axes, dim: int) -> bool:
-        """Whether axes may cut a dim: their own at either end, or on the way one that all the mesh divides."""
+        """Returns whether axes may cut a dim: it is their own at either end, or all the mesh divides it."""
         return self.roomy[dim] or all(dim in (self.src.dim_of(a), self.dst.dim_of(a)) for a in axes)
 
     def _joinable(self, now: Layout, op: ReduceOp) -> bool:
-        """Whether an axis may become partial by `op` beside those that are partial already."""
+        """Returns whether an axis may become partial by `op` beside those that are partial already."""
         linear = ("sum", "mean")
         return all(o == op or (o in linear and op in linear) for _, o in now.partial)
 

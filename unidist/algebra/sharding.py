@@ -18,7 +18,10 @@ Region = tuple[tuple[int, int], ...]
 
 
 def chunk(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of each part of a dim: ceil-sized, the last may hold less or nothing (torch.chunk's sizes)."""
+    """Returns (start, length) of each part of a dim, with torch.chunk's sizes.
+
+    All are ceil-sized; the last may hold less or nothing.
+    """
     step = -(-size // parts) if size else 0
     bounds = [min(k * step, size) for k in range(parts + 1)]
     return tuple((lo, hi - lo) for lo, hi in pairwise(bounds))
@@ -79,7 +82,7 @@ class Sharding:
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank holds the same shape."""
+        """Is true where every rank holds the same shape."""
         return all(
             size % self.mesh.axis_size(axes) == 0 for size, axes in zip(self.shape, self.layout.dims, strict=False)
         )

@@ -85,7 +85,7 @@ class Step:
 
     @property
     def is_collective(self) -> bool:
-        """Whether anything is sent: over axes of size 1 nothing is."""
+        """Is true where something is sent: over axes of size 1 nothing is."""
         return self.op in COLLECTIVES and self.group_size > 1
 
     @property
@@ -94,7 +94,7 @@ class Step:
 
     @property
     def factor(self) -> float:
-        """What `scale` multiplies with."""
+        """The factor that `scale` multiplies by."""
         return 1 / self.group_size if self.reduce == "mean" else float(self.group_size)
 
     @property

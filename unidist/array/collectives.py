@@ -25,7 +25,7 @@ def set_mesh_in_use(find: Callable[[], Mesh | None]) -> None:
 
 
 def all_reduce(x: DistributedArray, axis: str | Axes | None = None) -> DistributedArray:
-    """P -> I: every rank of the group gets the reduced value. Without an axis all partial axes are reduced.
+    """Reduces P -> I: every rank of the group gets the reduced value. No axis: all partial axes.
 
     Args:
         x: partial over every given axis.
@@ -283,8 +283,10 @@ def _moved(
 def _target(
     sharding: Sharding, axis: str | Axes, what: str, state: State, new_state: State, dim: int | None = None
 ) -> Sharding:
-    """Where a collective leads: the axes, all in `state`, put into the other one. Worked out once for each kind of
-    array, so that a call costs a look-up."""
+    """Returns the sharding that a collective leads to: the axes, all in `state`, put into the other one.
+
+    Worked out once for each kind of array, so that a call costs a look-up.
+    """
     mesh, layout = sharding.mesh, sharding.layout
     axes = mesh.check_axes(axis)
     words = {"P": "partial", "S": "sharded"}[state]

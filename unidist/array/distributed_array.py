@@ -55,7 +55,7 @@ class DistributedArray:
 
     @property
     def layout(self) -> Layout:
-        """What each axis of the mesh does to it."""
+        """The layout: the state of the array on each axis of the mesh."""
         return self.sharding.layout
 
     @property
@@ -70,9 +70,11 @@ class DistributedArray:
         return names.shown(self, "svg")
 
     def shards(self) -> dict[int, Any]:
-        """rank -> its native local array, for the ranks of this process, of the shape `sharding.local_shape(rank)`. The
-        simulator's are copies; torch's are the array's own tensors, which gradients flow through: writing to one
-        changes the array."""
+        """Returns rank -> its native local array, for the ranks of this process.
+
+        Its shape is `sharding.local_shape(rank)`. The simulator's are copies. Torch's are the array's own tensors,
+        which gradients flow through: writing to one changes the array.
+        """
         return dict(self._backend.to_local(self.data, self.sharding))
 
     def numpy(self) -> Array:

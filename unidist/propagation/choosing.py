@@ -14,7 +14,7 @@ from unidist.propagation.moves import cost
 
 
 class Option(NamedTuple):
-    """Over one axis: the states that an operation wants of its operands, and the state of all that it gives."""
+    """Names, over one axis, the states wanted of an operation's operands, and the state of all it gives."""
 
     wants: tuple[State, ...]
     out: State
@@ -40,7 +40,7 @@ class Operand(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What was chosen: the layout wanted of each operand, that of what comes out, and the bytes that are sent.
+    """Holds what was chosen: each operand's wanted layout, that of what comes out, and the bytes sent.
 
     Attributes:
         gathers: whether a whole is made on an axis because the rule has nothing else.
@@ -84,8 +84,10 @@ def choose(rule: Rule, operands: Sequence[Operand], sizes: tuple[int, ...], in_p
 
 
 def _joined(operands: Sequence[Operand], wants: Sequence[States], out: States, sizes: tuple[int, ...]) -> Fraction:
-    """Bytes that are sent later for parts of plain operands: for their gradients, and for the sum where a kernel is cut
-    along a dim that goes."""
+    """Returns the bytes that are sent later for parts of plain operands.
+
+    They are for their gradients, and for the sum where a kernel is cut along a dim that goes.
+    """
     total = Fraction(0)
     for one, states in zip(operands, wants, strict=True):
         for axis, state in enumerate(states):
@@ -111,6 +113,6 @@ def _holds(option: Option, operands: Sequence[Operand]) -> bool:
 
 
 def _gathers(option: Option, operands: Sequence[Operand], axis: int) -> bool:
-    """Whether everything is made whole over the axis, along which something was cut."""
+    """Returns whether everything is made whole over the axis, along which something was cut."""
     cut = any(isinstance(one.states[axis], Cut) for one in operands)
     return cut and option.out == WHOLE and all(want == WHOLE for want in option.wants)

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Cut(NamedTuple):
-    """S(dim) over one axis. `sizes` are the lengths along the dim at each place of the axis: some may be 0."""
+    """S(dim) over one axis. `sizes` are the lengths along the dim at each place of it; some may be 0."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -46,13 +46,13 @@ def cut_dims(states: Iterable[State]) -> list[int]:
 
 
 def conflict(states: Iterable[State]) -> bool:
-    """Whether two axes cut one dim, which no rule has."""
+    """Returns whether two axes cut one dim, which no rule has."""
     dims = cut_dims(states)
     return len(set(dims)) < len(dims)
 
 
 def local_shape(shape: Shape, states: States, places: Sequence[int]) -> Shape:
-    """What the rank at these places of the axes holds."""
+    """Returns the shape that the rank at these places of the axes holds."""
     out = list(shape)
     for axis, cut in cuts(states):
         out[cut.dim] = cut.sizes[places[axis]]
@@ -78,7 +78,7 @@ def dual(states: States) -> States:
 
 
 def share(shape: Shape, states: States, sizes: Sequence[int]) -> int:
-    """Elements that a rank holds where parts are even: the same number on all ranks, for what they must agree on."""
+    """Returns the elements of a rank where parts are even: one number for all, so that they agree."""
     return -(-prod(shape) // prod(sizes[axis] for axis, _ in cuts(states)))
 
 

@@ -1,4 +1,7 @@
-"""The one rule: a strategy chooses three layouts per variable; everything else is redistribution between them."""
+"""The one rule: a strategy chooses three layouts per variable.
+
+Everything else is redistribution between them.
+"""
 
 from __future__ import annotations
 

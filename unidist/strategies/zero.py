@@ -1,4 +1,6 @@
-"""ZeRO as layouts: which dim the data axes cut where states, or stored values, are spread over the data ranks.
+"""ZeRO as layouts: chooses the dim that the data axes cut.
+
+States, or stored values, are then spread over the data ranks.
 
 Source: ZeRO (Rajbhandari et al., SC 2020, arXiv:1910.02054); one layout a variable as in PyTorch FSDP2.
 """
@@ -13,7 +15,7 @@ STAGES = (0, 1, 2, 3)
 def spread(
     layout: Layout, shape: tuple[int, ...], axes: Axes, mesh: Mesh, *, uneven: bool, joint: bool = True
 ) -> Layout:
-    """`layout` with the data axes that it leaves whole on one dim as well, behind the axes that cut it already.
+    """Returns `layout` with the data axes that it leaves whole on one dim too, behind those that cut it.
 
     The first dim that divides evenly is cut, since a cut of dim 0 is one contiguous piece. Where none divides the
     largest dim is cut unevenly if the backend can (`uneven`), else the variable stays as it is; so do scalars.

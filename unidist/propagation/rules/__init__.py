@@ -1,1 +1,1 @@
-"""The rules, by family. Each gives the options of one axis (choosing.py); all are pure and know no framework."""
+"""The rules, by family: each gives the options of one axis (choosing.py), pure, without a framework."""

@@ -1,4 +1,4 @@
-"""What only looks at the shape of a tensor: constants like it."""
+"""The rules of operations that only look at the shape of a tensor: constants like it."""
 
 from __future__ import annotations
 

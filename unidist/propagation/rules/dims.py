@@ -1,4 +1,4 @@
-"""Operations on one tensor whose dims stay, go or change places: reductions, permutations, what runs along a dim."""
+"""Operations on one tensor whose dims stay, go or change places: reductions, permutations, runs."""
 
 from __future__ import annotations
 

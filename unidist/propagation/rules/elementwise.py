@@ -26,8 +26,10 @@ def elementwise(states: Sequence[State], shapes: Sequence[Shape], linear: Linear
 
 
 def selected(states: Sequence[State], shapes: Sequence[Shape]) -> Iterator[Option]:
-    """Of two operands each element of one, by a condition, the first operand. One that all ranks know chooses between
-    summands."""
+    """Chooses each element from one of two operands, by a condition, the first operand.
+
+    One that all ranks know chooses between summands.
+    """
     if PARTIAL in states[1:] and states[0] == WHOLE and not any(isinstance(state, Cut) for state in states):
         yield Option((WHOLE, *(PARTIAL,) * (len(states) - 1)), PARTIAL)
     yield from elementwise(states, shapes)
@@ -47,7 +49,7 @@ def _partial(states: Sequence[State], linear: Linear) -> Iterator[Option]:
 
 
 def aligned(shape: Shape, dim: int, ndim: int, sizes: tuple[int, ...]) -> State:
-    """The state of an operand that meets others cut along `dim` of `ndim` dims: whole where it is broadcast."""
+    """Returns the state of an operand that meets others cut along `dim` of `ndim`: whole if broadcast."""
     own = dim - ndim + len(shape)
     return Cut(own, sizes) if own >= 0 and shape[own] == sum(sizes) else WHOLE
 

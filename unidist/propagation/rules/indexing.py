@@ -1,4 +1,4 @@
-"""What is taken from a tensor by places, and what is put into it."""
+"""The rules of what is taken from a tensor by places, and of what is put into it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ def written(states: Sequence[State], shapes: Sequence[Shape], mapping: Mapping, 
 
 
 def looked_up(states: Sequence[State], shapes: Sequence[Shape]) -> Iterator[Option]:
-    """An embedding (places, table). Of a table that is cut by rows each rank gives zeros for the rows of others."""
+    """Looks up (places, table).
+
+    Of a table that is cut by rows each rank gives zeros for the rows of others.
+    """
     index, table = states
     if isinstance(table, Cut):
         yield Option((WHOLE, table), PARTIAL if table.dim == 0 else Cut(len(shapes[0]), table.sizes))

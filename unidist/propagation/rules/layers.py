@@ -43,8 +43,10 @@ def classified(states: Sequence[State], shapes: Sequence[Shape], indices: bool) 
 
 
 def attention(states: Sequence[State], shapes: Sequence[Shape]) -> Iterator[Option]:
-    """softmax(q k^T + mask) v over (..., positions, features): batch and heads are independent, and each position of
-    q. k and v may have fewer heads than q, a whole number of q's each."""
+    """Gives softmax(q k^T + mask) v over (..., positions, features): batch and heads are independent.
+
+    So is each position of q. k and v may have fewer heads than q, a whole number of q's each.
+    """
     q, k, v, *mask = shapes
     ndim = len(q)
     for which, state in enumerate(states[:3]):
@@ -77,8 +79,10 @@ def _masked(mask: Shape, dim: int, ndim: int, cut: Cut) -> State:
 
 
 def convolution(states: Sequence[State], shapes: Sequence[Shape], transposed: bool, grouped: bool) -> Iterator[Option]:
-    """x (rows, channels in, ...), w (channels out, channels in, ...; transposed: in, out), with or without a bias. No
-    part may be without channels, which frameworks do not convolve."""
+    """Convolves x (rows, channels in, ...) with w (channels out, channels in, ...), perhaps with a bias.
+
+    Transposed, w is (in, out, ...). No part may be without channels, which frameworks do not convolve.
+    """
     x, w, *bias = states
     whole = (WHOLE,) * len(bias)
     to, of = (1, 0) if transposed else (0, 1)

@@ -10,8 +10,11 @@ from unidist.propagation.layouts import PARTIAL, Cut, Shape, State
 
 
 def view(states: Sequence[State], shapes: Sequence[Shape], shape: Shape) -> Iterator[Option]:
-    """A cut dim stays cut where the elements of each place stay one block: the lengths of its parts are whole numbers
-    of what comes behind the new dim, and add up to it. Then the dims before both hold as many elements."""
+    """Keeps a cut dim cut where the elements of each place stay one block.
+
+    The lengths of its parts are whole numbers of what comes behind the new dim, and add up to it. Then the dims before
+    both hold as many elements.
+    """
     (state,) = states
     if state == PARTIAL:
         yield Option((PARTIAL,), PARTIAL)
