@@ -1,4 +1,6 @@
-"""Installs unidist's hooks when Keras or keras_hub arrives: now if it is imported already, else when its import ends.
+"""Installs unidist's hooks when Keras or keras_hub arrives.
+
+If one is imported already, that is now; else it is when its import ends.
 
 Imports nothing of Keras, nor of what trains it: whoever chooses a backend must not bring them.
 """
@@ -22,7 +24,7 @@ def _is_there(name: str) -> bool:
 
 
 def when_keras_arrives() -> None:
-    """Calls unidist.keras.hooks.install() once Keras is imported, and once keras_hub is. May be called again."""
+    """Calls unidist.keras.hooks.install() once Keras or keras_hub is imported. May be called again."""
     if _is_there("keras"):
         _install()
     if not all(map(_is_there, _AWAITED)) and not any(isinstance(finder, _Finder) for finder in sys.meta_path):

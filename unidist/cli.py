@@ -1,4 +1,4 @@
-"""The `unidist` command: arguments and printing only. A command imports what it needs when it is called."""
+"""The `unidist` command: arguments and printing only. Imports what a command needs when it is called."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _row(info: BackendInfo) -> tuple[str, str, str, str, str]:
 
 
 def _abilities(info: BackendInfo) -> str:
-    """What an adapter declares, gaps by name."""
+    """Returns what an adapter declares, gaps by name."""
     can = info.capabilities
     if can is None:
         return "-"

@@ -1,4 +1,4 @@
-"""`unidist demo`: trains on virtual devices, shows what is where and what moves, and compares with one device."""
+"""`unidist demo`: trains on virtual devices, shows what is where and moves, compares with one device."""
 
 from __future__ import annotations
 
@@ -314,7 +314,10 @@ def _be_silent(text: str) -> None:
 
 
 def _table(title: str, head: Cells, body: list[Cells], *, numbers: int) -> str:
-    """Text for a terminal; the last `numbers` columns are aligned right. Drawn by rich, which Keras brings along."""
+    """Returns text for a terminal; the last `numbers` columns are aligned right.
+
+    Drawn by rich, which Keras brings along.
+    """
     box = importlib.import_module("rich.box").SIMPLE_HEAD
     table = importlib.import_module("rich.table").Table(title=title, title_justify="left", box=box, pad_edge=False)
     for k, name in enumerate(head):

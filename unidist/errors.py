@@ -121,7 +121,7 @@ class ProcessLostError(UnidistError, RuntimeError):
 
 
 class CheckpointError(UnidistError, OSError):
-    """A checkpoint that cannot be written, or one that is not what was written: a file is missing, cut or damaged.
+    """A checkpoint that cannot be written, or is not what was written: a file is missing, cut or damaged.
 
     Attributes:
         file: the file concerned, or "".

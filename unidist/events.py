@@ -1,4 +1,4 @@
-"""Events: one for every collective that ran. The ledger listens; nothing is recorded while nobody does."""
+"""Events: one for every collective that ran. The ledger listens; nothing is recorded unless one does."""
 
 from __future__ import annotations
 

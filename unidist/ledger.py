@@ -78,8 +78,9 @@ class Ledger:
 
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Records the collectives of this process while the context is open: gives a Ledger, which goes on counting until
-    then. Bytes are those that the rank sends, by the ring bounds; what was measured on a wire is in no ledger.
+    """Records the collectives of this process while the context is open: gives a Ledger, which counts.
+
+    Bytes are those that the rank sends, by the ring bounds; what was measured on a wire is in no ledger.
 
     Example:
         >>> import numpy as np, unidist

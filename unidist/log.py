@@ -1,4 +1,4 @@
-"""Log: what unidist decides, through Python's logging under the name "unidist". Nobody hears it until asked.
+"""Logs what unidist decides through Python's logging, as "unidist". Nobody hears it until asked.
 
 UNIDIST_LOG=info (or debug, warning) writes it to standard error: of the first process alone, or with
 UNIDIST_LOG_RANKS=all of every process.

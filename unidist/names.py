@@ -48,7 +48,10 @@ def load(name: str) -> Any:
 
 
 def shown(what: Any, form: str) -> str | None:
-    """What a notebook shows of an object, as "svg" or "html": drawn by a package above those that ask for it here."""
+    """Returns what a notebook shows of an object, as "svg" or "html".
+
+    A package above those that ask for it draws it.
+    """
     found: str | None = getattr(importlib.import_module("unidist.drawing.shown"), form)(what)
     return found
 

@@ -30,7 +30,7 @@ def warn(folder: Path) -> None:
 
 
 def told(name: str) -> str:
-    """What to say of a backend's name that is the other package's; "" where it is none."""
+    """Returns what to say of a backend's name that is the other package's; "" where it is none."""
     if name.lower() not in THEIRS:
         return ""
     return f". {name!r} is a backend of modin's unidist, another package that reads UNIDIST_BACKEND too: unset it here"

@@ -1,4 +1,7 @@
-"""use(), initialize() and the rest: what a program calls first. Imports no framework and no Keras by itself."""
+"""use(), initialize() and the rest: what a program calls first. Imports no framework by itself.
+
+It imports no Keras either.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,9 @@ def initialize(
     *,
     timeout: float | None = None,
 ) -> None:
-    """Joins the world of processes. Under torchrun, srun, horovodrun or `unidist run` no argument is needed.
+    """Joins the world of processes.
+
+    Under torchrun, srun, horovodrun or `unidist run` no argument is needed.
 
     Args:
         address: "host:port" of process 0.
@@ -133,7 +138,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Leaves the world, and puts back what was replaced in Keras; `use` or `initialize` may then join another.
+    """Leaves the world, and puts back what was replaced in Keras. `use` or `initialize` may join another.
 
     Models that are distributed cannot be trained, read or saved after it: call `unidist.gather_weights(model)` or
     `model.save` before. A checkpoint that is still written in the background is waited for.
