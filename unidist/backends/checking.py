@@ -10,7 +10,7 @@ VARIABLE = "UNIDIST_CHECK"
 
 
 def checks_all() -> bool:
-    """Whether every collective is compared among its processes before it runs, and not only what is new.
+    """Returns whether every collective is compared among its processes, and not only what is new.
 
     Raises:
         CapabilityError: UNIDIST_CHECK says neither "first" nor "all".

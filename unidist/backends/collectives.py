@@ -1,5 +1,7 @@
-"""What an adapter gives whose ranks hold their own shards: collectives over a group of ranks, and what a rank does
-alone. local.py makes the rest of it."""
+"""The collectives of an adapter whose ranks hold their own shards, and a rank's work alone.
+
+local.py makes the rest of it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Done:
 
 
 class BufferCollectives(Protocol[B]):
-    """What the engine that trains Keras models starts on flat buffers while it goes on computing.
+    """The collectives on flat buffers that the engine starts, which then goes on computing.
+
+    The engine is the one that trains Keras models.
 
     All members of a group start the same ones in the same order. Buffers are contiguous and stay as they are until the
     wait. An adapter that has no asynchronous collectives may finish before it returns.
@@ -39,12 +43,16 @@ class BufferCollectives(Protocol[B]):
         """Starts to reduce a buffer in place: P -> I. Sends 2(n-1)/n of it."""
 
     def reduce_scatter_into(self, out: B, x: B, group: Group, op: ReduceOp) -> Handle:
-        """Starts to reduce `x`, group.size equal parts along dim 0; `out` is this place's part: P -> S. Sends (n-1)/n
-        of x."""
+        """Starts to reduce `x`, group.size equal parts along dim 0: P -> S.
+
+        `out` is this place's part. Sends (n-1)/n of x.
+        """
 
     def all_gather_into(self, out: B, x: B, group: Group) -> Handle:
-        """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`:
-        S -> I. Sends (n-1)/n of out."""
+        """Starts to fill `out` with every place's `x`, joined along dim 0: S -> I.
+
+        `x` may be this place's part of `out`. Sends (n-1)/n of out.
+        """
 
 
 class Collectives(BufferCollectives[A], Protocol[A]):
@@ -78,7 +86,7 @@ class Collectives(BufferCollectives[A], Protocol[A]):
 
 
 class LocalOps(Protocol[A]):
-    """What a rank does with its own array."""
+    """The work of a rank with its own array."""
 
     def from_numpy(self, value: Any) -> A:
         """The native array of a NumPy array, a Python value or a native array (kept, with its gradient)."""

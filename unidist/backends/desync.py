@@ -1,4 +1,4 @@
-"""What is reported to ranks that disagree: who waits where, for whom and what for."""
+"""The reports to ranks that disagree: who waits where, for whom and what for."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ def deadlock(places: Sequence[Place], ended: Iterable[int] = (), *, kind: str = 
 
 
 def mismatch(here: Place, there: Sequence[Place], *, kind: str = "") -> DesyncError:
-    """A rank came to a group with another call than those that wait there. `kind` is a word before "ranks"."""
+    """Returns the error of a rank that came with another call than those that wait there.
+
+    `kind` is a word before "ranks".
+    """
     lines = [f"the {kind}ranks {ranks_text(here.group).removeprefix('ranks ')} disagree on a collective:"]
     for text, ranks in _alike((*there, here)):
         lines.append(f"  {ranks_text(ranks)} {_s('call', ranks)} {text}")

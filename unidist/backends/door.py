@@ -1,4 +1,4 @@
-"""The door of a world: a listening socket through which only its processes come in, whoever else knocks.
+"""A listening socket through which only the processes of a world come in, whoever else knocks.
 
 Who comes says so in one line of JSON. Where the launcher has handed out a token, that has it too. All others are sent
 away without an answer: port scans, connections that say nothing, or too much, or no JSON, and processes of other jobs.
@@ -33,8 +33,10 @@ def knock(line: Line, **words: Any) -> None:
 def guests(
     server: socket.socket, deadline: float, is_closed: Callable[[], bool] = lambda: False
 ) -> Generator[Guest, None, None]:
-    """Those who come until the deadline, or until it is closed, and know the token, each with what else it said and its
-    address."""
+    """Yields the guests that know the token, each with what else it said and its address.
+
+    They come until the deadline, or until `is_closed`.
+    """
     server.setblocking(False)
     newcomers: dict[socket.socket, tuple[Line, float, str]] = {}
     with selectors.DefaultSelector() as selector:
@@ -79,7 +81,7 @@ def _let_knock(
 def _send_away(
     selector: selectors.BaseSelector, newcomers: dict[socket.socket, tuple[Line, float, str]], now: float
 ) -> None:
-    """Those who have said nothing for too long, and the first of too many."""
+    """Closes the connections that have said nothing for too long, and the first of too many."""
     for connection, (line, until, _) in list(newcomers.items()):
         if now > until or len(newcomers) > _MOST:
             del newcomers[connection]

@@ -21,10 +21,13 @@ def noting() -> Iterator[None]:
 
 
 def noted() -> str:
-    """What was raised in the last such work of this process, or nothing."""
+    """Returns the text of what was raised in the last such work of this process, or ""."""
     return _raised[0] if _raised else ""
 
 
 def has_failed() -> bool:
-    """Whether an exception that nobody caught ends the program. A session at a prompt goes on after such."""
+    """Returns whether an exception that nobody caught ends the program.
+
+    A session at a prompt goes on after such.
+    """
     return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")

@@ -1,4 +1,4 @@
-"""What an adapter says of itself before it is imported."""
+"""The declaration of an adapter, which is there before the adapter is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unidist.errors import BackendNotAvailableError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What an adapter is, said without importing it: where it is found, whom it serves, how its processes start.
+    """Describes an adapter before it is imported: where it is, whom it serves, how its processes start.
 
     Attributes:
         target: "package.module:Class" of a DistributionBackend, constructed as `Class(devices=..., **options)`.

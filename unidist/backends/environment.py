@@ -1,4 +1,4 @@
-"""What launchers tell a process: torchrun, srun, horovodrun, JAX's variables and unidist's own."""
+"""Reads what launchers give a process: torchrun, srun, horovodrun, JAX's variables and unidist's own."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Launcher:
         return frozenset(filter(None, known))
 
     def read(self, env: Mapping[str, str]) -> Launch | None:
-        """What it says in an environment; None where it has started nothing."""
+        """Returns what it says in an environment; None where it has started nothing."""
         if any(name not in env for name in self.always):
             return None
         return Launch(
@@ -102,7 +102,7 @@ class Launcher:
         return said[0] if len(said) == 1 else join_address(*said)
 
     def variables(self, launch: Launch, local_count: int = 1) -> dict[str, str]:
-        """What it says to a process of `local_count` on its host."""
+        """Returns the variables that it gives to a process of `local_count` on its host."""
         address = launch.address or ""
         said = {
             self.count: str(launch.process_count),
@@ -151,7 +151,10 @@ _LAUNCHERS = {launcher.name: launcher for launcher in (HOROVOD, TORCHRUN, JAX)}
 
 
 def launchers() -> Mapping[str, Launcher]:
-    """All that are known, by name. Where several have left their variables, the first one counts: the innermost."""
+    """Returns all that are known, by name. Of several that left their variables the first one counts.
+
+    It is the innermost.
+    """
     return _LAUNCHERS
 
 
@@ -192,7 +195,7 @@ class NodeMemory:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> NodeMemory | None:
-        """What the launcher has said. None: there is none, or it keeps no memory."""
+        """Reads what the launcher has said. None: there is none, or it keeps no memory."""
         said = (os.environ if environ is None else environ).get(MEMORY)
         if not said:
             return None
@@ -200,7 +203,7 @@ class NodeMemory:
         return cls(int(node), tuple(f"/proc/{pid}/fd/{one}" for one in descriptors))
 
     def of(self, local_index: int) -> tuple[str, ...]:
-        """Those of one process of the node."""
+        """Returns the paths of one process of the node."""
         return self.paths[EACH * local_index : EACH * (local_index + 1)]
 
 
@@ -218,7 +221,7 @@ def timeout(environ: Mapping[str, str] | None = None) -> float:
 
 
 def seconds_of(said: Any) -> float | None:
-    """What is said as a number above zero; None where it is none."""
+    """Returns what is said as a number of seconds above zero; None where it is none."""
     try:
         seconds = float(said)
     except (TypeError, ValueError):
@@ -264,7 +267,10 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
 
 
 def _slurm_local_count(env: Mapping[str, str]) -> int | None:
-    """The step's tasks on this node, of Slurm's compressed list: "2(x3),1" are two on each of three nodes, then one."""
+    """Returns the step's tasks on this node.
+
+    They are read from Slurm's compressed list: "2(x3),1" are two on each of three nodes, then one.
+    """
     said = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     counts = [
         int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", said) for _ in range(int(times or 1))
@@ -274,12 +280,15 @@ def _slurm_local_count(env: Mapping[str, str]) -> int | None:
 
 
 def _is_batch_script(env: Mapping[str, str]) -> bool:
-    """sbatch's own shell sees the job's task count and is task 0, but it is one process: no srun started it."""
+    """Returns whether this is sbatch's own shell: task 0 of the job's count, but started by no srun."""
     return env.get("ENVIRONMENT") == "BATCH" and not any(name.startswith("SLURM_STEP_") for name in env)
 
 
 def _slurm_address(env: Mapping[str, str]) -> str:
-    """MASTER_ADDR/MASTER_PORT if set, else the step's first host and a port made from the job's and step's numbers."""
+    """Returns MASTER_ADDR and MASTER_PORT if set, else the step's first host and a port of its own.
+
+    That port is made from the job's and step's numbers.
+    """
     number = _integer(env, "SLURM_JOB_ID", 0) + _integer(env, "SLURM_STEP_ID", 0)
     port = env.get("MASTER_PORT") or str(_FIRST_PORT + number % _PORT_COUNT)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "localhost"

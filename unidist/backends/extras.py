@@ -1,4 +1,4 @@
-"""What the extras of this package install, and the command that installs it.
+"""The extras of this package: what each installs, and the command that installs it.
 
 No command names the package itself: it is on no index, where a stranger could take its name.
 """

@@ -1,4 +1,4 @@
-"""The adapter in use, what it has declared, and whether it has joined a world: one for the whole process."""
+"""Keeps the adapter in use, its declaration, and whether it has joined a world. One for the process."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def has_current() -> bool:
 
 
 def in_use() -> Entry:
-    """What the adapter in use has declared; where none is in use, nothing."""
+    """Returns the declaration of the adapter in use; an empty one where none is in use."""
     return _entry_in_use
 
 
 def has_joined() -> bool:
-    """Whether the backend in use has joined a world, by the launcher's word or by `initialize`."""
+    """Returns whether the backend in use has joined a world, by the launcher's word or by `initialize`."""
     return _current is not None and _joined != "no"
 
 
 def take(adapter: DistributionBackend, declared: Entry, cluster: Cluster | None) -> None:
-    """Makes an adapter the current one, in the place of that of before; under a launcher it joins its world."""
+    """Makes an adapter the current one, in place of the last; under a launcher it joins its world."""
     if _current is not None:
         _current.shutdown()
     _set(None, "no")
@@ -55,7 +55,10 @@ def take(adapter: DistributionBackend, declared: Entry, cluster: Cluster | None)
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Inside, no backend is in use until one is chosen; afterwards that one is shut down and the one before is back."""
+    """Runs what is inside without a backend until one is chosen.
+
+    Afterwards that one is shut down and the one before is back.
+    """
     before = _current, _joined, _entry_in_use
     _set(None, "no")
     try:

@@ -24,7 +24,7 @@ def _installing(module: str) -> Iterator[str]:
 
 
 def is_newer(version: str, tested: Sequence[str]) -> bool:
-    """Whether a version is newer than all that were tested. Patches of a tested one are not.
+    """Returns whether a version is newer than all that were tested. Patches of a tested one are not.
 
     Example:
         >>> from unidist.backends.installed import is_newer

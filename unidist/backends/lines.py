@@ -56,7 +56,10 @@ class Line:
         return self._next()
 
     def hear_now(self, longest: int) -> dict[str, Any] | None:
-        """As `hear`, but {} where the message is not whole yet; None too where it is longer than so many bytes."""
+        """Reads as `hear` does, but gives {} where the message is not whole yet.
+
+        None too where it is longer than so many bytes.
+        """
         self._socket.settimeout(0.0)
         try:
             more = self._has_more(longest)
@@ -67,7 +70,7 @@ class Line:
         return None if not more else self._next() if b"\n" in self._rest else {}
 
     def _has_more(self, longest: int) -> bool:
-        """Whether something came, and all that is there without an end of a line is not too long."""
+        """Returns whether something came, and no line without its end is too long."""
         more = self._socket.recv(4096)
         self._rest += more
         return bool(more) and (b"\n" in self._rest[:longest] or len(self._rest) <= longest)

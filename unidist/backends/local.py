@@ -226,7 +226,7 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's collectives go into the ledger (virtual ranks: only the first one's)."""
+        """Is true where this rank's collectives go into the ledger (virtual ranks: only the first one's)."""
         return True
 
     def record(self, op: str, axes: Axes, group: Group, x: A) -> None:

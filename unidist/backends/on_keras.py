@@ -1,5 +1,7 @@
-"""Which backend Keras computes on, in one order for all: what says so first, KERAS_BACKEND, keras.json, or what is
-installed. Imports no Keras."""
+"""Finds the backend that Keras computes on, in one order for all. Imports no Keras.
+
+First what says so, then KERAS_BACKEND, keras.json, and what is installed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def said() -> Choice | None:
 
 
 def among(served: Sequence[str]) -> Choice:
-    """Where nothing is said: the one of several backends that keras.json names, else the first that is installed."""
+    """Chooses where nothing is said: the one of several that keras.json names, else the first installed."""
     configured = _configured()
     if len(served) == 1:
         return Choice(served[0], "the only one that serves")
@@ -60,7 +62,7 @@ def among(served: Sequence[str]) -> Choice:
 
 
 def choice() -> Choice:
-    """What Keras computes on where all backends are served."""
+    """Returns the backend that Keras computes on where all backends are served."""
     return said() or among(ORDER)
 
 
@@ -69,7 +71,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _configured() -> str:
-    """What keras.json names; "" where there is none, or as Keras has written it by itself."""
+    """Returns what keras.json names; "" where there is none, or as Keras has written it by itself."""
     home = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras"))
     try:
         found = json.loads((home / "keras.json").read_text())

@@ -24,7 +24,9 @@ ALL_DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an adapter can do. A gap is declared here and raises CapabilityError; it is never discovered.
+    """Declares what an adapter can do. A gap is declared here and raises CapabilityError.
+
+    It is never discovered.
 
     Attributes:
         view: "local": a process or virtual rank holds its shard; "global": a process holds the global array.
@@ -45,7 +47,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How the processes of a world find each other. None: what the launcher's environment says, else one process.
+    """The way in which the processes of a world find each other.
+
+    None: what the launcher's environment says, else one process.
 
     Attributes:
         address: "host:port" of process 0.
@@ -71,7 +75,9 @@ class Cluster:
 
 @runtime_checkable
 class DistributionBackend(Protocol):
-    """One framework's way to place arrays on a mesh and to move them. Adapters inherit it, for what has a default.
+    """One framework's way to place arrays on a mesh and to move them.
+
+    Adapters inherit it, for what has a default.
 
     `X` below is the adapter's own data: for a local view this process's shard (the simulator: a mapping of all
     ranks' shards), for a global view the framework's global array. A Sharding says what it means.
@@ -82,7 +88,10 @@ class DistributionBackend(Protocol):
 
     @abstractmethod
     def initialize(self, cluster: Cluster) -> None:
-        """Joins the world. Raises BackendMismatchError if already joined, BackendNotAvailableError if it cannot."""
+        """Joins the world.
+
+        Raises BackendMismatchError if already joined, BackendNotAvailableError if it cannot.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -132,12 +141,17 @@ class DistributionBackend(Protocol):
 
     @abstractmethod
     def broadcast(self, x: Any, sharding: Sharding, axes: Axes, root: int) -> Any:
-        """Replicas along `axes` become those of place `root` in their group. Adjoint: the gradient goes to root, zeros
-        elsewhere; along axes of F, where it arrives partial, its sum does."""
+        """Replaces the replicas along `axes` by those of place `root` in their group.
+
+        Adjoint: the gradient goes to root, zeros elsewhere; along axes of F, where it arrives partial, its sum does.
+        """
 
     @abstractmethod
     def permute(self, x: Any, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> Any:
-        """Shards move from place to place along `axes`; places that get none hold zeros. Adjoint: pairs reversed."""
+        """Moves shards from place to place along `axes`; places that get none hold zeros.
+
+        Adjoint: pairs reversed.
+        """
 
     @abstractmethod
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:
@@ -157,14 +171,17 @@ class DistributionBackend(Protocol):
         return self.list_devices()
 
     def torch_device(self) -> str | None:
-        """Where Keras on torch computes under this adapter, as "cpu" or "cuda:1". None, the default: where Keras does
-        by itself."""
+        """Returns where Keras on torch computes under this adapter, as "cpu" or "cuda:1".
+
+        None, the default: where Keras does by itself.
+        """
         return None
 
 
 def plain_array(value: Any) -> Array:
-    """A NumPy array of a value that is no framework's array, as every framework takes it: in the machine's byte order
-    and without negative strides. What is not so is copied.
+    """Returns a NumPy array of a value that is no framework's array, as every framework takes it.
+
+    It is in the machine's byte order and has no negative strides. What is not so is copied.
 
     Raises:
         LayoutError: there is no array of it, as of rows of several lengths.

@@ -1,4 +1,4 @@
-"""The registry: names to adapters. What is known of the one in use is in global_state.py, and can be asked for here."""
+"""The registry: names to adapters. The one in use is in global_state.py, and can be asked for here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENTRY_POINTS = "unidist.backends"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """What `unidist.backends()` shows of one backend. `capabilities` is None where it is not installed."""
+    """Holds what `unidist.backends()` shows of one backend. `capabilities` is None if not installed."""
 
     name: str
     installed: bool
@@ -181,12 +181,12 @@ def _distribution(entry: Entry) -> str:
 
 
 def tested(distribution: str) -> tuple[str, ...]:
-    """The versions of a distribution that unidist was tested with, the oldest first; () where nothing is said."""
+    """Returns the versions of a distribution that unidist was tested with, oldest first; () if unknown."""
     return next((one.tested for one in _entries.values() if _distribution(one) == distribution), ())
 
 
 def untested(name: str) -> str:
-    """A sentence where the framework of an adapter is newer than what unidist was tested with; else nothing."""
+    """Returns a sentence where an adapter's framework is newer than all that were tested; else ""."""
     found = entry(name)
     version = version_of(home := _distribution(found)) if found.tested else None
     if version is None or not is_newer(version, found.tested):
@@ -208,13 +208,16 @@ def find(name: str) -> Entry:
 
 
 def load(name: str) -> type[DistributionBackend]:
-    """The adapter's class. Raises BackendNotAvailableError: unknown name, or not installed (with the hint)."""
+    """Returns the adapter's class.
+
+    Raises BackendNotAvailableError: unknown name, or not installed (with the hint).
+    """
     found = find(name)
     return cast(type[DistributionBackend], _imported(name, found.target, found.hint))
 
 
 def job(name: str) -> Any:
-    """What makes the job that starts an adapter's processes of a request: its class, or a function.
+    """Returns what makes the job that starts an adapter's processes: its class, or a function.
 
     Raises:
         CapabilityError: it declares none.
@@ -288,7 +291,10 @@ def default_name() -> tuple[str, str]:
 
 
 def name_for_processes() -> str:
-    """The adapter whose processes are started where none is named: UNIDIST_BACKEND's, else that of Keras's backend."""
+    """Returns the adapter whose processes start where none is named.
+
+    It is that of UNIDIST_BACKEND, else that of Keras's backend.
+    """
     return os.environ.get("UNIDIST_BACKEND") or on_keras.choice().name
 
 

@@ -1,4 +1,4 @@
-"""What a rank sends in a collective, reported to whom listens (the ledger)."""
+"""Reports what a rank sends in a collective to whom listens (the ledger)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ _TASKS = Path("/proc/self/task")
 
 @contextlib.contextmanager
 def interrupting_nobody(*names: str) -> Iterator[None]:
-    """Threads that start inside interrupt no other when they wake: those of these names, or all where none is given.
+    """Lets threads that start inside interrupt no other when they wake.
+
+    `names` are their names; without any, all such threads are meant.
 
     Only where a process computes in one thread, by OMP_NUM_THREADS=1, as launchers set it. OpenMP's threads wait for
     each other without sleeping, so beside them a message would wait for a turn's end: a step takes half as long again.

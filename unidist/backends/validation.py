@@ -1,4 +1,4 @@
-"""What is given to an adapter, compared with what it takes: dtypes, shapes, numbers of shards."""
+"""Compares what is given to an adapter with what it takes: dtypes, shapes, numbers of shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unidist.errors import CapabilityError, LayoutError, MeshError
 
 
 def check_dtype(backend: DistributionBackend, dtype: str, hint: str = "") -> None:
-    """Raises CapabilityError where the adapter does not move arrays of a dtype. `hint` is what helps besides a cast."""
+    """Raises CapabilityError where the adapter does not move a dtype. `hint` helps besides a cast."""
     known = backend.capabilities.dtypes
     if dtype not in known:
         raise CapabilityError(
@@ -20,8 +20,10 @@ def check_dtype(backend: DistributionBackend, dtype: str, hint: str = "") -> Non
 
 
 def check_ranks(mesh: Mesh, name: str, count: int, remedy: str) -> None:
-    """Raises MeshError where a mesh names a rank beyond the `count` of an adapter's world. `remedy` says what helps,
-    with {needed} for the number of devices that the mesh takes."""
+    """Raises MeshError where a mesh names a rank beyond the `count` of an adapter's world.
+
+    `remedy` says what helps, with {needed} for the number of devices that the mesh takes.
+    """
     beyond = [rank for rank in mesh.devices if rank >= count]
     if beyond:
         raise MeshError(
@@ -60,7 +62,7 @@ def check_local_shape(found: tuple[int, ...], sharding: Sharding, rank: int) -> 
 
 
 def check_data_shape(found: tuple[int, ...], wanted: tuple[int, ...], sharding: Sharding) -> None:
-    """Raises LayoutError where an adapter's global array has not the shape that its data has under the sharding."""
+    """Raises LayoutError where a global array has not the shape of its data under the sharding."""
     if found != wanted:
         raise LayoutError(
             f"the data has shape {found}, but that of a tensor of shape {sharding.shape} under "

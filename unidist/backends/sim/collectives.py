@@ -217,8 +217,11 @@ def _own(x: Tensor) -> Tensor:
 
 
 def _blocks(parts: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """The same block of each part, one block after the other: small ones stay in the processor's cache while all
-    ranks' are summed and copied, which is what a reduction of large tensors costs."""
+    """Yields the same block of each part, one block after the other.
+
+    Small ones stay in the processor's cache while all ranks' are summed and copied, which is what a reduction of large
+    tensors costs.
+    """
     if parts[0].numel() <= BLOCK or not all(part.is_contiguous() for part in parts):
         return [tuple(parts)]
     return zip(*(part.view(-1).split(BLOCK) for part in parts), strict=True)

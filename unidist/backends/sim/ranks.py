@@ -49,8 +49,10 @@ class VirtualRanks(LocalViewBackend[torch.Tensor]):
             world.on_enter.append(carry_torch_state)
 
     def run(self, fn: Callable[..., T], *per_rank: Sequence[Any]) -> list[T]:
-        """fn(rank, ...) on every rank, as VirtualWorld.run. Each has the caller's state of torch: grad mode, inference
-        mode, autocast, default device."""
+        """Runs fn(rank, ...) on every rank, as VirtualWorld.run.
+
+        Each has the caller's state of torch: grad mode, inference mode, autocast, default device.
+        """
         before = torch.get_num_threads()
         torch.set_num_threads(max(1, min(before, COMPUTE_THREADS // self.world.size)))
         try:

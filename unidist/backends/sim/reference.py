@@ -22,7 +22,7 @@ NEUTRAL: dict[ReduceOp, int] = {"sum": 0, "mean": 0, "prod": 1}
 
 
 def reduce(parts: list[Array], op: ReduceOp) -> Array:
-    """Reduces arrays of one shape, in their own dtype, in the order given. Of bool, sum is "or" and prod "and"."""
+    """Reduces arrays of one shape, in their dtype, in the order given. Of bool, sum is "or", prod "and"."""
     fold = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}[op]
     out = parts[0].copy()
     # Of bfloat16 NumPy warns that the max of a NaN is a NaN.
@@ -70,7 +70,7 @@ def gather(shards: Mapping[int, Array], sharding: Sharding) -> Array:
 
 
 def _reduced(shards: Mapping[int, Array], sharding: Sharding, rank: int) -> Array:
-    """The shard of a rank after reducing over all partial axes, one after the other: mean and sum may be mixed."""
+    """Returns a rank's shard, reduced over all partial axes in turn: mean and sum may be mixed."""
     mesh = sharding.mesh
     parts = {r: shards[r] for r in mesh.group(sharding.layout.partial_axes, rank).ranks}
     for axis, op in sharding.layout.partial:
@@ -134,8 +134,10 @@ def broadcast(shards: Mapping[int, Array], sharding: Sharding, axes: Axes, root:
 
 
 def broadcast_adjoint(grads: Mapping[int, Array], sharding: Sharding, axes: Axes, root: int) -> Shards:
-    """What a broadcast's gradient is of the gradients of its results: at the root, summed over the axes of F, along
-    which they are contributions; zeros elsewhere."""
+    """Returns a broadcast's gradient, of the gradients of its results.
+
+    It is at the root, summed over the axes of F, along which they are contributions; zeros elsewhere.
+    """
     group, fanned = sharding.mesh.group, tuple(axis for axis in axes if axis in sharding.layout.fanout)
     return {
         rank: reduce([grads[r] for r in group(fanned, rank).ranks], "sum")

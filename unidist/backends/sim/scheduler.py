@@ -1,4 +1,7 @@
-"""Who of the virtual ranks goes on when: a run, and the collectives at which its ranks meet. world.py says the rule."""
+"""Decides which virtual rank goes on when: a run, and the collectives at which its ranks meet.
+
+world.py says the rule.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,10 @@ class _Meeting:
 
 
 class Run:
-    """One run: who can go on, who waits for whom. Only the rank with the baton touches it (and the main thread,
-    which may set `failure`)."""
+    """One run: who can go on, who waits for whom. Only the rank with the baton touches it.
+
+    The main thread may set `failure` besides.
+    """
 
     def __init__(self, crew: Crew, task: Callable[[int], Any], on_turn: Sequence[Callable[[int], None]] = ()) -> None:
         self.crew = crew
@@ -84,7 +89,7 @@ class Run:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """Passes the baton to the next rank that can go on. The calling one must then wait for its own, or end."""
+        """Passes the baton to the next rank that can go on. The caller must then wait for its own, or end."""
         if self.failure is None and self.waiting and not self.ready:
             self.fail(desync.deadlock(self._waiting_places(), self.ended, kind=_KIND))
         if self.failure is not None and self.waiting:

@@ -15,7 +15,7 @@ _stack_size = threading.Lock()
 
 
 class Work(Protocol):
-    """What the threads of a crew do until all of them have ended: a run (scheduler.py)."""
+    """The work of a crew's threads until all of them have ended: a run (scheduler.py)."""
 
     begun: bool
     ended: list[int]
@@ -52,8 +52,10 @@ def current_rank() -> int | None:
 
 
 class Crew:
-    """The threads of a world, one for each rank, each parked on its baton. They do not know the world itself, so that
-    it can be collected; its key says whose they are."""
+    """The threads of a world, one for each rank, each parked on its baton.
+
+    They do not know the world itself, so that it can be collected; its key says whose they are.
+    """
 
     def __init__(self, n: int, key: object) -> None:
         self.key = key
@@ -84,7 +86,10 @@ class Crew:
                 self.run.work(rank)
 
     def close(self) -> None:
-        """Ends the parked threads now, and those at work (of a run that was left behind) when they are through."""
+        """Ends the parked threads now, and those at work when they are through.
+
+        The latter are of a run that was left behind.
+        """
         if self.closed or self.process != os.getpid():
             return
         self.closed = True

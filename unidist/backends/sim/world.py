@@ -1,4 +1,4 @@
-"""VirtualWorld: virtual ranks as threads of one process, one running at a time, handing over at each collective.
+"""VirtualWorld: runs virtual ranks as threads of one process, one at a time, by turns at collectives.
 
 A rank that waits for a collective passes the baton to the next rank that can go on; the last one to arrive does the
 group's work and goes on itself. Who runs when follows from what the ranks call and from nothing else, so two runs of
@@ -156,8 +156,10 @@ class VirtualWorld:
         return self._crew
 
     def _see_through(self, task: Callable[[int], Any]) -> Run:
-        """Starts a run and waits for its end. What interrupts the wait (Ctrl-C) unwinds the ranks first; a second
-        interruption leaves a rank that does not stop to itself and the next run to new threads."""
+        """Starts a run and waits for its end. What interrupts the wait (Ctrl-C) unwinds the ranks first.
+
+        A second interruption leaves a rank that does not stop to itself and the next run to new threads.
+        """
         crew = self._crew_of_this_process()
         run = crew.run = Run(crew, task, tuple(self.on_turn))
         try:
