@@ -1,4 +1,4 @@
-"""What processes tell each other on the host before they run something together: that it is the same.
+"""Compares among processes, on the host, what they are about to run together: it must be the same.
 
 A device collective could not do it: it matches nothing where processes disagree, and gives garbage or waits. So each
 process says what it has come to in the key-value store of JAX's coordination service; the first of them reads what all
@@ -84,7 +84,7 @@ def _alike(what: str, texts: Sequence[str], processes: Sequence[int], devices: S
 
 
 def _told_apart(said: Sequence[Any]) -> list[str]:
-    """What each process has come to, with the first parts in which they differ, if they have come to one thing."""
+    """Returns what each process has come to, and, where that is one thing, the first parts that differ."""
     if len({what for what, _, _ in said}) > 1:
         return [str(what) for what, _, _ in said]
     names = dict.fromkeys(name for _, how, _ in said for name in how)
@@ -98,7 +98,7 @@ def _told_apart(said: Sequence[Any]) -> list[str]:
 
 
 def _exchanged(world: Membership, what: str, said: str, processes: Sequence[int]) -> list[str]:
-    """What each process has said, by process."""
+    """Returns what each process has said, by process."""
     with _lock:
         store = _store()
         members = "all" if len(processes) == world.count else "-".join(map(str, processes))
@@ -121,7 +121,10 @@ def _exchanged(world: Membership, what: str, said: str, processes: Sequence[int]
 
 
 def _in_time(call: Callable[[], list[str]], patience: Patience) -> list[str]:
-    """What a call gives that waits in C++: in a thread that is left behind where this one waits no longer."""
+    """Returns what a call gives that waits in C++.
+
+    It runs in a thread that is left behind where this one waits no longer.
+    """
     given: list[list[str]] = []
     raised: list[BaseException] = []
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""What data of a Sharding is in JAX: one global jax.Array.
+"""The data of a Sharding in JAX: one global jax.Array.
 
     S(dim)   the dim is in the PartitionSpec; several axes on one dim are a tuple, major first
     P        one more leading dim for each partial axis (in the order of layout.partial), as long as the axis and
@@ -31,7 +31,10 @@ _NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
 
 @lru_cache(maxsize=16384)
 def padded_local(sharding: Sharding) -> Shape:
-    """The shape of the largest part, which every rank's part is padded to. The first place of all axes holds it."""
+    """Returns the shape of the largest part, which every rank's part is padded to.
+
+    The first place of all axes holds it.
+    """
     mesh = sharding.mesh
     return sharding.local_shape(mesh.rank_at(dict.fromkeys(mesh.axis_names, 0)))
 
@@ -73,7 +76,10 @@ def pad(shard: Array, sharding: Sharding) -> Array:
 
 
 def contribution(whole: Array, sharding: Sharding, rank: int) -> Array:
-    """What a rank holds of a full value, padded: its region, at place 0 of partial axes, neutral elements elsewhere."""
+    """Returns a rank's padded part of a full value.
+
+    It is the rank's region, at place 0 of partial axes, and neutral elements elsewhere.
+    """
     here = sharding.mesh.coordinate(rank)
     part = whole[sharding.slices(rank)]
     for axis, op in sharding.layout.partial:
@@ -106,7 +112,10 @@ def strip(held: jax.Array, sharding: Sharding, rank: int) -> jax.Array:
 def assemble(
     parts: Mapping[int, Any], sharding: Sharding, native: jax.sharding.NamedSharding, device: Any, dtype: Any
 ) -> jax.Array:
-    """The global array of padded parts, rank -> what its device shall hold. `device` gives the device of a rank."""
+    """Returns the global array of padded parts, rank -> what its device shall hold.
+
+    `device` gives the device of a rank.
+    """
     ranks = list(parts)
     buffers = jax.device_put([parts[rank] for rank in ranks], [device(rank) for rank in ranks])
     return jax.make_array_from_single_device_arrays(data_shape(sharding), native, buffers, dtype=dtype)

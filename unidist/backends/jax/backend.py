@@ -38,7 +38,7 @@ _ALONE = Membership(count=1, index=0, timeout=300.0)
 
 
 class JaxBackend(DistributionBackend):
-    """JAX on one or several processes. Data: a global jax.Array (backends/jax/arrays.py says of what shape).
+    """JAX on one or several processes. Data: a global jax.Array, of the shape that arrays.py here gives.
 
     `redistribute`, `broadcast` and `permute` work on tracers too, inside jax.jit and under jax.grad and jax.vjp (the
     gradient's form: backends/jax/collectives.py). DistributedArray is a pytree once this adapter is in use.
@@ -225,8 +225,11 @@ class JaxBackend(DistributionBackend):
             return self._run(move.unhurried if is_gather and self.world.count > 1 else move.program, x, what)
 
     def broadcast(self, x: jax.Array, sharding: Sharding, axes: Axes, root: int) -> jax.Array:
-        """Replicas along `axes` become those of place `root`. As compiled a masked all-reduce, which sends up to twice
-        the bytes of a broadcast's bound: XLA on CPU has no broadcast."""
+        """Replaces the replicas along `axes` by those of place `root`.
+
+        As compiled a masked all-reduce, which sends up to twice the bytes of a broadcast's bound: XLA on CPU has no
+        broadcast.
+        """
         return self._on_shards("broadcast", x, sharding, axes, root)
 
     def permute(self, x: jax.Array, sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> jax.Array:
@@ -265,8 +268,10 @@ class JaxBackend(DistributionBackend):
             return program(x)
 
     def _agree(self, what: str, sharding: Sharding, x: jax.Array, how: tuple[tuple[str, Hashable], ...]) -> None:
-        """Returns when the processes that hold ranks of the mesh have come to the same collective. Nothing inside of
-        jax.jit, and where this one was compared before, unless UNIDIST_CHECK is "all"."""
+        """Returns when the processes that hold ranks of the mesh have come to the same collective.
+
+        Does nothing inside of jax.jit, and where this one was compared before, unless UNIDIST_CHECK is "all".
+        """
         key = what, sharding, x.dtype, how
         if isinstance(x, jax.core.Tracer) or (key in self._agreed and not checks_all()):
             return
@@ -320,7 +325,7 @@ class JaxBackend(DistributionBackend):
             )
 
     def _tell_steps(self, moves: Redistribution, x: jax.Array) -> None:
-        """The ledger sees what the first rank of this process sends, of what runs now and not in a traced program."""
+        """Reports to the ledger what this process's first rank sends, of what runs now and is not traced."""
         ranks = self._ranks_here(moves.src.mesh)
         if ranks and not isinstance(x, jax.core.Tracer):
             report_steps(moves, ranks[0], x.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What JAX can do as it is configured: 64-bit dtypes only with jax_enable_x64."""
+"""Declares what JAX can do as it is configured: 64-bit dtypes only with jax_enable_x64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as programs: what each rank does inside shard_map, and the cached jit of a whole plan with its gradient.
+"""Steps as programs: what each rank does in shard_map, and a plan's cached jit with its gradient.
 
 A program is built once for a pair of shardings and the devices of their mesh, and serves all dtypes: jax.jit
 knows these apart. Nothing is traced again for the same arguments.
@@ -39,7 +39,10 @@ Move: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 def program_of(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Move:
-    """redistribution(src, dst) as a program: data at src -> data at dst. Its gradient is that of this module's text."""
+    """Returns redistribution(src, dst) as a program: data at src -> data at dst.
+
+    Its gradient is that of this module's text.
+    """
     moves = redistribution(src, dst)
     if all(step.op == "retype" or _is_nothing(step) for step in moves.steps) and data_shape(src) == data_shape(dst):
         return _itself
@@ -53,8 +56,10 @@ def program_of(mesh: jax.sharding.Mesh, src: Sharding, dst: Sharding) -> Move:
 
 
 def broadcasting(mesh: jax.sharding.Mesh, sharding: Sharding, axes: Axes, root: int) -> Move:
-    """Every place of a group gets what `root` holds. Gradient: to the root, zeros elsewhere; along axes of F the
-    cotangent is the sum already, and stays the same everywhere.
+    """Gives every place of a group what `root` holds.
+
+    Gradient: to the root, zeros elsewhere; along axes of F the cotangent is the sum already, and stays the same
+    everywhere.
 
     A sum over the group whose terms but the root's are zeros: XLA on CPU has no broadcast of its own. Of floats
     their bits are summed: with 0 the float -0 would become 0.
@@ -106,7 +111,7 @@ def _places(mesh: Mesh, axes: Axes, ordered: Axes) -> list[int]:
 
 
 def as_gradient(mesh: jax.sharding.Mesh, sharding: Sharding) -> Move:
-    """JAX's cotangent of data at `sharding` -> data at the dual: a fanned-out axis holds the total at place 0."""
+    """Turns JAX's cotangent at `sharding` into data at the dual. A fanned-out axis holds it at place 0."""
     fanout = sharding.layout.fanout
     dual = sharding.with_layout(sharding.layout.dual())
 
@@ -142,7 +147,7 @@ def _program(mesh: jax.sharding.Mesh, body: Move, src: Sharding, dst: Sharding) 
 
 
 def _with_adjoint(forward: Move, backward: Move, check: Callable[[], object]) -> Move:
-    """A jitted linear program whose gradient is `backward`, and whose gradient's gradient is `forward` again.
+    """Returns a jitted linear program with the gradient `backward`, whose own gradient is `forward`.
 
     `check` raises where there is no gradient; it is called when one is asked for.
     """
@@ -256,7 +261,10 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
-    """The reduced value on every rank of the group, in the dtype of x. Of bool, sum is "or" and prod "and"."""
+    """Returns the reduced value on every rank of the group, in the dtype of x.
+
+    Of bool, sum is "or" and prod "and".
+    """
     if x.dtype == jnp.bool_:
         bits = x.astype(jnp.uint8)
         most: jax.Array = lax.pmax(bits, axes) if op in ("sum", "max") else lax.pmin(bits, axes)
@@ -271,8 +279,10 @@ def all_reduce(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
 
 
 def _all_reduce_in_parts(x: jax.Array, axes: Axes, op: ReduceOp) -> jax.Array:
-    """For a reduction that XLA lacks (prod), or whose all-reduce loses NaN (max and min of floats): each rank reduces
-    one part of all, then they are joined. Sends 2(n-1)/n of x, as a ring does."""
+    """Reduces where XLA lacks the reduction (prod), or its all-reduce loses NaN (max and min of floats).
+
+    Each rank reduces one part of all, then they are joined. Sends 2(n-1)/n of x, as a ring does.
+    """
     count = lax.axis_size(axes)
     flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
     own = reduce_scatter(flat, axes, 0, op)

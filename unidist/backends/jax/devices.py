@@ -17,12 +17,17 @@ config: Any = jax.config
 
 
 def name_of(device: jax.Device) -> str:
-    """ "cpu:0" as keras.distribution.list_devices. In several processes JAX's ids have gaps: cpu:0, cpu:1, cpu:2048."""
+    """Returns a name as keras.distribution.list_devices gives it: "cpu:0".
+
+    In several processes JAX's ids have gaps: cpu:0, cpu:1, cpu:2048.
+    """
     return f"{device.platform}:{device.id}"
 
 
 def make_virtual(count: int) -> None:
-    """Gives this process `count` virtual CPU devices. JAX may be imported, but XLA must not have started otherwise.
+    """Gives this process `count` virtual CPU devices.
+
+    XLA must not have started otherwise; JAX may be there.
 
     Raises:
         MeshError: fewer than one.
@@ -45,8 +50,10 @@ def make_virtual(count: int) -> None:
 
 
 def make_named(names: Sequence[str]) -> None:
-    """Gives this process virtual CPU devices where CPUs are named from the first on and nobody has said how many there
-    are."""
+    """Gives this process virtual CPU devices where CPUs are named from the first on.
+
+    Does nothing where somebody has said how many there are.
+    """
     asked = [f"cpu:{k}" for k in range(len(names))]
     said = config.jax_num_cpu_devices >= 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if len(names) > 1 and list(names) == asked and not said:

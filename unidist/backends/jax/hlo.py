@@ -1,4 +1,4 @@
-"""What a compiled program communicates, read from its HLO text (after partitioning).
+"""Reads what a compiled program communicates from its HLO text (after partitioning).
 
     text = jax.jit(f).lower(x).compile().as_text()
     collectives_of(text, device_count=8)
@@ -60,7 +60,10 @@ class CompiledCollective:
 
     @cached_property
     def bytes(self) -> Fraction:
-        """Bytes that a device sends in one execution of the program, by the ring bound; for permute one that sends."""
+        """The bytes that a device sends in one execution, by the ring bound.
+
+        For permute they are those of one that sends.
+        """
         return self.count * ring_bytes(self.op, self.group_size, self.full_bytes)
 
     def bytes_of(self, place: int) -> Fraction:

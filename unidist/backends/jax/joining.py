@@ -1,4 +1,4 @@
-"""Joining a world: jax.distributed, from an address, a launcher's environment, or a world that is there already."""
+"""Joins a world of jax.distributed: from an address, a launcher's environment, or one already there."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class Membership:
         return () if self.roll is None else tuple(sorted(self.roll.lost))
 
     def leave(self) -> None:
-        """Ends jax.distributed and drops XLA's devices, so that another world can be joined. With the others: it waits
-        for them. A world that has lost a process cannot be ended but by ending this one."""
+        """Ends jax.distributed and drops XLA's devices, so that another world can be joined.
+
+        It waits for the others. A world that has lost a process ends only with this process.
+        """
         global _joined
         if self.roll is not None and self.roll.is_broken:
             return
@@ -68,7 +70,7 @@ _joined: Membership | None = None
 
 
 def current() -> Membership | None:
-    """The world of several processes that this one has joined, made by unidist or by somebody else; None in others."""
+    """Returns the world of several processes that this one has joined, whoever made it; None without one."""
     return _joined
 
 
@@ -87,7 +89,9 @@ def _entered(world: Membership) -> Membership:
 
 
 def join(cluster: Cluster) -> Membership:
-    """The world that the cluster, an existing jax.distributed or the launcher describes; else a world of one.
+    """Joins the world that the cluster, an existing jax.distributed or the launcher describes.
+
+    Where none does, it is a world of one.
 
     Raises:
         BackendMismatchError: the cluster and the existing world contradict each other, or XLA has started.
@@ -138,7 +142,7 @@ def _way(coordinator: str) -> relay.Relay:
 
 
 def _until_left(present: roll.Roll, way: relay.Relay | None) -> Callable[[], None]:
-    """What holds at this process's exit. Gives what takes it back."""
+    """Registers what holds at this process's exit. Returns what takes it back."""
     stay = ending.at_exit(lambda: present.is_broken, way.let_go if way else None)
 
     def leave() -> None:
@@ -174,7 +178,10 @@ def _check_not_started() -> None:
 
 
 def address_of(launch: Launch | None) -> str | None:
-    """The launcher's address; beside torchrun's own store, whose agent listens on MASTER_PORT, the next port."""
+    """Returns the launcher's address; beside torchrun's own store, that address with the next port.
+
+    There torchrun's agent listens on MASTER_PORT.
+    """
     if launch is None or launch.address is None:
         return None
     if launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -184,7 +191,10 @@ def address_of(launch: Launch | None) -> str | None:
 
 
 def _local_devices(launch: Launch | None) -> list[int] | None:
-    """The accelerators of this process: under a launcher that starts several on a host, the one of its number."""
+    """Returns the accelerators of this process, by number; None: all.
+
+    Under a launcher that starts several on a host it is the one of its number.
+    """
     alone = launch is None or launch.local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in os.environ
     return None if launch is None or alone else [launch.local_index]
 
@@ -214,7 +224,7 @@ def _start(
 
 @contextmanager
 def _listening_at(host: str) -> Iterator[None]:
-    """Inside, the CPU's collectives are made to listen where a host is reached from, not where the hostname leads."""
+    """Makes the CPU's collectives, inside, listen where a host is reached from, not at the hostname."""
     library: Any = vars(xla_bridge)["_jax"]
     make = library.make_gloo_tcp_collectives
     library.make_gloo_tcp_collectives = partial(make, hostname=host if is_loopback(host) else own_address(host))

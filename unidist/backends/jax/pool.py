@@ -1,4 +1,4 @@
-"""XLA's pool of threads on CPU, which must be larger than the cores where devices are virtual. Imports no JAX."""
+"""Enlarges XLA's pool of threads on CPU, which virtual devices need beyond the cores. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _PER_DEVICE = 8
 
 
 def widen_pool(count: int) -> None:
-    """Gives XLA threads enough for `count` virtual devices. No effect once XLA has started, or where PJRT_NPROC is set.
+    """Gives XLA threads enough for `count` virtual devices.
+
+    No effect once XLA has started, or where PJRT_NPROC is set.
 
     XLA takes as many threads as there are cores or devices. A device that waits in a collective holds a thread of
     this pool; on few cores the last device may then find none to compute with, and XLA ends the process after 40 s

@@ -23,8 +23,10 @@ _MAKERS: dict[str, Callable[..., Move]] = {
 
 
 class Redistribution:
-    """A program and the shape of the data that it takes; and the program for what is whole everywhere, as one whose
-    dispatch does not wait for other processes."""
+    """A program, the shape of the data that it takes, and the program for what is whole everywhere.
+
+    The last one's dispatch does not wait for other processes.
+    """
 
     __slots__ = ("program", "shape", "unhurried")
 
@@ -35,7 +37,7 @@ class Redistribution:
 
 
 class Programs:
-    """Those of one world.
+    """The compiled programs of one world.
 
     Args:
         native: gives JAX's mesh of a mesh.

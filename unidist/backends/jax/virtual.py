@@ -1,4 +1,4 @@
-"""The virtual CPU devices of JAX, which must be counted before XLA starts. Imports no framework by itself."""
+"""Counts JAX's virtual CPU devices, before XLA starts. Imports no framework by itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _PLATFORMS = "JAX_PLATFORMS"
 
 
 def prepare_devices(count: int) -> None:
-    """Gives JAX `count` virtual CPU devices, and no accelerators unless JAX_PLATFORMS names them. JAX may be imported
-    already, but XLA must not have started.
+    """Gives JAX `count` virtual CPU devices, and no accelerators unless JAX_PLATFORMS names them.
+
+    JAX may be imported already, but XLA must not have started.
 
     Raises:
         BackendMismatchError: XLA has started with fewer devices.

@@ -36,7 +36,7 @@ _STATUS = re.compile(r"\b[A-Z_]{5,}: ")
 
 
 def unhurried(x: Any) -> Any:
-    """An array that a program gives, made so that XLA on CPU does not run the program in the thread that dispatches it.
+    """Returns an array that a program gives so that XLA on CPU does not run it in the dispatching thread.
 
     XLA does so with programs of less than 1000 operations, if one device of the process takes part; the thread then
     waits in C++, without limit, for processes that do not come. Inside jax.jit, for what is whole on every device: the
@@ -62,8 +62,10 @@ def until_ready(x: Any, world: Membership, what: str, *, is_noted: bool = False)
 
 
 def poll(x: Any, world: Membership, what: str) -> None:
-    """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit. A wait is noted in
-    this process's record (unidist.flight). Others may find the value ready: it does not tell of members.
+    """Returns when x is computed or has failed; JAX itself would wait for it in C++, without limit.
+
+    A wait is noted in this process's record (unidist.flight). Others may find the value ready: a note says nothing of
+    members.
 
     Raises:
         ProcessLostError: a process of the world has ended, or did not come within the world's timeout.
@@ -129,7 +131,10 @@ def lost_in(world: Membership | None, what: str) -> Iterator[None]:
 
 
 def loss(error: Exception, world: Membership, what: str) -> ProcessLostError | None:
-    """What an error of XLA's means, if it is that another process is gone: its kinds do not tell, only its words."""
+    """Returns the loss of a process that an error of XLA's stands for, or None.
+
+    The error's kind does not say it, only its words.
+    """
     text = str(error)
     if world.count == 1 or isinstance(error, UnidistError):
         return None

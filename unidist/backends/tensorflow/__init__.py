@@ -1,1 +1,1 @@
-"""The `tensorflow` backend: one DTensor holds the shards of all ranks, moved by cached DTensor programs."""
+"""The `tensorflow` backend: one DTensor holds all ranks' shards, moved by cached DTensor programs."""

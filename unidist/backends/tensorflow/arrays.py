@@ -1,4 +1,4 @@
-"""What data of a Sharding is in TensorFlow: one DTensor of shape [*mesh.shape, *largest part].
+"""The data of a Sharding in TensorFlow: one DTensor of shape [*mesh.shape, *largest part].
 
 Its first dims are sharded over the mesh's axes, one each, so that every device holds what its rank holds under the
 sharding: a shard, a contribution (P) or a replica. DTensor itself has no partial axes, no several axes on one dim and

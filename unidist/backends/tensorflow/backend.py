@@ -42,7 +42,9 @@ from unidist.errors import BackendMismatchError, CapabilityError, MeshError
 
 
 class TensorflowBackend(DistributionBackend):
-    """TensorFlow DTensor in one or more processes. Data: one DTensor (backends/tensorflow/arrays.py says its shape).
+    """TensorFlow DTensor in one or more processes.
+
+    Data: one DTensor, of the shape that arrays.py here gives.
 
     Works eagerly, where tf.GradientTape records `redistribute`, `broadcast` and `permute`: the gradient of data at
     layout L is data at L.dual(). Inside tf.function there are no shards to move yet, and they raise.
@@ -86,8 +88,11 @@ class TensorflowBackend(DistributionBackend):
             self.world.gate.timeout = seconds
 
     def shutdown(self) -> None:
-        """Leaves the world. Where it had several processes TensorFlow itself stays in it until the process ends, and
-        no other world can be joined: DTensor cannot shut down a world of several clients."""
+        """Leaves the world.
+
+        Where it had several processes TensorFlow itself stays in it until the process ends, and no other world can be
+        joined: DTensor cannot shut down a world of several clients.
+        """
         if self.world.gate is not None:
             self.world.gate.close()
         self._world = None
@@ -136,8 +141,10 @@ class TensorflowBackend(DistributionBackend):
         return self._native.of(mesh)
 
     def layout(self, sharding: Sharding) -> dtensor.Layout:
-        """The dtensor.Layout of a plain DTensor laid out so, as Keras's variables are; where DTensor has none (partial
-        axes, several axes on one dim), that of this backend's data."""
+        """Returns the dtensor.Layout of a plain DTensor laid out so, as Keras's variables are.
+
+        Where DTensor has none (partial axes, several axes on one dim), it is that of this backend's data.
+        """
         native, layout = self.mesh(sharding.mesh), sharding.layout
         axes = [layout.dim_axes(dim) for dim in range(len(sharding.shape))]
         if layout.partial or layout.fanout or any(len(names) > 1 for names in axes):
@@ -251,8 +258,9 @@ class TensorflowBackend(DistributionBackend):
     def together(
         self, what: str, ranks: Sequence[int] | None = None, noted: str = "", axes: Axes = ()
     ) -> Iterator[None]:
-        """Runs what the processes of some ranks (None: all) take part in, once all of them have come to it. Gate.come
-        says of the arguments.
+        """Runs what the processes of some ranks (None: all) take part in, once all have come to it.
+
+        Gate.come describes the arguments.
 
         Raises:
             ProcessLostError: one of them has ended, or did not come within the world's timeout.

@@ -16,7 +16,7 @@ DEVICES = "UNIDIST_CPU_DEVICES"
 
 
 def make(devices: int | Sequence[str] | None) -> int | Sequence[str] | None:
-    """Makes virtual CPU devices where a program asks for them, or the launcher where the program names none.
+    """Makes virtual CPU devices where a program asks for them, or else the launcher.
 
     Returns:
         What is asked for, as a number or as names; None: by default all that TensorFlow has.
@@ -58,8 +58,10 @@ def make_virtual(count: int) -> None:
 
 
 def make_named(names: Sequence[str]) -> None:
-    """Gives this process virtual CPU devices where CPUs are named from the first on and nobody has said how many there
-    are."""
+    """Gives this process virtual CPU devices where CPUs are named from the first on.
+
+    Does nothing where somebody has said how many there are.
+    """
     unsaid = tf.config.get_logical_device_configuration(tf.config.list_physical_devices("CPU")[0]) is None
     launch = environment.detect()
     is_alone = launch is None or launch.process_count == 1
@@ -69,12 +71,12 @@ def make_named(names: Sequence[str]) -> None:
 
 
 def are_cpus(devices: int | Sequence[str] | None) -> bool:
-    """Whether CPUs are named."""
+    """Returns whether CPUs are named."""
     return isinstance(devices, list | tuple) and all(name.lower().startswith("cpu:") for name in devices)
 
 
 def hide_gpus(why: str = "CPUs were asked for") -> None:
-    """Keeps TensorFlow from GPUs, which it would take whole, in every process, where only CPUs are asked for.
+    """Keeps TensorFlow from GPUs, which it would take whole in every process, where CPUs are asked for.
 
     Args:
         why: for the error.

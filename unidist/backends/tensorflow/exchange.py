@@ -1,4 +1,6 @@
-"""The exchanges that every move is made of, as DTensor programs on a mesh of two axes: groups, and places in a group.
+"""The exchanges that every move is made of, as DTensor programs.
+
+Their mesh has two axes: groups, and places in a group.
 
 Each rank gives a flat tensor; what goes over the wire is one DTensor, whose first two dims are sharded over the mesh.
 Lengths are rounded up, so that few programs serve all shapes: making one takes longer than running it.
@@ -47,7 +49,12 @@ _one_at_a_time = threading.Lock()
 
 @lru_cache(maxsize=4096)
 def _program(kind: Kind, op: ReduceOp, mesh: dtensor.Mesh) -> Callable[[Any], Any]:
-    """kind: gather [o,g,L] -> [n,L]; reduce [o,g,L] -> [L]; scatter [o,g,n,C] -> [C]; swap [o,g,nC] -> [n,C]; each."""
+    """Makes a program.
+
+    gather [o,g,L] -> [n,L]; reduce [o,g,L] -> [L]; scatter [o,g,n,C] -> [C]; swap [o,g,nC] -> [n,C]; each.
+
+    Swap is [o,g,nC] -> [n,C].
+    """
 
     def gather(x: Any) -> Any:
         return dtensor.relayout(x, dtensor.Layout(["o", U, U], mesh))

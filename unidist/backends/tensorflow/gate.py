@@ -1,4 +1,4 @@
-"""The gate before each collective: processes tell each other over TCP that they have come, and go on together.
+"""The gate before each collective: processes say over TCP that they have come, and go on together.
 
 DTensor's collectives wait without limit, and cannot be interrupted, for a process that is alive and does not come. So
 none begins before all its processes are there. Process 0 keeps the gate: each process says to what it has come and with
@@ -32,7 +32,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 @dataclass
 class _Book:
-    """What process 0 knows.
+    """Holds what process 0 knows.
 
     Attributes:
         tell: how each process is informed.
@@ -114,8 +114,9 @@ class Gate:
     def come(
         self, what: str, processes: Collection[int], ranks: tuple[int, ...], noted: str = "", axes: Axes = ()
     ) -> None:
-        """Returns when all the processes have come to the same. From now until then it is noted in this process's
-        record (unidist.flight).
+        """Returns when all the processes have come to the same.
+
+        From now until then it is noted in this process's record (unidist.flight).
 
         Args:
             what: what this process has come to.

@@ -13,7 +13,9 @@ from unidist import events
 def differentiable(
     x: Any, forward: Callable[[Any], Any], backward: Callable[[Any], Any], check: Callable[[], object]
 ) -> Any:
-    """forward(x), whose gradient is backward(gradient), and so on in turns. `check` raises where it has none.
+    """Returns forward(x), whose gradient is backward(gradient), and so on in turns.
+
+    `check` raises where it has none.
 
     The gradient's collectives are for what the forward ones were for.
     """

@@ -1,4 +1,4 @@
-"""Settings that DTensor reads once, at its first program: they are made before TensorFlow has run anything."""
+"""Settings that DTensor reads once, at its first program. They are made before TensorFlow has run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ WITHOUT_A_RULE = (
 
 
 def prepare() -> None:
-    """Switches DTensor's combiner of all-reduces and its all_to_all off, and gathering on for ops without a rule.
+    """Switches DTensor's combiner of all-reduces and its all_to_all off.
+
+    Switches gathering on for ops without a rule.
 
     With the combiner some data-parallel steps apply the optimizer's slots of the step before; with its all_to_all
     (TensorFlow 2.21) a tensor of four dims that is cut along another one is another tensor. Neither is an error.

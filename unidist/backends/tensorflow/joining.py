@@ -1,4 +1,4 @@
-"""Joining a world: DTensor's clients, which all must know each other's addresses before any of them starts."""
+"""Joins a world: DTensor's clients, which must know each other's addresses before any of them starts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _LOOK = 0.001
 
 @contextlib.contextmanager
 def _kept_to_the_loopback() -> Iterator[None]:
-    """Inside, sockets of this process that begin to listen are bound to the loopback's interface, on Linux.
+    """Binds sockets that begin to listen inside to the loopback's interface, on Linux.
 
     TensorFlow's servers listen at every address, and take no other: "0.0.0.0" is written in their source. So a thread
     looks for them while they start, and not only when all processes have met.
@@ -142,8 +142,10 @@ def _interface(found: socket.socket) -> bytes:
 
 
 def _meet(address: str, count: int, index: int, timeout: float) -> tuple[list[str], dict[int, Line]]:
-    """Every process's own "host:port", by index, and the connections. Process 0 listens at the address, and sends all
-    what each sent it."""
+    """Returns every process's own "host:port", by index, and the connections.
+
+    Process 0 listens at the address, and sends all what each sent it.
+    """
     host, _, port = address.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + timeout
     own, place = _free_port(), (host, int(port))

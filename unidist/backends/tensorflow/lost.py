@@ -1,4 +1,4 @@
-"""What TensorFlow raises where another process of the world is gone, as our error."""
+"""Turns TensorFlow's errors, where another process of the world is gone, into ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(world: Membership, what: str) -> Iterator[None]:
 
 
 def loss(error: Exception, world: Membership, what: str) -> ProcessLostError | None:
-    """What an error means, if it is that another process is gone."""
+    """Returns the loss of another process that an error stands for, or None."""
     if world.count == 1 or not isinstance(error, tf.errors.OpError):
         return None
     found = _WORDS.search(error.message)

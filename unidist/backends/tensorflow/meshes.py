@@ -13,7 +13,7 @@ from unidist.backends.validation import check_ranks
 
 
 class Meshes:
-    """Those of one world, as one of its processes makes them.
+    """The meshes of one world, as one of its processes makes them.
 
     Args:
         devices: TensorFlow's full names; the k-th is rank k.
@@ -28,11 +28,11 @@ class Meshes:
         self._of_groups: dict[tuple[Mesh, Axes], tuple[dtensor.Mesh, tuple[int, ...]]] = {}
 
     def is_here(self, rank: int) -> bool:
-        """Whether this process holds a rank."""
+        """Returns whether this process holds a rank."""
         return task_of(self._devices[rank]) == self._index
 
     def ranks_here(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Those that this process holds, in their order."""
+        """Returns the ranks that this process holds, in their order."""
         return tuple(rank for rank in ranks if self.is_here(rank))
 
     def of(self, mesh: Mesh) -> dtensor.Mesh:

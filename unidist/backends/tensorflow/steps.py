@@ -103,7 +103,7 @@ def _all_to_all(step: Step, parts: Parts, exchange: Exchange) -> Parts:
 
 
 def broadcast(sharding: Sharding, axes: Axes, root: int, parts: Parts, exchange: Exchange) -> Parts:
-    """Every place gets the root's part: a sum in which all others' terms are zeros, as DTensor has no broadcast."""
+    """Gives every place the root's part: a sum with zeros for all others, as DTensor has no broadcast."""
     return all_reduce(sharding, axes, only_from(sharding, axes, root, parts), exchange, "sum", "pick")
 
 
@@ -116,7 +116,10 @@ def only_from(sharding: Sharding, axes: Axes, root: int, parts: Parts) -> Parts:
 def permute(
     sharding: Sharding, axes: Axes, pairs: tuple[tuple[int, int], ...], parts: Parts, exchange: Exchange
 ) -> Parts:
-    """Parts move from place to place: a reduce-scatter of mostly zeros, as DTensor has no point-to-point moves."""
+    """Moves parts from place to place: a reduce-scatter of mostly zeros.
+
+    DTensor has no point-to-point moves.
+    """
     mesh, length = sharding.mesh, rounded(prod(largest(sharding)))
     count, goes = mesh.axis_size(axes), dict(pairs)
     sent = {}
