@@ -48,7 +48,9 @@ class HorovodLayout:
 
 
 class HorovodBackend(LocalViewBackend[Any]):
-    """Horovod over Gloo, for arrays on CPU. Data: this process's shard, a torch.Tensor or an eager tf.Tensor.
+    """Horovod over Gloo, for arrays on CPU.
+
+    Data: this process's shard, a torch.Tensor or an eager tf.Tensor.
 
     Under horovodrun or `unidist run --backend horovod` the world is the launcher's. At an address (of
     unidist.initialize, or Slurm's) process 0 serves Horovod's rendezvous. A program that has called
@@ -122,15 +124,20 @@ class HorovodBackend(LocalViewBackend[Any]):
             atexit.register(self._part)
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes how long collectives wait. HOROVOD_GLOO_TIMEOUT_SECONDS, for a process that is stopped, stays."""
+        """Changes how long collectives wait.
+
+        HOROVOD_GLOO_TIMEOUT_SECONDS, for a process that is stopped, stays.
+        """
         self._world = replace(self.world, timeout=seconds)
         self.comm = self._side.make_comm(self._transport, seconds)
         if self._sets is not None:
             self._sets.timeout = seconds
 
     def _part(self) -> None:
-        """At the end of the program: waits a while for the others. The first process to leave ends Horovod for all,
-        those that are still in a collective of another group included."""
+        """Waits a while for the others at the end of the program.
+
+        The first process to leave ends Horovod for all, also for those that are still in a collective of another group.
+        """
         if not has_failed():
             self.comm = self._side.make_comm(self._transport, PARTING_SECONDS)
             # One that comes later than this holds up nobody.
@@ -148,13 +155,13 @@ class HorovodBackend(LocalViewBackend[Any]):
 
     @property
     def world(self) -> Membership:
-        """The world joined; before any was joined, that of the program's own hvd.init() or of this process alone."""
+        """The world joined; before that, the one of the program's own hvd.init() or of this process alone."""
         if self._world is None or (not self._has_joined and self._world.size == 1 and self._stale()):
             self._enter(Cluster())
         return self._world  # type: ignore[return-value]
 
     def _stale(self) -> bool:
-        """Whether the program initialised Horovod after we took this process for a world of one."""
+        """Returns whether the program initialised Horovod after we took this process for a world of one."""
         return bool(self._hvd.is_initialized()) and self._hvd.size() > 1
 
     @property
@@ -209,7 +216,7 @@ class HorovodBackend(LocalViewBackend[Any]):
         return self._process_sets()(group)
 
     def _prepare(self, mesh: Mesh) -> None:
-        """Makes the process sets of a mesh that a move needs; all processes come here where the mesh is the world."""
+        """Makes the process sets of a mesh that a move needs, if the mesh is the world: then all come here."""
         self.check_mesh(mesh)
         if mesh.size == self.world.size:
             self.mesh(mesh)
@@ -236,7 +243,7 @@ class HorovodBackend(LocalViewBackend[Any]):
 
 
 def _framework() -> Framework:
-    """What Keras runs on, or will run on."""
+    """Returns the framework that Keras runs on, or will run on."""
     keras: Any = sys.modules.get("keras")
     found = keras.config.backend() if hasattr(keras, "config") else os.environ.get("KERAS_BACKEND", "torch")
     return "tensorflow" if found == "tensorflow" else "torch"

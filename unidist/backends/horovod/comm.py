@@ -18,7 +18,10 @@ A = TypeVar("A")
 
 
 class Ways(Protocol[A]):
-    """Collectives over one process set, by a framework's Horovod. As `Collectives` in backends/collectives.py."""
+    """The collectives of a framework's Horovod over one process set.
+
+    As `Collectives` in backends/collectives.py.
+    """
 
     def all_reduce(self, x: A, transport: Transport, op: ReduceOp) -> A: ...
 
@@ -46,8 +49,9 @@ class Ways(Protocol[A]):
 
 
 class HorovodComm(Generic[A]):
-    """Collectives over one group of ranks (`Collectives` in backends/collectives.py). Each has one entry in this
-    process's record (unidist.flight), from its begin until its result is there.
+    """Collectives over one group of ranks (`Collectives` in backends/collectives.py).
+
+    Each has one entry in this process's record (unidist.flight), from its begin until its result is there.
 
     Raises (all members):
         ProcessLostError: another member ended or did not come in time.

@@ -1,4 +1,4 @@
-"""Joining the world: as horovodrun's environment says, at an address, or as the program has joined it already."""
+"""Joins the world: by horovodrun's environment, at an address, or as the program has joined it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Membership:
 
 
 def join(cluster: Cluster, hvd: Any) -> Membership:
-    """The world that the program, the cluster or the launcher describes; else a world of one, without Horovod.
+    """Joins the world that the program, the cluster or the launcher describes.
+
+    Where none does, it is a world of one, without Horovod.
 
     Raises:
         BackendMismatchError: the cluster and a world that is already there contradict each other.

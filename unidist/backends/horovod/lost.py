@@ -1,4 +1,4 @@
-"""What Horovod raises when ranks disagree or one of them is gone, as our errors; and waiting with a deadline."""
+"""Turns Horovod's errors, of ranks that disagree or are gone, into ours; and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Call:
 
 
 def disagrees(error: HorovodInternalError) -> bool:
-    """Whether the ranks came with different things: all of them get the error, and Horovod goes on."""
+    """Returns whether the ranks came with different things: all get the error, and Horovod goes on."""
     return bool(_DISAGREE.search(_first_line(error)))
 
 
 def where(at: Call) -> bytes:
-    """What this rank sends to the others of where it is: as many bytes on each."""
+    """Returns what this rank sends to the others of where it is: as many bytes on each."""
     told = [f"{at.what} for {at.purpose!r}" if at.purpose else at.what, ending.noted()]
     while len(data := json.dumps(told).encode()) > _TOLD_BYTES:
         told = [text[: len(text) // 2] for text in told]
@@ -102,7 +102,10 @@ def late(at: Call, timeout: float) -> ProcessLostError:
 
 
 def polled(is_done: Callable[[], Any]) -> Callable[[float], bool]:
-    """What `wait` asks, of something that can only be looked at. Horovod's own wait keeps a core busy."""
+    """Makes what `wait` asks, of something that can only be looked at.
+
+    Horovod's own wait keeps a core busy.
+    """
 
     def has_come(seconds: float) -> bool:
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
@@ -138,7 +141,7 @@ def wait(has_come: Callable[[float], bool], at: Call, timeout: float, hvd: Any) 
 
 
 def is_over(hvd: Any) -> bool:
-    """Whether Horovod has ended in this process: what it has not finished by then it never will.
+    """Returns whether Horovod has ended in this process: what is unfinished then is never finished.
 
     It ends when a process is lost, and fails all that is under way. What is given to it at that moment may miss this,
     and is never answered: Horovod looks whether it goes on, and only then puts an operation with the others.
@@ -153,7 +156,7 @@ def is_over(hvd: Any) -> bool:
 
 
 def _world_is_gone(hvd: Any) -> bool:
-    """Whether the process set of all has been taken down, which Horovod does last of all."""
+    """Returns whether the process set of all has been taken down, which Horovod does last of all."""
     if not hvd.is_initialized():
         return True
     ranks = (ctypes.c_int * hvd.size())()

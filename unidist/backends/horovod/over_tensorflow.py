@@ -105,7 +105,7 @@ class Waiter:
 
 
 def _words(error: Exception) -> str:
-    """What Horovod said, without the name of TensorFlow's operation around it."""
+    """Returns what Horovod said, without the name of TensorFlow's operation around it."""
     return str(getattr(error, "message", error)).partition("}} ")[2] or str(error)
 
 
@@ -147,8 +147,10 @@ class TensorFlowWays:
         return out / transport.size if op == "mean" else out
 
     def _all_reduce_in_parts(self, x: Tensor, transport: Transport, op: ReduceOp) -> Tensor:
-        """Each place reduces one part of all, then they are joined: Horovod's own max and min lose NaN. Sends 2(n-1)/n
-        of x, as a ring's all_reduce does."""
+        """Reduces one part of all at each place, then joins them: Horovod's own max and min lose NaN.
+
+        Sends 2(n-1)/n of x, as a ring's all_reduce does.
+        """
         flat = tf.reshape(x, [-1])
         sizes = [length for _, length in chunk(int(flat.shape[0]), transport.size)]
         own = self.reduce_scatter(flat, transport, 0, sizes, op)

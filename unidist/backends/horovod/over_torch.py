@@ -1,4 +1,4 @@
-"""Horovod over torch: its operations as the primitives that the torch adapter's collectives are made of."""
+"""Horovod over torch: gives the primitives that the torch adapter's collectives are made of."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ class Waiting:
 
 
 class TorchWays(BufferedCollectives[Transport]):
-    """All collectives on torch tensors: uneven shards are padded, dtypes that Horovod lacks are carried by others."""
+    """All collectives on torch tensors.
+
+    Uneven shards are padded; dtypes that Horovod lacks are carried by others.
+    """
 
     def __init__(self, primitives: Primitives) -> None:
         super().__init__(primitives)
@@ -240,7 +243,7 @@ class TorchComm(HorovodComm[torch.Tensor]):
         return Waiting(self.kind("all_reduce", group, x), start, finish)
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> Waiting | Done:
-        """Starts to reduce `x` (group.size equal parts along dim 0); `out` is this place's part, in rank order.
+        """Starts to reduce `x` (group.size equal parts along dim 0) to `out`: this place's part by rank order.
 
         Both contiguous; `x` must stay as it is until the wait. Moves (n-1)/n of x.
 
@@ -266,7 +269,9 @@ class TorchComm(HorovodComm[torch.Tensor]):
         return Waiting(self.kind("reduce_scatter", group, x), start, finish)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Waiting | Done:
-        """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`.
+        """Starts to fill `out` with every place's `x`, joined along dim 0.
+
+        `x` may be this place's part of `out`.
 
         Both contiguous, all parts of one shape; `x` must stay as it is until the wait. Moves (n-1)/n of out.
         """

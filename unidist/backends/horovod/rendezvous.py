@@ -1,4 +1,4 @@
-"""Horovod's rendezvous server, at an address that is known beforehand, and what processes get to know of it.
+"""Horovod's rendezvous server, at an address known beforehand, and what processes learn of it.
 
 Run by path it serves one node of `unidist run` and imports no unidist:
 
@@ -27,7 +27,10 @@ _REACH_SECONDS = 300.0
 
 
 def slots(hosts: int, per_host: int) -> list[SlotInfo]:
-    """The places of a world of `hosts` times `per_host` processes. A host's name is its number: nobody looks it up."""
+    """Returns the places of a world of `hosts` times `per_host` processes.
+
+    A host's name is its number: nobody looks it up.
+    """
     return [
         SlotInfo(f"host{host}", host * per_host + local, local, host, hosts * per_host, per_host, hosts)
         for host in range(hosts)
@@ -59,7 +62,10 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
 
 
 def serve(host: str, port: int, world: list[SlotInfo]) -> RendezvousHTTPServer:
-    """A server that answers in a thread of its own until the process ends. Raises OSError where the port is taken."""
+    """Starts a server that answers in a thread of its own until the process ends.
+
+    Raises OSError where the port is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     kind = type("Server", (RendezvousHTTPServer,), {"address_family": family, "daemon_threads": True})
     server = kind((host, port), Handler, 0)
@@ -69,7 +75,7 @@ def serve(host: str, port: int, world: list[SlotInfo]) -> RendezvousHTTPServer:
 
 
 def variables(slot: SlotInfo, host: str, port: int) -> dict[str, str]:
-    """What horovodrun would tell the process of that slot."""
+    """Returns the variables that horovodrun would give to the process of that slot."""
     known = {**create_slot_env_vars(slot), **create_run_env_vars(host, [interface(host)], port)}
     return {name: str(value) for name, value in known.items()}
 

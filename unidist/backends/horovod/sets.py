@@ -19,7 +19,9 @@ _NAMES = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transport:
-    """One process set, seen from this process. Its members are numbered by their places in the mesh's group.
+    """One process set, seen from this process.
+
+    Its members are numbered by their places in the mesh's group.
 
     Attributes:
         native: the process set. Horovod numbers its members in the order of their ranks.
@@ -45,7 +47,9 @@ class Transport:
 
 @dataclass(frozen=True)
 class HorovodMesh:
-    """Horovod's nearest thing to a mesh: this process's process set along each group of axes of more than one rank.
+    """Holds this process's process set along each group of axes of more than one rank.
+
+    It is Horovod's nearest thing to a mesh.
 
     Attributes:
         mesh: whose groups these are.
@@ -98,7 +102,10 @@ class ProcessSets:
         return mesh in self._meshes
 
     def mesh(self, mesh: Mesh, rank: int) -> HorovodMesh:
-        """Makes what is missing of a mesh's process sets: along every group of its axes. A collective of the world."""
+        """Makes what is missing of a mesh's process sets: along every group of its axes.
+
+        A collective of the world.
+        """
         found = self._meshes.get(mesh)
         if found is not None:
             return found
@@ -112,7 +119,7 @@ class ProcessSets:
         return found
 
     def _add(self, members: tuple[int, ...]) -> Any:
-        """hvd.add_process_set, which has no deadline: it runs beside, and is given up when the others do not come."""
+        """Calls hvd.add_process_set, which has no deadline, in a thread; gives up when others do not come."""
         done: list[Any] = []
         failed: list[Exception] = []
 
