@@ -27,7 +27,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def goes_by_host() -> bool:
-    """Whether the environment says that CUDA tensors go over gloo.
+    """Returns whether the environment says that CUDA tensors go over gloo.
 
     Raises:
         CapabilityError: it names neither gloo nor NCCL.
@@ -39,12 +39,15 @@ def goes_by_host() -> bool:
 
 
 def transports(device_type: str) -> str:
-    """What init_process_group is asked for: CPU tensors go over gloo in every world."""
+    """Returns what init_process_group is asked for: CPU tensors go over gloo in every world."""
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" and not goes_by_host() else "gloo"
 
 
 def preferred() -> DeviceType:
-    """The kind of device where the program names none: CUDA's where there are any, unless Keras was given CPUs."""
+    """Returns the kind of device where the program names none.
+
+    It is CUDA's where there are any, unless Keras was given CPUs.
+    """
     said = _said_to_keras()
     return "cuda" if torch.cuda.is_available() and (said is None or said.type != "cpu") else "cpu"
 
@@ -117,7 +120,10 @@ def check_apart(device: torch.device, rank: int, size: int, store: Any) -> None:
 
 
 def identity(device: torch.device) -> tuple[str, str, str]:
-    """(machine, device, host's name): the first two are the same in two processes only if they have one device."""
+    """Returns (machine, device, host's name).
+
+    The first two are the same in two processes only if they have one device.
+    """
     host = socket.gethostname()
     try:
         machine = _BOOT.read_text().strip()
@@ -129,8 +135,11 @@ def identity(device: torch.device) -> tuple[str, str, str]:
 
 
 def name_for_keras(device: torch.device) -> str:
-    """The device as Keras names it. Where a process sees one GPU alone that is "cuda", with which Keras compares where
-    an operation needs another way there, as integers' matmul; with a number Keras does not know it for CUDA."""
+    """Returns the device as Keras names it.
+
+    Where a process sees one GPU alone that is "cuda". Keras compares with it where an operation needs another way
+    there, as integers' matmul. With a number Keras does not know it for CUDA.
+    """
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         return str(device)
     return device.type

@@ -31,7 +31,7 @@ TensorKind: TypeAlias = Literal["native", "dtensor"]
 
 
 class TorchBackend(LocalViewBackend[torch.Tensor]):
-    """torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. Data: this process's shard, a torch.Tensor.
+    """torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. Data: the process's shard, a Tensor.
 
     Under torchrun, srun or `unidist run` the world is the launcher's; a process group that is already there is used
     and left alive; without either this process is a world of one, which needs no network.
@@ -111,7 +111,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         return world is not None and world.size > 1 and world.device.type == "cuda" and not accelerators.goes_by_host()
 
     def _part(self) -> None:
-        """At the end of the program NCCL's communicators are given back; amid a failure the others do not come."""
+        """Gives NCCL's communicators back at the program's end; amid a failure the others do not come."""
         if not has_failed():
             self.shutdown()
 
@@ -147,7 +147,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
         return self._world  # type: ignore[return-value]
 
     def _stale(self) -> bool:
-        """Whether somebody initialised torch.distributed after we took this process for a world of one."""
+        """Returns whether torch.distributed was initialised after we took this process for a world of one."""
         return dist.is_initialized() and dist.get_world_size() > 1
 
     @property
@@ -163,8 +163,10 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
     @contextlib.contextmanager
     def into_program(self) -> Iterator[list[events.Event]]:
-        """Inside, moves become part of the program: for tracers other than torch.compile's own. Gives what each run of
-        the program, backward included, will send: the list is filled while moves are made."""
+        """Makes moves, inside, part of the program: for tracers other than torch.compile's own.
+
+        Gives what each run of the program, backward included, will send: the list is filled while moves are made.
+        """
         before = self._is_tracing, self._sent
         self._is_tracing, self._sent = True, []
         try:
@@ -221,7 +223,7 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
             raise MeshError(f"{mesh} names rank {max(mesh.devices)}: {_too_few(max(mesh.devices) + 1, count)}")
 
     def mesh(self, mesh: Mesh) -> Any:
-        """torch's DeviceMesh, with the axes' names; its groups are in the order of the mesh. Members call together."""
+        """Returns torch's DeviceMesh, with the axes' names, groups in the mesh's order. Members call together."""
         found = self._meshes.get(mesh)
         if found is None:
             self.check_mesh(mesh)

@@ -1,4 +1,7 @@
-"""Collectives on any shards, made of primitives on equal buffers: NCCL's way, and the way of compiled programs."""
+"""Collectives on any shards, made of primitives on equal buffers.
+
+This is NCCL's way, and the way of compiled programs.
+"""
 
 from __future__ import annotations
 

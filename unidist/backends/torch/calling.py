@@ -1,4 +1,4 @@
-"""Calling: what every collective of a process passes through: begun, noted, watched, and reported where it breaks."""
+"""Begins, notes and watches every collective of a process, and reports where it breaks."""
 
 from __future__ import annotations
 

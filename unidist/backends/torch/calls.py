@@ -1,4 +1,4 @@
-"""Which call a message belongs to: a transport's calls are numbered, and what its members must agree on is marked."""
+"""Finds the call that a message belongs to: calls are numbered, what members agree on is marked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS, _MARK_BITS = 1 << 14, 16
 
 
 class _Seen:
-    """What is known of a key."""
+    """Holds what is known of a key."""
 
     __slots__ = ("kinds", "mark", "uses")
 

@@ -1,4 +1,7 @@
-"""TorchComm: the group collectives of the torch backend, on whichever transport the tensor and the moment call for."""
+"""TorchComm: the torch backend's group collectives, each on the transport that suits the tensor.
+
+The moment counts too.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ class TorchComm:
         return InFlight(finish, call)
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, group: Group, op: ReduceOp) -> Handle:
-        """Starts to reduce `x` (group.size equal parts along dim 0); `out` is this place's part, in rank order.
+        """Starts to reduce `x` (group.size equal parts along dim 0) to `out`: this place's part by rank order.
 
         Both contiguous; `x` must stay as it is until the wait. Moves (n-1)/n of x.
         """
@@ -182,7 +185,9 @@ class TorchComm:
         return InFlight(finish, call)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Handle:
-        """Starts to fill `out` with every place's `x`, joined along dim 0; `x` may be this place's part of `out`.
+        """Starts to fill `out` with every place's `x`, joined along dim 0.
+
+        `x` may be this place's part of `out`.
 
         Both contiguous, all parts of one shape; `x` must stay as it is until the wait. Moves (n-1)/n of out.
         """

@@ -128,7 +128,9 @@ def _with_the_other(own: torch.Tensor, transport: Transport, op: ReduceOp) -> to
 def exchange(
     transport: Transport, sent: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]
 ) -> Callable[[], None]:
-    """Starts to send sent[k] to each other place k and to fill received[k] from it; a call of the result waits.
+    """Starts to send sent[k] to each other place k and to fill received[k] from it.
+
+    A call of the result waits.
 
     Contiguous tensors; None and empty ones are no message. The own place is left alone. `sent` must stay as it is
     until the wait.
@@ -156,8 +158,11 @@ def exchange(
 
 
 def compare(transport: Transport) -> None:
-    """Returns when the neighbours in the ring have come to the same call. Who came to another one goes no further, and
-    the watch says why: a transport's own collective would end the process, or give numbers of the wrong call."""
+    """Returns when the neighbours in the ring have come to the same call.
+
+    Who came to another one goes no further, and the watch says why. A transport's own collective would end the process,
+    or give numbers of the wrong call.
+    """
     if transport.is_gloo and transport.calls.is_fresh:
         sent: list[torch.Tensor | None] = [None] * transport.size
         received = list(sent)
@@ -169,8 +174,10 @@ def compare(transport: Transport) -> None:
 def scatter(
     transport: Transport, sent: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor | None = None
 ) -> Callable[[], torch.Tensor]:
-    """Starts a reduce_scatter of contiguous parts, one for each place; a call of the result waits and gives ours, in
-    `out` if that is given."""
+    """Starts a reduce_scatter of contiguous parts, one for each place.
+
+    A call of the result waits and gives ours, in `out` if that is given.
+    """
     own = sent[transport.index]
     parts = [own if k == transport.index else torch.empty_like(own) for k in range(transport.size)]
     finish = exchange(transport, sent, parts)

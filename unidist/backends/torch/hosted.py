@@ -21,7 +21,7 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 class HostedCollectives:
-    """Group collectives on copies of the tensors on the host. Slow: the device's stream is waited for in each."""
+    """Runs group collectives on copies of the tensors on the host. Slow: each waits for the stream."""
 
     def __init__(self) -> None:
         self._direct = DirectCollectives()

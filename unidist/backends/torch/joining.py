@@ -1,4 +1,4 @@
-"""Joining the world: from a launcher's environment, an address, or a process group that is already there."""
+"""Joins the world: from a launcher's environment, an address, or an existing process group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Membership:
 
 
 def join(cluster: Cluster, device_type: DeviceType) -> Membership:
-    """The world that the cluster, an existing process group or the launcher describes; else a world of one.
+    """Joins the world that the cluster, an existing process group or the launcher describes.
+
+    Where none does, it is a world of one.
 
     Raises:
         BackendMismatchError: the cluster and the existing process group contradict each other.
@@ -80,7 +82,7 @@ def join(cluster: Cluster, device_type: DeviceType) -> Membership:
 
 
 def alone(world: Membership) -> None:
-    """Gives a world of one process a process group of torch's, which native meshes need. No network is used."""
+    """Gives a world of one process torch's process group, which native meshes need. Uses no network."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(accelerators.transports(world.device.type), store=store, rank=0, world_size=1)

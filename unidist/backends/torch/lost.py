@@ -1,4 +1,4 @@
-"""What torch.distributed raises when a peer is gone, as ProcessLostError."""
+"""Turns torch.distributed's errors, where a peer is gone, into ProcessLostError."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NCCLS_EITHER = "ncclInternalError"
 
 
 def is_loss(error: RuntimeError) -> bool:
-    """Whether an error of torch.distributed means that another process ended or did not come in time."""
+    """Returns whether an error of torch.distributed means that another process ended or did not come."""
     text = str(error)
     # CUDA's own: a kernel "timed out" too.
     if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):

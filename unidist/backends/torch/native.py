@@ -21,7 +21,7 @@ _NAMES = {"sum": "sum", "mean": "avg", "max": "max", "min": "min", "prod": "prod
 
 @dataclass(frozen=True)
 class NativeLayout:
-    """What DTensor.from_local and distribute_tensor take, from a Sharding.
+    """Holds what DTensor.from_local and distribute_tensor take, from a Sharding.
 
     Attributes:
         sharding: whose layout this is.
@@ -60,7 +60,7 @@ class NativeLayout:
 
 
 def device_mesh(mesh: Mesh, rank: int, device_type: str, transports: Callable[[Group], Transport]) -> DeviceMesh:
-    """torch's mesh over our process groups, whose members are in the order of the mesh, whatever that order is.
+    """Returns torch's mesh over our process groups, whose members are in the order of the mesh.
 
     (A DeviceMesh that makes its groups itself sorts the ranks of each, and DTensor's collectives on it then join
     shards in another order than its own coordinates.)

@@ -87,7 +87,7 @@ class TorchOps:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear move with its adjoint. The adjoint of the adjoint is the move: gradients of gradients are right."""
+    """A linear move with its adjoint. The adjoint of the adjoint is the move, for higher gradients."""
 
     @staticmethod
     def forward(ctx: Any, forward: Move, backward: Move, x: torch.Tensor) -> torch.Tensor:

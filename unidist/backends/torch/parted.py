@@ -1,4 +1,4 @@
-"""An all_reduce made of a reduce_scatter and an all_gather, for reductions that a transport gets wrong."""
+"""An all_reduce made of a reduce_scatter and an all_gather, where a transport gets reductions wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unidist.backends.torch.primitives import W, W_contra
 
 
 class Parted(Protocol[W_contra]):
-    """What it is made of."""
+    """The collectives that it is made of."""
 
     def reduce_scatter(
         self, x: torch.Tensor, transport: W_contra, dim: int, sizes: Sequence[int], op: ReduceOp
@@ -23,7 +23,10 @@ class Parted(Protocol[W_contra]):
 
 
 def all_reduce_in_parts(x: torch.Tensor, ways: Parted[W], transport: W, op: ReduceOp) -> torch.Tensor:
-    """Each place reduces one part of all, then they are joined: sends 2(n-1)/n of x, as a ring's all_reduce does."""
+    """Reduces one part of all at each place, then joins them.
+
+    Sends 2(n-1)/n of x, as a ring's all_reduce does.
+    """
     flat = x.reshape(-1)
     sizes = [length for _, length in chunk(flat.numel(), transport.size)]
     own = ways.reduce_scatter(flat, transport, 0, sizes, op)

@@ -1,4 +1,4 @@
-"""Posts: what a rank that waits for long sends to the others, and what follows from all posts together.
+"""Posts: what a rank that waits for long sends to the others, and what follows from all of them.
 
 A wait is stuck where a member that it needs can never come: one that waits itself in what is stuck, or that waits in
 the same place for another call. What is stuck is found as in wait-for graphs of databases (Knapp, "Deadlock Detection
@@ -21,7 +21,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What a rank waits in.
+    """Holds what a rank waits in.
 
     Attributes:
         group: the ranks of the group.
@@ -69,7 +69,7 @@ class Failure:
         return cls(text=str(error), group=group, number=number, is_desync=False)
 
     def error(self, rank: int) -> UnidistError:
-        """What another rank raises that waited for this one."""
+        """Returns what another rank raises that waited for this one."""
         if self.is_desync:
             return DesyncError(self.text, ranks=self.ranks, collective=self.collective, variable=self.variable)
         return ProcessLostError(f"rank {rank}, for which this one waits, has lost another process: {self.text}")

@@ -1,4 +1,4 @@
-"""The few operations of torch.distributed that collectives are built from: at once, or traced by torch.compile."""
+"""The few operations of torch.distributed that collectives are made of: at once, or traced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Primitives(Protocol[W_contra]):
     """
 
     def all_reduce(self, x: torch.Tensor, transport: W_contra, op: ReduceOp) -> torch.Tensor:
-        """The sum, max, min or prod; the sum for a mean. A max or min of integers: of floats transports lose NaN."""
+        """Returns the sum, max, min or prod; the sum for a mean.
+
+        A max or min of integers alone: of floats transports lose NaN.
+        """
 
     def all_gather(self, x: torch.Tensor, transport: W_contra) -> torch.Tensor:
         """Joined along dim 0."""
@@ -56,7 +59,10 @@ class Primitives(Protocol[W_contra]):
 
 
 class Eager:
-    """Primitives that run at once. On CUDA "at once" is on the current stream, as torch's Work.wait() has it."""
+    """Runs primitives at once.
+
+    On CUDA "at once" is on the current stream, as torch's Work.wait() has it.
+    """
 
     def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
         out = x.clone()

@@ -1,4 +1,4 @@
-"""How values are reduced and moved in each dtype: torch's names of the ops, and detours where a transport has a gap."""
+"""Reduces and moves values in each dtype: torch's ops, and detours where a transport has a gap."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def op_for(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
 
 
 def loses_nans(op: ReduceOp, dtype: torch.dtype) -> bool:
-    """Whether gloo, NCCL and Horovod give a number where this reduction has a NaN: of NaN and 1 they keep what came
-    first, or the 1. torch's own functions keep the NaN, as NumPy's do."""
+    """Returns whether gloo, NCCL and Horovod give a number where this reduction has a NaN.
+
+    Of NaN and 1 they keep what came first, or the 1. torch's own functions keep the NaN, as NumPy's do.
+    """
     return op in ("max", "min") and dtype.is_floating_point
 
 

@@ -1,4 +1,4 @@
-"""RehearsingRank: one rank of a mesh whose collectives send nothing. What they give has a shape and no values."""
+"""RehearsingRank: one rank of a mesh whose collectives send nothing. They give shapes, no values."""
 
 from __future__ import annotations
 

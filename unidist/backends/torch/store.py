@@ -1,4 +1,4 @@
-"""The store at which torch's processes of one node meet, where `unidist run` starts them without torchrun's agent.
+"""Serves the store of one node's torch processes, which `unidist run` starts without torchrun's agent.
 
     python .../store.py PROGRAM
 

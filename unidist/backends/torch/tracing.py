@@ -24,7 +24,10 @@ _moves: list[Both[torch.Tensor]] = []
 
 
 def number_of(known: dict[Hashable, int], key: Hashable, make: Callable[[], Both[torch.Tensor]]) -> int:
-    """The number of a move, entered on the first call. `known` is its world's: another world's moves are others."""
+    """Returns the number of a move, entered on the first call.
+
+    `known` is its world's: another world's moves are others.
+    """
     number = known.get(key)
     if number is None:
         _moves.append(make())
@@ -41,9 +44,9 @@ def __getattr__(name: str) -> Any:
 
 
 def constant(function: _F) -> _F:
-    """Marks a function whose result is a constant of the graph, as torch.compiler.assume_constant_result (torch 2.13).
+    """Marks a function's result as a constant of the graph.
 
-    That one imports the compiler.
+    torch.compiler.assume_constant_result does the same (torch 2.13), but imports the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -27,7 +27,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transport:
-    """One process group, seen from this process. Its members are numbered by their places in the mesh's group.
+    """One process group, seen from this process.
+
+    Its members are numbered by their places in the mesh's group.
 
     Attributes:
         pg: the process group.
@@ -95,11 +97,14 @@ class Transports:
             c10d._set_pg_timeout(self._timeout, transport.pg)
 
     def __iter__(self) -> Iterator[Transport]:
-        """Those made so far."""
+        """Yields the transports made so far."""
         return iter(tuple(self.made.values()))
 
     def __call__(self, group: Group, meet: Callable[[], None] = lambda: None) -> Transport:
-        """The transport of a group. `meet` is called before a new process group is made: the others may not come."""
+        """Returns the transport of a group.
+
+        `meet` is called before a new process group is made: the others may not come.
+        """
         transport = self.made.get(group.ranks)
         if transport is None:
             with self._lock:  # a gradient's thread may come here too
@@ -151,7 +156,7 @@ class Transports:
 
 
 def _kinds(pg: dist.ProcessGroup) -> Mapping[str, str]:
-    """What carries tensors of each kind of device in a group."""
+    """Returns what carries tensors of each kind of device in a group."""
     return c10d.BackendConfig(c10d.Backend(dist.get_backend_config(pg))).get_device_backend_map()
 
 
@@ -161,8 +166,11 @@ def _with_gloo(kinds: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def _by_members_alone(default: Any) -> Iterator[None]:
-    """Inside a group is made by its members. From a default group that is bound to a device, by `device_id=`, torch
-    would split NCCL's communicator, which all ranks of the world must do together."""
+    """Lets a group, inside, be made by its members alone.
+
+    From a default group that is bound to a device, by `device_id=`, torch would split NCCL's communicator. All ranks of
+    the world must do that together.
+    """
     bound = default.bound_device_id
     if bound is None:
         yield

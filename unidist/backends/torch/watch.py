@@ -1,4 +1,4 @@
-"""Watch: a thread that finds out why a collective does not end, where it would wait for the whole timeout.
+"""Watch: a thread that finds out why a collective does not end, long before the timeout.
 
 What runs through costs it nothing: it looks twice a second where this process waits. What waits for long is posted in
 the world's store, and the posts of the others tell whether anyone may still come (posts.py).
@@ -60,7 +60,7 @@ class Waiting:
 
 
 class _Question(Generic[T]):
-    """What another thread asks of the watch."""
+    """A question that another thread asks of the watch."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.function = function
@@ -213,7 +213,7 @@ class Watch:
         return posts.deadlock(ranks, everyone) if self._rank in ranks and again else None
 
     def _waits_on(self, post: Post) -> bool:
-        """Whether a suspect has posted the same again since the last look: an old post proves nothing."""
+        """Returns whether a suspect has posted the same again since the last look: an old post proves nothing."""
         before = self._suspects.get(post.rank)
         return before is not None and before.beat < post.beat and before.waits == post.waits
 
@@ -274,8 +274,10 @@ def _wait(waiting: Waiting, thread: int) -> Wait:
 
 
 def _break(transport: Transport) -> None:
-    """Makes what waits on a group raise. gloo has no abort: a message that does not come in time closes all pairs, but
-    where its own is closed already."""
+    """Makes what waits on a group raise.
+
+    gloo has no abort: a message that does not come in time closes all pairs, but where its own is closed already.
+    """
     for place in range(transport.size) if transport.is_gloo else ():
         if place != transport.index:
             with contextlib.suppress(RuntimeError):
@@ -283,5 +285,5 @@ def _break(transport: Transport) -> None:
 
 
 def can_watch() -> bool:
-    """Whether the world has a store that can be asked from another thread."""
+    """Returns whether the world has a store that can be asked from another thread."""
     return dist.is_initialized() and hasattr(world_store(), "clone")
