@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole tensors in plain safetensors files, whatever mesh wrote them or reads them.
+"""Checkpoints on disk: whole tensors in plain safetensors files, whatever mesh wrote or reads them.
 
 Nothing here knows of Keras, of a framework or of a mesh: bytes of named tensors, and where they stand in files.
 

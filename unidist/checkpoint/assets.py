@@ -1,4 +1,6 @@
-"""Files that belong to a layer, as tensors of bytes: named by the layer and by their place in its folder.
+"""Files that belong to a layer, as tensors of bytes.
+
+They are named by the layer and by their place in its folder.
 
 A name is the layer's, "//assets/" and the file's path: no layer has an empty part in its name. "//own/" comes before
 what is an array and no file.
@@ -29,7 +31,7 @@ _MOST_PARTS, _MOST_BYTES = 16, 200
 
 
 def file_name(layer: str, path: str) -> str:
-    """What the tensor of a file is called.
+    """Returns the name of a file's tensor.
 
     Example:
         >>> split(file_name("text", "vocabulary.txt"))
@@ -39,7 +41,7 @@ def file_name(layer: str, path: str) -> str:
 
 
 def array_name(layer: str, key: str) -> str:
-    """What an array is called that a layer keeps beside its variables."""
+    """Returns the name of an array that a layer keeps beside its variables."""
     return f"{layer}{_ARRAYS}{key}"
 
 

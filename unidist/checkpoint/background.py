@@ -145,7 +145,7 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being written now."""
+        """Is true where something is being written now."""
         return self._waits and self._child is not None and not _is_readable(self._child[1], 0)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class Background:
 
 @contextlib.contextmanager
 def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Signals to this thread, and to a process that it starts, wait: here until the end, there until it is ready."""
+    """Holds signals back, here until the end, and in a process that this thread starts until it is ready."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

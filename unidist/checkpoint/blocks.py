@@ -68,7 +68,7 @@ class Ranges:
         return int(self.firsts[number]) + (at - int(self.begins[number])) // self.block
 
     def has_only_full_blocks(self, begin: int, end: int) -> bool:
-        """Whether only the last block of [begin, end) may be shorter than others."""
+        """Returns whether only the last block of [begin, end) may be shorter than others."""
         first, stop = self.begins.searchsorted(begin, "right"), self.begins.searchsorted(end, "left")
         return bool(((self.begins[first:stop] - begin) % self.block == 0).all())
 

@@ -1,4 +1,4 @@
-"""`unidist checkpoint`: what is in a directory of checkpoints, whether it is whole, and how two of them differ."""
+"""`unidist checkpoint`: lists a directory's checkpoints, verifies that one is whole, compares two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory of checkpoints, as processes write it together: folders of a file system, or an object store."""
+"""A directory of checkpoints, as processes write it together: folders of files, or an object store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from unidist.checkpoint.writing import PartWriter, commit, prepare
 
 
 class FolderDirectory:
-    """A folder, which all processes see. Its methods are those of writing.py and folders.py, with names for paths."""
+    """A folder, which all processes see.
+
+    Its methods are those of writing.py and folders.py, with names for paths.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

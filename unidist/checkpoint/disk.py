@@ -1,4 +1,4 @@
-"""Files as a checkpoint needs them: on the disk before they count, never through a link, errors with names."""
+"""Files as a checkpoint needs them: on the disk before they count, no links, errors with names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def error_of(file: str | Path, error: OSError, tensor: str = "") -> CheckpointEr
 
 @contextlib.contextmanager
 def told(file: str | Path, tensor: str = "") -> Iterator[None]:
-    """What the system says of a file, as a CheckpointError."""
+    """Turns what the system says of a file into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -117,7 +117,7 @@ def write_whole(folder: Path, name: str, content: bytes, *, is_kept: bool = Fals
 
 
 def sync_folder(folder: Path) -> None:
-    """What was made, renamed and removed in a folder is on the disk."""
+    """Brings what was made, renamed and removed in a folder to the disk."""
     with told(folder):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -10,7 +10,7 @@ _EACH = 8 << 20
 
 
 class Early:
-    """Of one open file: asks the system to begin with each 8 MiB that were written in one run.
+    """Asks the system to begin with each 8 MiB that were written in one run, of one open file.
 
     Source of the method: Linux begins to write dirty pages of a range that POSIX_FADV_DONTNEED names, does not wait for
     them, and keeps them in memory. `fsync` then finds little left. Elsewhere it is a hint that nobody need take.

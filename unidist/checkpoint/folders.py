@@ -74,7 +74,7 @@ def find(directory: str | Path, step: Step) -> Path:
 
 
 def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
-    """Removes steps before `newest`, but for the last ones, so that `keep` are left with it; and what crashes left.
+    """Removes steps before `newest` so that `keep` are left with it; and what crashes left.
 
     Args:
         directory: of the checkpoints.
@@ -96,7 +96,7 @@ def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
 
 
 def outdated(there: Sequence[int], keep: int, newest: int) -> list[int]:
-    """Of the steps of a directory those before `newest` that go, so that `keep` are left with it.
+    """Returns the steps of a directory that go, all before `newest`, so that `keep` are left with it.
 
     Raises:
         CheckpointError: none would be left.

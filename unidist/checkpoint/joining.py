@@ -1,4 +1,4 @@
-"""What the processes wrote, put together: every byte of every tensor once, and the checksums in the tensors' order."""
+"""Puts together what processes wrote: every byte of every tensor once, checksums in tensors' order."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Part:
 
     @property
     def content(self) -> bytes:
-        """What stands in the part's binary file."""
+        """The content of the part's binary file."""
         return b"".join(one.tobytes() for one in (self.begins, self.ends, self.sums))
 
     @property
     def told(self) -> dict[str, object]:
-        """What stands in the part's JSON."""
+        """The content of the part's JSON."""
         return {"tensors": self.names}
 
 

@@ -1,4 +1,6 @@
-"""What stands beside the tensors' files: checksums, Hugging Face's index, and the manifest, by which a step counts.
+"""The files beside the tensors': checksums, Hugging Face's index, and the manifest.
+
+By the manifest a step counts.
 
 The manifest is JSON. Its first key is the CRC32C of all of its bytes, counted with zeros in the place of its own eight
 digits. `files` has each file of tensors with its size and its header's length and CRC32C; `checksums` and `index` have
@@ -37,7 +39,7 @@ _HEAD = b'{\n "crc32c": "'
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the manifest says of a file: its size; length and CRC32C of its header, or of all of it."""
+    """Holds what the manifest says of a file: its size; length and CRC32C of its header, or of all of it."""
 
     name: str
     size: int
@@ -47,7 +49,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a step count.
+    """The manifest, which makes a step count.
 
     Attributes:
         step: its number.

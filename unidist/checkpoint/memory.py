@@ -58,7 +58,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process wrote of a step, where it stands in this node's memory.
+    """The part of a step that one process wrote, where it stands in this node's memory.
 
     Attributes:
         key: of the step.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that is read: opened when they are needed, checked against the manifest, counted."""
+"""The files of a checkpoint that is read: opened when needed, checked by the manifest, counted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Files(Protocol):
 
 
 class FolderFiles:
-    """Those of a folder. Reads through descriptors: what is renamed meanwhile is still the same."""
+    """The files of a folder. Reads through descriptors: what is renamed meanwhile is still the same."""
 
     def __init__(self, folder: Path) -> None:
         self._held: OrderedDict[str, int] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor are: in one file that holds it whole, or in parts that several processes have written."""
+"""Finds the bytes of a tensor: in one file that holds it whole, or in parts of several processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Whole:
 
 
 class InParts:
-    """Files of one process each, which hold ranges of tensors: under the tensor's name, "@" and the first byte.
+    """Files of one process each, which hold ranges of tensors.
+
+    A range has the tensor's name, "@" and the first byte.
 
     Args:
         tensors: all of them.
@@ -75,5 +77,5 @@ class InParts:
 
 
 def piece_of(name: str, begin: int) -> str:
-    """What a part of a tensor is called."""
+    """Returns the name of a part of a tensor."""
     return f"{name}@{begin}"

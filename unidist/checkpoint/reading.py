@@ -1,4 +1,4 @@
-"""Reading any region of any tensor of a step: the runs of its bytes, no more beside them than their checksums need.
+"""Reads any region of any tensor of a step: its bytes, and what their checksums need, no more.
 
 For each contiguous run at most 1.01 times its bytes and 4 KiB are read. Runs with gaps that fit into that are read as
 one. Beside the array that is asked for, a MiB or two are held, and where each range of one tensor begins.
@@ -81,7 +81,7 @@ class Reader:
             raise
 
     def _look(self) -> None:
-        """What manifest and headers tell, and that they fit each other."""
+        """Reads manifest and headers, and checks that they fit each other."""
         told = self._opened.manifest
         self.step, self.facts = told.step, dict(told.facts)
         path = Path(self.folder)
@@ -211,7 +211,7 @@ class Reader:
     def _read_piece(
         self, name: str, ranges: Ranges, begin: int, end: int, offsets: _Offsets, length: int, out: Bytes
     ) -> None:
-        """Those bytes of the runs that are in [begin, end), which is read and verified."""
+        """Reads and verifies [begin, end), and puts those bytes of the runs that are in it into `out`."""
         first = max(int(offsets.searchsorted(begin, "right")) - 1, 0) if len(offsets) > 1 else 0
         at = int(offsets[first])
         if at <= begin and end <= at + length:

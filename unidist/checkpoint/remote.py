@@ -1,4 +1,4 @@
-"""Steps in object stores, where nobody can write into the middle of a file, and nothing can be renamed.
+"""Steps in object stores, where no file is written in its middle, and nothing can be renamed.
 
     run/
       step-00000012.json              the manifest: with it, the step counts
@@ -174,8 +174,11 @@ class RemoteDirectory:
 
 
 class RemoteWriter:
-    """What one process writes of a step (writing.PartWriter's likeness). It is gathered in a file on this machine: a
-    store takes an object from its first byte to its last, and that one describes all others."""
+    """The part of a step that one process writes (writing.PartWriter's likeness).
+
+    It is gathered in a file on this machine: a store takes an object from its first byte to its last, and that one
+    describes all others.
+    """
 
     def __init__(self, store: Store, folder: str, files: Sequence[FileSpec], place: int) -> None:
         self._store, self._folder, self._place = store, folder, place

@@ -1,4 +1,4 @@
-"""Which process writes which rows of a tensor: each byte once, in ranges that are contiguous in the file.
+"""Shares the rows of a tensor among processes that write: each byte once, in contiguous ranges.
 
 Rows are counted along the first dim of more than one entry: a range of them is a range of bytes. Axes that cut this dim
 leave each rank such a range. Axes that cut a later dim leave it columns; the ranks along them, a *team*, exchange rows
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process writes of a tensor.
+    """The part of a tensor that one process writes.
 
     Args:
         sharding: how the tensor is stored; no axis is partial.
@@ -79,12 +79,18 @@ class Share:
 
     @cached_property
     def is_exchanged(self) -> bool:
-        """Whether some rows are in no process that could write them alone."""
+        """Is true where some rows are in no process that could write them alone."""
         return any(not self._alone(teams) for _, teams in self._groups)
 
     def pieces(self) -> Iterator[Piece]:
-        """Those in which this process takes part. Where rows are exchanged, with the others of the team, each of whose
-        ranks writes its part of them; else it holds them and writes all."""
+        """Yields the pieces in which this process takes part.
+
+        Where rows are exchanged, the others of the team take part, and each of its ranks writes its part of them. Else
+        this process holds them and writes all.
+
+        Where rows are exchanged, with the others of the team, each of whose ranks writes its part of them; else it
+        holds them and writes all.
+        """
         if self.is_exchanged:
             yield from self._exchanged()
             return
@@ -108,8 +114,10 @@ class Share:
                     yield Piece(lo, hi, team)
 
     def together(self) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """(start, stop, the ranks that write) of exchanges in which all ranks take part at once, each with rows counted
-        from the first that it holds: of as many on each."""
+        """Yields (start, stop, the ranks that write) of exchanges in which all ranks take part at once.
+
+        Each counts rows from the first that it holds: as many on each.
+        """
         length = max((n for (_, n), _ in self._groups), default=0)
         for k, (lo, hi) in enumerate(self._cut(0, length)):
             yield lo, hi, frozenset(r for _, teams in self._groups for r in teams[(k + self.number) % len(teams)])
@@ -136,7 +144,7 @@ class Share:
 
     @cached_property
     def _groups(self) -> tuple[tuple[tuple[int, int], list[tuple[int, ...]]], ...]:
-        """((first row, number of rows), the teams that hold these), for each range of rows that some rank holds."""
+        """The teams that hold each range of rows that some rank holds: ((first row, rows), teams)."""
         if not prod(self.sharding.shape):
             return ()
         mesh, shape = self.sharding.mesh, self.sharding.shape

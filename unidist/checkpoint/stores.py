@@ -22,7 +22,7 @@ _WINDOW, _MOST_WINDOWS = 4 << 20, 4
 
 
 def is_address(directory: object) -> bool:
-    """Whether it is an address, and no folder."""
+    """Returns whether it is an address, and no folder."""
     return "://" in str(directory)
 
 
@@ -60,7 +60,7 @@ class Store:
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:
-        """What the store says, whatever its errors are, as a CheckpointError."""
+        """Turns what the store says, whatever its errors are, into a CheckpointError."""
         try:
             yield
         except CheckpointError:
@@ -74,7 +74,7 @@ class Store:
         return f"{self._root}/{name}" if name else self._root
 
     def names(self, folder: str = "") -> list[str]:
-        """What is there; nothing where there is no such folder."""
+        """Returns the names that are there; none where there is no such folder."""
         try:
             with self._told(folder or self.address):
                 self._system.invalidate_cache()
@@ -114,7 +114,10 @@ class Store:
 
 
 class StoreFiles:
-    """The files of one step in a store (opened.Files). What is read is asked for in windows; some are held."""
+    """The files of one step in a store (opened.Files).
+
+    What is read is asked for in windows; some are held.
+    """
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, folder

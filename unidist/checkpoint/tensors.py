@@ -1,4 +1,4 @@
-"""What a checkpoint holds: named tensors, each whole and row major in one plain safetensors file.
+"""The content of a checkpoint: named tensors, each whole and row major in one plain safetensors file.
 
 A file begins with the length of its header (8 bytes, little endian). The header is JSON, padded with spaces to a
 multiple of eight bytes, and says of each tensor its dtype, shape, and where its bytes are. Those follow without holes,
@@ -125,7 +125,7 @@ class FileSpec:
 
     @property
     def told(self) -> tuple[str, int, str]:
-        """What another process makes it of again (`file_told`): JSON."""
+        """The JSON of which another process makes it again (`file_told`)."""
         return self.name, self.size, self.header[8:].decode()
 
 

@@ -1,4 +1,4 @@
-"""The numbers that a tensor's bytes are, also of dtypes that NumPy lacks, and how far two of them are apart."""
+"""Reads a tensor's bytes as numbers, also in dtypes that NumPy lacks, and compares two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Waiting: process 0 commits a step when all parts stand. Who cannot write its part says so in the step's folder."""
+"""Waits until all parts of a step stand; then process 0 commits it.
+
+Who cannot write its part says so in the step's folder.
+"""
 
 from __future__ import annotations
 

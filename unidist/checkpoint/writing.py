@@ -31,7 +31,7 @@ _PIECE = 1 << 20
 
 
 def prepare(directory: str | Path, step: int, files: Sequence[FileSpec]) -> Path:
-    """Makes the folder in which all processes write a step, with each file's header, and its size. Process 0's.
+    """Makes the folder in which all processes write a step, with each file's header and size. Process 0's.
 
     What an earlier try has left there is removed. Other processes begin when this is done.
 
@@ -95,7 +95,7 @@ def _small(folder: Path, name: str) -> bytes:
 
 
 class PartWriter:
-    """What one process writes of a step.
+    """Writes the part of a step that one process has.
 
     Args:
         folder: of `prepare`.
@@ -253,7 +253,7 @@ def commit(folder: str | Path, files: Sequence[FileSpec], facts: Mapping[str, An
 
 
 def _part(folder: Path, place: int, writing: str) -> Part:
-    """What a process wrote."""
+    """Returns what a process wrote, as its files say."""
     name = part_of(place)
     found = parse_json(_small(folder, name), name)
     if not isinstance(found, dict) or found.get("writing") != writing or found.get("place") != place:
@@ -266,8 +266,10 @@ def _part(folder: Path, place: int, writing: str) -> Part:
 
 
 def _header(folder: Path, file: FileSpec, step: int, writing: str) -> Told:
-    """What the manifest will tell of a file, which still has the header and the size that it was given. It comes to the
-    disk here where nobody has written into it."""
+    """Returns what the manifest will say of a file, which still has the header and size it was given.
+
+    The file comes to the disk here where nobody has written into it.
+    """
     due = stamped(file.header, step, writing)
     opened_folder = disk.open_folder(folder)
     try:
@@ -305,7 +307,10 @@ def _all(header: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _stand(folder: Path, step: int) -> Path:
-    """Gives a finished folder its name. One that counts and has this name gives way, and counts until then."""
+    """Gives a finished folder its name.
+
+    One that counts and has this name gives way, and counts until then.
+    """
     directory = folder.parent
     final, replaced = (folders.folder_of(directory, step, suffix) for suffix in ("", folders.REPLACED))
     with disk.told(final):
