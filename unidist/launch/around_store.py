@@ -1,4 +1,4 @@
-"""How torch's processes start: as torchrun's elastic agent would start them, around a store of its kind."""
+"""Starts torch's processes as torchrun's elastic agent would start them, around a store of its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One attempt at a run: its processes are started, watched until one fails or all have ended, and ended."""
+"""One attempt at a run: starts its processes, watches until one fails or all have ended, ends all."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Others:
 
     @property
     def leave(self) -> bool:
-        """Whether trainings shall save, and leave, because there are more nodes now."""
+        """Is true where trainings shall save, and leave, because there are more nodes now."""
         return False
 
     @property

@@ -65,7 +65,10 @@ class Judge:
         return tuple(sorted(rank for rank, at in self._done.items() if at <= first))
 
     def is_settled(self, failures: Sequence[Failure]) -> bool:
-        """Whether nobody needs to be waited for any more. To be asked with all failures whenever there are some."""
+        """Returns whether nobody needs to be waited for any more.
+
+        To be asked with all failures whenever there are some.
+        """
         now = self._clock()
         for failure in failures:
             self._seen.setdefault(failure.rank, now)
@@ -85,7 +88,7 @@ class Judge:
         return found[0] if found else self._seen[failure.rank]
 
     def is_consequence(self, failure: Failure) -> bool:
-        """Whether a process failed because it lost another, as its errors say."""
+        """Returns whether a process failed because it lost another, as its errors say."""
         if failure.rank is None:
             return False
         found = self._console.traceback(failure.rank)

@@ -1,4 +1,4 @@
-"""What the processes print: each line with its rank before it, and the end of it kept for the last word."""
+"""Prints what the processes print: each line with its rank. Keeps the end of it for the last word."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Console:
         self._folder = folder
 
     def attach(self, rank: int) -> tuple[int, int]:
-        """File descriptors for a rank's standard output and error; the caller closes them once they are passed on."""
+        """Returns file descriptors for a rank's standard output and error.
+
+        The caller closes them once they are passed on.
+        """
         self._errors[rank] = deque(maxlen=_KEPT)
         return self._pipe(rank, self._out, "out"), self._pipe(rank, self._err, "err")
 
@@ -54,7 +57,7 @@ class Console:
         self._write(self._err, f"{text}\n")
 
     def traceback(self, rank: int) -> tuple[float, list[str]] | None:
-        """(when it began, its lines) of the last traceback on a rank's error stream, with those it is chained to."""
+        """Returns (when it began, its lines) of a rank's last traceback, with those it is chained to."""
         lines = list(self._errors[rank])
         starts = [i for i, (_, line) in enumerate(lines) if line.endswith(TRACEBACK)]
         if not starts:

@@ -22,7 +22,7 @@ def cores() -> int:
 
 
 def processes_of(text: str, environ: Mapping[str, str] = os.environ) -> int:
-    """The number of processes that `-n` asks for: a number, or "gpu", one for each GPU that this node shows.
+    """Returns the number of processes that `-n` asks for: a number, or "gpu", one for each GPU shown.
 
     Raises:
         LaunchError: it is neither, or there is no GPU.

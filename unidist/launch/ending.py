@@ -15,13 +15,13 @@ _AFTER_KILL = 10.0
 
 
 def mark(environ: dict[str, str], run_id: str) -> None:
-    """Marks an environment, which every descendant inherits, as belonging to a run (and to those around it)."""
+    """Marks an environment, which every descendant inherits, as a run's (and of those around it)."""
     outer = environ.get(MARK)
     environ[MARK] = f"{outer},{run_id}" if outer else run_id
 
 
 def marked(run_id: str) -> list[int]:
-    """The living processes of a run, descendants in other sessions too. Empty where the system has no /proc."""
+    """Returns the living processes of a run, in other sessions too. Empty where there is no /proc."""
     if not _PROC.is_dir():
         return []
     return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal() and _carries(entry, run_id)]

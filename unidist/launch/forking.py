@@ -44,8 +44,10 @@ _BUSY = ("torch._inductor", "torch.testing")
 
 
 def serve(connection: socket.socket) -> Callable[[], Any]:
-    """Imports what it is asked to, then forks until the other end is closed. Returns in forked processes alone: what
-    each is to run, where nothing of this module is left on the stack."""
+    """Imports what it is asked to, then forks until the other end is closed.
+
+    Returns in forked processes alone: what each is to run, where nothing of this module is left on the stack.
+    """
     wanted = json.loads(connection.recv(LONGEST))
     _show("arguments", ["unidist: what processes are forked from, once they start again"])
     if not sys.flags.safe_path:
@@ -102,7 +104,10 @@ def _import(wanted: Mapping[str, Any], failed: list[str]) -> None:
 
 
 def _set_priority(nice: int) -> None:
-    """Of this thread, while it is lowered, and of this session against others, where the kernel schedules by those."""
+    """Sets the priority of this thread, while it is lowered, and of this session against others.
+
+    The latter where the kernel schedules by those.
+    """
     if nice:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(nice, os.nice(0)))
@@ -159,7 +164,10 @@ def _devices() -> Iterator[str]:
 
 
 def _has_cuda() -> bool:
-    """Whether CUDA was initialised here: a forked process could not use it. (Looking at NVML does not.)"""
+    """Returns whether CUDA was initialised here: a forked process could not use it.
+
+    (Looking at NVML does not.)
+    """
     try:
         if "libcuda.so" not in _text("/proc/self/maps"):
             return False

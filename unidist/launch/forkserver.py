@@ -170,7 +170,7 @@ class ForkServer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing that was forked from it runs."""
+        """Is true where nothing that was forked from it runs."""
         with self._answered:
             return not self._running
 

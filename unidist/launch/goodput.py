@@ -1,4 +1,7 @@
-"""Goodput: the share of a run's time since its first step in which it made steps that count, and what the rest was."""
+"""Goodput: the share of a run's time since its first step in which it made steps that count.
+
+What the rest was is counted too.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,11 @@ class Spent:
     stood: int | None = None
 
     def __add__(self, other: Spent) -> Spent:
-        """Of this and what followed. Where the training went on is what counted before: a process that is killed may
-        not have noted its last checkpoint, and one that was written in the background, or was taken away, may not."""
+        """Adds what followed to this.
+
+        Where the training went on is what counted before. A process that is killed may not have noted its last
+        checkpoint. One that was written in the background, or was taken away, may not either.
+        """
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.__slots__ if name != "stood"}
         if self.stood is not None and other.stood is not None:
             sums["count"] += other.stood - (self.stood + self.count)
@@ -57,8 +63,10 @@ class Spent:
 
 
 def spent(flights: Mapping[int, Flight], begun: float, ended: float, *, is_restart: bool, has_failed: bool) -> Spent:
-    """What an attempt's time was spent on, by its first process. Its steps since the last checkpoint are lost where it
-    has failed."""
+    """Returns what an attempt's time was spent on, by its first process.
+
+    Its steps since the last checkpoint are lost where it has failed.
+    """
     if not flights:
         return Spent(all=ended - begun, restarting=ended - begun if is_restart else 0.0)
     flight = flights[min(flights)]

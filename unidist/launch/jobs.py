@@ -1,5 +1,8 @@
-"""How processes start, new ones or forked from a server: what all jobs share, and those of JAX, TensorFlow and Horovod.
-torch's are in around_store.py. An adapter's entry names its job."""
+"""Starts processes, new ones or forked from a server.
+
+Here is what all jobs share, and those of JAX, TensorFlow and Horovod. torch's are in around_store.py. An adapter's
+entry names its job.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _log = logging.getLogger("unidist.launch")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A process that failed. `exit_code` is negative where a signal ended it; `rank` is None for one beside them."""
+    """A process that failed. `exit_code` is below 0 if a signal ended it; `rank` is None for one beside."""
 
     rank: int | None
     exit_code: int
@@ -58,11 +61,11 @@ class Job(ABC):
         self._lifeline: tuple[int, int] | None = None
 
     def defaults(self) -> dict[str, str]:
-        """For all processes, unless the environment says otherwise: they share the cores on which they may run."""
+        """Returns variables for all processes, unless the environment differs: they share the usable cores."""
         return {"OMP_NUM_THREADS": str(max(1, counting.cores() // self.request.processes))}
 
     def common(self) -> dict[str, str]:
-        """What the job adds to the environment of each process alike, whatever the attempt."""
+        """Returns what the job adds to the environment of each process alike, whatever the attempt."""
         return self.defaults()
 
     @abstractmethod
@@ -91,14 +94,20 @@ class Job(ABC):
         self._lifeline = None
 
     def _standard_input(self) -> int:
-        """The reading end of the lifeline, for all processes of the job. No other process gets the writing end."""
+        """Returns the reading end of the lifeline, for all processes of the job.
+
+        No other process gets the writing end.
+        """
         if self._lifeline is None:
             self._lifeline = os.pipe()
         return self._lifeline[0]
 
 
 class LocalProcesses(Job):
-    """One process each, given the variables of the adapter's launcher, or torchrun's, where process 0 meets them."""
+    """Starts one process each, with the variables of the adapter's launcher, or torchrun's.
+
+    With those process 0 meets the others.
+    """
 
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         address = self.request.address or f"{LOOPBACK}:{free_port()}"
@@ -211,7 +220,7 @@ class Clients(LocalProcesses):
 
 
 class HorovodProcesses(LocalProcesses):
-    """Horovod: one process each, which meet at a rendezvous server of Horovod's own in a process beside them."""
+    """Horovod: starts one process each. They meet at a rendezvous server of Horovod's own beside them."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)

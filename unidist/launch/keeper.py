@@ -1,4 +1,4 @@
-"""Keeper: on node 0, keeps the launchers of several nodes together: all start, all end, and all start again.
+"""Keeper: on node 0, keeps several nodes' launchers together: all start, all end, all start again.
 
 Each launcher has a line to the keeper, node 0's own too (nodes.py). Messages are lines of JSON.
 
@@ -55,7 +55,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all nodes must have been asked for alike.
+    """The terms that all nodes must have been asked for alike.
 
     Attributes:
         nodes, processes: counts; processes are those of each node.
@@ -213,7 +213,7 @@ class Keeper:
                 self._tell(leave=f"{', '.join(map(self._name, self._newcomers))} has come")
 
     def _hear(self) -> str:
-        """What came, or a tick. Gives why all must stop, or ""."""
+        """Hears what came, or a tick. Returns why all must stop, or ""."""
         with contextlib.suppress(queue.Empty):
             number, line, message = self._news.get(timeout=_TICK)
             return self._heard(number, line, message)
@@ -307,7 +307,7 @@ class Keeper:
         return True
 
     def _first(self, failed: list[dict[str, Any]]) -> tuple[int, str]:
-        """(exit code, what) of what failed first: a cause before a lost node, and that before what failed by it."""
+        """Returns (exit code, what) of what failed first: a cause, then a lost node, then what failed by it."""
         causes = [report for report in failed if not report.get("is_consequence")]
         # What is silent may wait, in C, for what has ended.
         if causes and not (self._all("done") and all(report.get("is_silent") for report in causes)):

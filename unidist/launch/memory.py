@@ -1,4 +1,4 @@
-"""Memory of a node that outlives its processes: files without a name, which the launcher keeps open for them.
+"""Memory of a node that outlives its processes: nameless files, which the launcher keeps open.
 
 The launcher names them to its processes by its own number and theirs. They go with the launcher, whatever ends it, and
 no limit of a file system holds for them.
@@ -15,7 +15,7 @@ from unidist.backends.environment import EACH, MEMORY
 
 
 class Memory:
-    """What the launcher keeps open.
+    """The memory that the launcher keeps open.
 
     Args:
         processes: of this node; 0: no memory is kept.

@@ -1,4 +1,4 @@
-"""Member: the line of a node's launcher to the keeper of the run on node 0 (keeper.py has the messages)."""
+"""Member: the line of a node's launcher to the run's keeper on node 0 (keeper.py has the messages)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """Another attempt follows, after a pause: the number of the restart, 0 where it is none, and what failed."""
+    """Another attempt follows, after a pause: the restart's number, 0 where it is none, and what failed."""
 
     number: int
     pause: float
@@ -157,7 +157,7 @@ class Member(Others):
         self._say(failed=what[:2000])
 
     def ended(self, report: Report, patience: float | None = None) -> Next | Finish | None:
-        """Reports how the attempt ended here, and waits until it is known what follows. None: the keeper is lost.
+        """Reports how the attempt ended here, and waits for what follows. None: the keeper is lost.
 
         Where the attempt failed a keeper that says nothing is not waited for as long as one whose nodes still train.
         """
@@ -181,7 +181,7 @@ class Member(Others):
         return Line(socket.create_connection(self._place, timeout=seconds))
 
     def _admitted(self, line: Line) -> Go | Finish | str | None:
-        """What follows; or why this node shall try again."""
+        """Returns what follows; or why this node shall try again."""
         self._line, self._told, self._heard = line, queue.SimpleQueue(), time.monotonic()
         door.knock(line, **self._words)
         threading.Thread(target=self._listen, args=(line, self._told), name="unidist-node", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Preloading: what a program has imported once is imported in the background, so that a restart need not wait for it.
+"""Preloading: imports what a program has imported, in the background, so that a restart is quick.
 
 The server (forkserver.py) is started when the training has made its first step: before, its imports would slow down
 those of the program itself, and what the program imports is not known. It works at a low priority.
@@ -72,8 +72,10 @@ class Preloading:
             self._thread.start()
 
     def server(self) -> ForkServer | None:
-        """The server, once it has imported; None where there is none. At a low priority that may take long on a busy
-        machine: nobody waits for it."""
+        """Returns the server, once it has imported; None where there is none.
+
+        At a low priority that may take long on a busy machine: nobody waits for it.
+        """
         return self._server if self._is_ready else None
 
     def close(self) -> None:
@@ -118,7 +120,10 @@ def _trains(flight: Flight) -> bool:
 
 
 def _agreed(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the program changes in its environment: imports may read it. Raises RuntimeError: its processes differ."""
+    """Returns what the program changes in its environment: imports may read it.
+
+    Raises RuntimeError: its processes differ.
+    """
     each = [
         {name: value for name, value in without_launcher(one).items() if not name.startswith(_NOT_OF_IMPORTS)}
         for one in told

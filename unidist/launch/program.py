@@ -1,4 +1,6 @@
-"""Runs a script or module as `python` would, and ends the process when it has failed. Run by path: imports no unidist.
+"""Runs a script or module as `python` would, and ends the process when it has failed.
+
+Run by path: imports no unidist.
 
     python .../program.py SCRIPT [arguments]         python .../program.py -m MODULE [arguments]
 
@@ -78,7 +80,7 @@ def _end_with(lifeline: int) -> None:
 
 
 def end_others() -> None:
-    """Ends what else is of the innermost run that this process belongs to, in other sessions too, and its folder."""
+    """Ends what else is of this process's innermost run, in other sessions too, and its folder."""
     if folder := os.environ.get(TEMPORARY):
         shutil.rmtree(folder, ignore_errors=True)
     # By path, and only now: a process needs it once.

@@ -1,4 +1,4 @@
-"""What is to be launched."""
+"""Describes what is to be launched."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket at the address of node 0; at all of this machine's where the address leads to it from outside alone.
+    """Returns a socket at node 0's address; at all of this machine's where only outside leads to it.
 
     Raises:
         LaunchError: it cannot be listened at.

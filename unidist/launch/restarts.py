@@ -1,4 +1,4 @@
-"""Restarts: whether what has failed is started again, when, and with which error a run ends that cannot go on."""
+"""Restarts: decides if what has failed starts again, when, and with which error a run ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GivenUp:
 
 
 class Restarts:
-    """What has failed so far.
+    """Counts what has failed so far.
 
     Args:
         most: restarts that are allowed.
@@ -60,7 +60,7 @@ class Restarts:
         self._first = 0
 
     def after(self, progress: int) -> Again | GivenUp:
-        """What follows an attempt that has failed.
+        """Returns what follows an attempt that has failed.
 
         Args:
             progress: steps that the training has made, before it was resumed too.

@@ -161,7 +161,7 @@ class _Run:
         self._console.say(f"unidist: {restart}, from {begin} ({self._made} steps were made)")
 
     def pause(self, seconds: float) -> bool:
-        """Whether nobody ended the run meanwhile."""
+        """Waits; returns whether nobody ended the run meanwhile."""
         deadline = time.monotonic() + seconds
         while not self._received and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))
@@ -189,7 +189,7 @@ class _Run:
 
 
 def is_told(spent: Spent, request: Request) -> bool:
-    """Whether the goodput is of use: where it was asked for, or a run was so long that its parts say something."""
+    """Returns whether the goodput is of use: where it was asked for, or a run was long enough for it."""
     is_wanted = request.max_restarts > 0 or request.log_dir is not None or spent.all >= _LONG
     return is_wanted and (spent.count > 0 or spent.lost > 0.0)
 
@@ -225,7 +225,10 @@ def _environ(request: Request) -> dict[str, str]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects the signals that ask for an end. Only Python's main thread may; elsewhere they stay the caller's."""
+    """Collects the signals that ask for an end.
+
+    Only Python's main thread may; elsewhere they stay the caller's.
+    """
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""Stalls: which process is alive and does not go on, read from the records that the processes keep (unidist.flight)."""
+"""Stalls: finds the process that is alive and does not go on, in the records that processes keep.
+
+The records are those of unidist.flight.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +96,10 @@ def find(
 
 
 def awaited(flight: Flight) -> Entry | None:
-    """What a process waits in, or has waited in in vain last of all. One that reads a value waits for the step that it
-    has started last before."""
+    """Returns what a process waits in, or has waited in in vain last of all.
+
+    One that reads a value waits for the step that it has started last before.
+    """
     wait = flight.wait
     if wait is None or members_of(wait.what) is not None:
         return wait
@@ -111,7 +116,7 @@ def _states(ranks: Iterable[int], flights: Mapping[int, Flight]) -> str:
 
 
 def _is_missing(rank: int, flight: Flight | None, entry: Entry, members: frozenset[int] | None) -> bool:
-    """Whether a process that waits for nobody has not come."""
+    """Returns whether a process that waits for nobody has not come."""
     return members is None or (rank in members and (flight is None or not flight.has_come_to(entry)))
 
 
@@ -127,19 +132,22 @@ def _without(
 
 
 def _never_comes(gone: Flight | None, rank: int, flight: Flight, entry: Entry) -> bool:
-    """Whether a process that has ended is one for which this one waits."""
+    """Returns whether a process that has ended is one for which this one waits."""
     if (members := members_of(entry.what)) is None:
         return gone is None and flight.phase == "joining"
     return _is_missing(rank, gone, entry, members)
 
 
 def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]:
-    """Those that run and wait for nobody. One without a record has not come so far as to have one."""
+    """Returns the ranks that run and wait for nobody.
+
+    One without a record has not come so far as to have one.
+    """
     return tuple(rank for rank in ranks if (one := flights.get(rank)) is None or (one.wait is None and _is_alive(one)))
 
 
 def state_of(pid: int) -> str:
-    """The letter by which Linux describes a process: "T" is stopped, "Z" has ended. "": there is none, or no /proc."""
+    """Returns Linux's letter for a process: "T" is stopped, "Z" has ended. "": no process, or no /proc."""
     if not pid:
         return ""
     try:
@@ -173,7 +181,7 @@ def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) ->
 
 
 def threads_of(text: str) -> list[str]:
-    """The stacks that faulthandler writes, the main thread's first. Threads of the package's own are left out."""
+    """Returns faulthandler's stacks, the main thread's first. The package's own threads are left out."""
     threads = [part.splitlines() for part in reversed(text.strip().split("\n\n"))]
     return [line for lines in threads if not all(_is_ours(line) for line in lines[1:]) for line in lines]
 

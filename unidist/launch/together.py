@@ -1,4 +1,4 @@
-"""The attempts of a run on several nodes: each node's launcher goes through the same ones, as the keeper says."""
+"""The attempts of a run on several nodes: each launcher goes through the same, as the keeper says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AFTER_RANKS = 4.0
 
 
 class Attempts(Protocol):
-    """What a run does on this node (run.py)."""
+    """The work of a run on this node (run.py)."""
 
     def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others, number: int) -> Ended: ...
 
@@ -92,7 +92,7 @@ class _Node:
         return self._finish(follows)
 
     def _verdict(self, ended: Ended) -> Go | Finish | None:
-        """What follows an attempt. None: this launcher was asked to end."""
+        """Returns what follows an attempt. None: this launcher was asked to end."""
         asked = bool(self._received)
         report = Report(
             code=ended.code,
