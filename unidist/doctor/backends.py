@@ -1,4 +1,4 @@
-"""Which backends work here, and the devices that each sees: asked of processes of their own, one a backend."""
+"""Finds which backends work here, and each one's devices: asks a process of its own for each."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def judge(name: str, told: Mapping[str, Any], cards: int) -> Check:
 
 
 def use_cards(name: str) -> str:
-    """What to do where a backend does not see the machine's cards."""
+    """Returns what to do where a backend does not see the machine's cards."""
     return f"unset CUDA_VISIBLE_DEVICES (or name cards in it), or install a build of {name} for CUDA"
 
 
@@ -101,7 +101,7 @@ def count_cards(folder: Path = Path("/dev")) -> int:
 
 
 def ask_a_process(name: str, seconds: float = SECONDS) -> Mapping[str, Any]:
-    """What `unidist.keras.probe` says of a backend, or why it says nothing."""
+    """Returns what `unidist.keras.probe` says of a backend, or why it says nothing."""
     # Outside every world: a launcher above this command has not started the probe.
     environ = {key: value for key, value in without_launcher(os.environ).items() if not key.startswith("SLURM_")}
     environ.pop("UNIDIST_BACKEND", None)

@@ -18,7 +18,7 @@ from unidist.launch.request import LOOPBACK, Request, split_address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found.
+    """Holds what was found.
 
     Attributes:
         sections: title -> its checks.

@@ -1,4 +1,4 @@
-"""What the reports of the processes come to: checks, with the rank, the host or the link that is to blame."""
+"""Judges the processes' reports: checks, with the rank, the host or the link that is to blame."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPS = {
 
 
 def processes(reports: Reports) -> Check:
-    """Whether all processes of this node started."""
+    """Checks that all processes of this node started."""
     asked = f"{counted(reports.request.processes, 'process')} of {reports.request.world_size} start on this node"
     if reports.count != reports.request.world_size:
         found = f"the world has {counted(reports.count, 'process')}"
@@ -48,7 +48,7 @@ def processes(reports: Reports) -> Check:
 
 
 def same_versions(reports: Reports) -> list[Check]:
-    """Whether all processes run the same versions: one failed check for each that differs."""
+    """Checks that all processes run the same versions: one failed check for each that differs."""
     asked = "all processes run the same versions"
     facts = reports.facts
     missing = reports.count - len(facts)
@@ -71,7 +71,7 @@ def same_versions(reports: Reports) -> list[Check]:
 
 
 def joining(reports: Reports) -> Check:
-    """Whether the processes have met."""
+    """Checks that the processes have met."""
     asked = f"{counted(reports.count, 'process')} meet"
     outside = [process for process in reports.own if process not in reports.joined]
     if not outside:
@@ -102,7 +102,7 @@ def devices(reports: Reports, cards: int) -> Check:
 
 
 def clocks(reports: Reports) -> Check:
-    """Whether the machines' clocks agree: read at the end of a barrier."""
+    """Checks that the machines' clocks agree: read at the end of a barrier."""
     asked = f"clocks agree to {_CLOCKS:g} s"
     if len(reports.joined) < reports.count:
         found = "not all processes have reported their time"
@@ -149,7 +149,10 @@ def ending(reports: Reports, others: list[Check]) -> Iterator[Check]:
 
 
 def told(reports: Reports, steps: tuple[str, ...], members: list[int]) -> str:
-    """What the processes said of steps that did not end: errors first, for these others may have waited."""
+    """Returns what the processes said of steps that did not end.
+
+    Errors come first, for these others may have waited.
+    """
     stops = [stop for stop in reports.stops if stop.step in steps]
     said = []
     texts: dict[str, int] = {}

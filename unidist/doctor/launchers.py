@@ -1,4 +1,4 @@
-"""The variables of launchers in the environment: those that contradict each other, or are halves of a pair."""
+"""Finds variables of launchers in the environment that contradict each other or are half a pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to try a link: between whom, which values, and how a value that is wrong is reported."""
+"""Tries a link: between whom, with which values, and how a value that is wrong is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PERIOD = 1021
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the processes are given.
+    """Holds what the processes are given.
 
     Attributes:
         backend: the name given to `unidist.use`.

@@ -1,4 +1,4 @@
-"""What this machine lets a process have: cores and threads, memory, shared memory, open files."""
+"""Finds what this machine lets a process have: cores and threads, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNLIMITED = 2**60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found. None: the system does not tell.
+    """Holds what was found. None: the system does not say.
 
     Attributes:
         cores: those that this process may run on.

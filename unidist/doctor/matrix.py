@@ -88,7 +88,10 @@ def _link(reports: Reports, pair: Pair, stuck: dict[int, str]) -> Link:
 
 
 def _slow(found: Sequence[Link]) -> Iterator[Link]:
-    """A link that is much slower than the others is reported. With fewer than three nobody knows which is the usual."""
+    """Marks a link that is much slower than the others.
+
+    With fewer than three nobody knows which is the usual.
+    """
     good = [link for link in found if link.status == "ok"]
     latency = median([max(link.latency.values()) for link in good]) if good else 0.0
     bandwidth = median([min(link.bandwidth.values()) for link in good]) if good else 0.0

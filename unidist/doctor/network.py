@@ -1,4 +1,4 @@
-"""What processes need of the network to find each other: names, addresses, interfaces, ports, no proxy between."""
+"""Checks what processes need to meet: names, addresses, interfaces, ports, no proxy between."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine has an address."""
+    """Returns whether this machine has an address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -65,7 +65,10 @@ def is_own(address: str) -> bool:
 
 
 def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> Check:
-    """Whether the machine's own name leads to it: gloo, without an interface named, listens at that address."""
+    """Checks that the machine's own name leads to it.
+
+    gloo, without an interface named, listens at that address.
+    """
     asked = "the hostname resolves to an address at which other machines reach this one"
     advice = (
         "in /etc/hosts give the hostname the address of the network card (`hostname -I`), or DNS; or export "
@@ -94,7 +97,7 @@ def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[s
 
 
 def loopback() -> Check:
-    """Whether a process of this machine reaches another one at a port of the loopback."""
+    """Checks that a process of this machine reaches another one at a port of the loopback."""
     asked = f"a connection over {LOOPBACK} carries bytes"
     try:
         with socket.create_server((LOOPBACK, free_port())) as server:
@@ -115,7 +118,10 @@ def loopback() -> Check:
 
 
 def meeting_place(request: Request, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> list[Check]:
-    """Whether the processes can meet at --address. None where none was given: the loopback is taken."""
+    """Checks that the processes can meet at --address.
+
+    None where none was given: the loopback is taken.
+    """
     if request.address is None:
         return []
     host, port = split_address(request.address)
@@ -173,7 +179,7 @@ def _address_of(name: str) -> str:
 
 
 def up(name: str, folder: Path = Path("/sys/class/net")) -> bool:
-    """Whether an interface carries anything; where the system does not tell, it is taken to."""
+    """Returns whether an interface carries anything; where the system does not say, it is taken to."""
     try:
         return (folder / name / "operstate").read_text().strip() != "down"
     except OSError:
@@ -258,7 +264,7 @@ def _named(
 
 
 def proxies(environ: Mapping[str, str], host: str, used: Sequence[str]) -> Check:
-    """Whether a proxy stands between processes that meet over gRPC, which then wait for each other for ever.
+    """Checks that no proxy stands between processes that meet over gRPC: they would wait for ever.
 
     Args:
         environ: the environment of the processes.

@@ -32,7 +32,7 @@ _SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remains:
-    """What is left of an attempt at a run.
+    """Holds what is left of an attempt at a run.
 
     Attributes:
         attempt: its number, or None where the folder has no attempts.
@@ -189,7 +189,7 @@ def _who(found: Remains) -> Iterator[str]:
 
 
 def _instead(flight: Flight, entry: Entry, silence: float) -> str:
-    """What a process did, that others waited for."""
+    """Returns what a process did that others waited for."""
     said = ["it had left"] if not flight.pid else [f"it was in {flight.phase!r} for {_in_phase(flight):.1f} s"]
     if silence > _SILENT:
         said.append(f"then gave no sign of life for {silence:.1f} s")

@@ -24,7 +24,7 @@ _ORDER: tuple[Status, ...] = ("failed", "warning", "not checked", "ok")
 
 
 def as_text(examination: Examination) -> str:
-    """What was found, section by section; what failed stands with what was asked, found and is to do."""
+    """Returns what was found, section by section; what failed with what was asked, found and is to do."""
     parts = []
     for title, checks in examination.sections.items():
         wide = max(len(check.name) for check in checks)

@@ -27,7 +27,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Reports:
-    """What is known of a world that has ended.
+    """Holds what is known of a world that has ended.
 
     Attributes:
         request: what was started.

@@ -1,4 +1,7 @@
-"""Versions of what is installed, against the ranges in the installed package's own metadata. Imports none of it."""
+"""Compares versions of what is installed with the ranges in the installed package's metadata.
+
+Imports none of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _ALWAYS = ("numpy", "keras", "keras-hub")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges:
-    """What the package's metadata asks for.
+    """Holds what the package's metadata asks for.
 
     Attributes:
         python: of Python, as ">=3.11".
@@ -46,7 +49,10 @@ def installed() -> dict[str, str]:
 
 
 def ranges() -> Ranges | None:
-    """What the installed package asks for; None where it is not installed (a source folder on the path)."""
+    """Returns what the installed package asks for; None where it is not installed.
+
+    It may be a source folder on the path.
+    """
     try:
         python = importlib.metadata.metadata(PACKAGE)["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +61,7 @@ def ranges() -> Ranges | None:
 
 
 def beside(folder: Path) -> list[Check]:
-    """A failed check where another package of this name is installed into the same folder; none where there is not."""
+    """Returns a failed check if another package of this name is installed into the same folder; else none."""
     if (version := namesake.version_beside(folder)) is None:
         return []
     asked, found = "no other package has this one's name", f"modin's unidist {version} in {folder}: files are mixed"

@@ -19,13 +19,19 @@ _LATE = 3
 
 
 def say(**report: Any) -> None:
-    """Reports something to the command. On the descriptor itself: sys.stdout may hold back what others printed."""
+    """Reports something to the command.
+
+    Writes to the descriptor itself: sys.stdout may hold back what others printed.
+    """
     with open(1, "wb", closefd=False) as stream:
         stream.write(f"{MARK}{json.dumps(report)}\n".encode())
 
 
 def _where() -> str:
-    """Where the main thread is: a process that waits for others is in a collective, one that they wait for is not."""
+    """Returns where the main thread is.
+
+    A process that waits for others is in a collective, one that they wait for is not.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "at its end"
@@ -33,8 +39,10 @@ def _where() -> str:
 
 
 class Watch:
-    """Ends this process where a step takes longer than its limit. A collective that waits in C++ for a process
-    that is gone can be ended in no other way."""
+    """Ends this process where a step takes longer than its limit.
+
+    A collective that waits in C++ for a process that is gone can be ended in no other way.
+    """
 
     def __init__(self, process: int, linger: float) -> None:
         self._process, self._linger = process, linger
@@ -43,7 +51,7 @@ class Watch:
 
     @contextmanager
     def step(self, name: str, limit: float) -> Iterator[None]:
-        """Around a step of at most `limit` seconds: it reports that it begins, and what it raises, which passes on."""
+        """Reports that a step of at most `limit` seconds begins, and what it raises, which passes on."""
         say(what="begun", process=self._process, step=name)
         self._step = (name, limit, time.monotonic() + limit)
         try:

@@ -1,4 +1,4 @@
-"""What each process of the world runs: `-m unidist.doctor.worker TASK`, started by the launcher.
+"""Runs each process of the world: `-m unidist.doctor.worker TASK`, started by the launcher.
 
 It joins the world as any program does, sends known values over each link and over the whole world, compares what comes,
 and reports to the command by lines of its standard output.
@@ -84,7 +84,10 @@ def _facts(index: int, count: int) -> Report:
 
 
 class _World:
-    """The ranks that have joined, and what is sent among them. Every process calls the same methods in one order."""
+    """The ranks that have joined, and what is sent among them.
+
+    Every process calls the same methods in one order.
+    """
 
     def __init__(self, adapter: DistributionBackend, task: Task) -> None:
         self._adapter, self._task = adapter, task
@@ -101,7 +104,7 @@ class _World:
         return array.from_local([pattern(rank, length) for rank in self._here], self._mesh, Layout(AXIS))
 
     def link(self, pair: Pair) -> list[Report]:
-        """Both ends send to each other at once; what comes is compared, then timed: one report for each end here.
+        """Sends between both ends at once, compares what comes, then times it: one report for each end here.
 
         Seconds are those of one such exchange, small or large, as a program sees it, Python included.
         """

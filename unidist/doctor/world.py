@@ -1,4 +1,4 @@
-"""A world of real processes, started by the launcher, that tries each of its links and reports what it found."""
+"""Starts a world of real processes, which tries each of its links and reports what it found."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def request(
 
 
 def run(asked: Request) -> Reports:
-    """Starts the world and waits for its end. Every step of its processes has a limit; where none of them has reported
-    anything for longer than the longest, they are ended from here.
+    """Starts the world and waits for its end.
+
+    Every step of its processes has a limit. Where none of them has reported anything for longer than the longest, they
+    are ended from here.
 
     Raises:
         BackendNotAvailableError, CapabilityError, LaunchError: it cannot be started (launch.run).
@@ -68,7 +70,7 @@ def run(asked: Request) -> Reports:
 
 
 class _Heard(io.StringIO):
-    """What the processes print, and when the last of it came."""
+    """Keeps what the processes print, and when the last of it came."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures of what unidist does, as SVG: shards, redistributions, plans, memory, what was sent, how long steps took.
+"""Draws what unidist does, as SVG: shards, redistributions, plans, memory, traffic, times of steps.
 
 Pure: they are made from layouts, plans and records; no framework is imported, and nothing is read but what is given.
 """

@@ -1,4 +1,4 @@
-"""Pictures of arrays: one by itself, several beside each other, one on its way to another layout; and of meshes."""
+"""Draws arrays: one by itself, several beside each other, one on its way to a layout; and meshes."""
 
 from __future__ import annotations
 

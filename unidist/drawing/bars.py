@@ -18,7 +18,7 @@ _PURPOSES = 10
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a device holds: (what, bytes) of each part. `note`: what is beside them."""
+    """Holds what is on a device: (what, bytes) of each part. `note`: what is beside them."""
 
     parts: tuple[tuple[str, int], ...]
     note: str = ""
@@ -29,7 +29,7 @@ class Memory:
 
 
 def memory_of(plan: Plan) -> Memory:
-    """What a plan counts."""
+    """Returns the memory that a plan counts."""
     return Memory(
         (
             ("weights", plan.bytes_per_device),

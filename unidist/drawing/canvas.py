@@ -1,4 +1,4 @@
-"""Canvas: what SVG is written on. Text is escaped, measured and shortened here; nothing else makes markup."""
+"""Canvas: writes SVG. Text is escaped, measured and shortened here; nothing else makes markup."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ class Canvas:
         room: float | None = None,
         upright: bool = False,
     ) -> None:
-        """A line of text whose baseline is at y. What has no room loses its middle and keeps the whole as a tooltip.
+        """Writes a line of text whose baseline is at y.
+
+        What has no room loses its middle and keeps the whole as a tooltip.
 
         Args:
             anchor: "start", "middle" or "end" of the text is at x.

@@ -1,4 +1,4 @@
-"""The graph of a model: its layers in order, what is cut how, pairs in brackets, and where collectives go."""
+"""Draws the graph of a model: its layers in order, what is cut how, pairs in brackets, collectives."""
 
 from __future__ import annotations
 

@@ -37,8 +37,10 @@ _NUMBERS = re.compile(r"_?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collectives of a layer in a step: how often, and how many bytes a rank sends in all of them. `purpose`: what they
-    are for where it is no layer."""
+    """Collectives of a layer in a step: how often, and how many bytes a rank sends in all of them.
+
+    `purpose`: what they are for where it is no layer.
+    """
 
     op: str
     axes: tuple[str, ...]
@@ -49,7 +51,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What is drawn of a layer.
+    """Holds what is drawn of a layer.
 
     Attributes:
         kind: one of KINDS.
@@ -70,13 +72,13 @@ class Layer:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """What two layers have in common that are drawn once."""
+        """The values that two layers have in common which are drawn once."""
         behind = None if self.pair is None else self.pair[1]
         return _NUMBERS.sub("", self.path), self.kind, self.detail, self.held, self.whole, self.sent, behind
 
 
 class _Variable(Protocol):
-    """What is read of a variable: a plan's row, and a row of `describe`."""
+    """The values that are read of a variable: a plan's row, and a row of `describe`."""
 
     @property
     def path(self) -> str: ...
@@ -95,7 +97,10 @@ class Fold:
 
 
 def of_plan(plan: Plan) -> tuple[list[Layer], list[Sent]]:
-    """The layers of a plan, in the model's order, with what they send; and what no layer sends, as gradients' sums."""
+    """Returns a plan's layers in the model's order, with what they send; and what no layer sends.
+
+    The latter are gradients' sums and the like.
+    """
     grouped: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         grouped.setdefault(_owner(row.path), []).append(row)
@@ -131,7 +136,10 @@ def of_description(
 
 
 def _small_last(layers: list[Layer]) -> list[Layer]:
-    """States of random numbers and counters as one line behind all layers: they would stand between blocks."""
+    """Puts states of random numbers and counters into one line behind all layers.
+
+    They would stand between blocks.
+    """
     small = [layer for layer in layers if layer.kind == "whole" and not layer.sent and layer.whole <= _SMALL]
     if len(small) < 2:
         return layers
@@ -222,7 +230,10 @@ class _Repeated:
 
 
 def _repeats(marks: Sequence[int], begin: int) -> _Repeated:
-    """The block that begins there, repeats behind itself, and saves most. A single layer needs three of its kind."""
+    """Returns the block that begins there, repeats, and saves most.
+
+    A single layer needs three of its kind.
+    """
     best = _Repeated(begin)
     for length in range(1, (len(marks) - begin) // 2 + 1):
         if marks[begin] != marks[begin + length]:

@@ -1,4 +1,4 @@
-"""HTML: what a notebook shows of an object, and a plan's report as one file that needs nothing from elsewhere."""
+"""HTML: shows an object in a notebook, and a plan's report as one file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def _fragment(*parts: str) -> str:
 
 
 def of_plan(plan: Plan) -> str:
-    """What a notebook shows of a plan: its graph, and its tables."""
+    """Returns what a notebook shows of a plan: its graph, and its tables."""
     return _fragment(picture_of_plan(plan).svg, _totals(plan), _traffic(plan), _variables(plan, _NOTEBOOK_ROWS))
 
 
 def of_rows(what: object, title: str, head: Row, body: Sequence[Row], numbers: frozenset[int]) -> str:
-    """What a notebook shows of something with a picture and a table."""
+    """Returns what a notebook shows of something with a picture and a table."""
     more = len(body) - _NOTEBOOK_ROWS
     rows = (
         body
@@ -74,7 +74,7 @@ def of_rows(what: object, title: str, head: Row, body: Sequence[Row], numbers: f
 
 
 def report(plan: Plan) -> str:
-    """A plan's report: one HTML file with its graph, its bars and its tables. It loads nothing and runs nothing."""
+    """Returns a plan's report: one HTML file with its graph, bars and tables. It loads and runs nothing."""
     title = f"{plan.name} on {label_of(plan)}"
     parts = (
         f"<h1>{plain(title)}</h1>",

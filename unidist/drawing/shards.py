@@ -47,8 +47,10 @@ class View:
 
     @property
     def shown(self) -> tuple[int | None, int | None]:
-        """The dims that are drawn from the top down and from left to right: those that are cut, else the first and
-        the last."""
+        """The dims that are drawn from the top down and from left to right.
+
+        They are those that are cut, else the first and the last.
+        """
         ndim = len(self.sharding.shape)
         cut = [dim for dim in range(ndim) if self.sharding.layout.dim_axes(dim)][:2]
         for dim in (0, ndim - 1, *range(ndim)):
@@ -70,7 +72,7 @@ class View:
 
     @property
     def sign(self) -> str:
-        """What stands between the ranks of a partial array's parts."""
+        """The sign between the ranks of a partial array's parts."""
         if not self.is_partial:
             return " | "
         op = self.sharding.layout.partial[0][1]
@@ -144,7 +146,7 @@ def ranks_text(block: Block, sign: str) -> str:
 
 
 def told(view: View, block: Block) -> str:
-    """What a block is, in words."""
+    """Describes a block in words."""
     if block.is_empty:
         return f"{ranks_text(block, view.sign)}: an empty shard"
     parts = [
@@ -166,7 +168,10 @@ def size_of(view: View, most: float, tallest: float) -> tuple[float, float]:
 
 
 def rectangle(canvas: Canvas, view: View, x: float, y: float, w: float, h: float) -> list[Block]:
-    """Draws an array into a rectangle: blocks in true proportions, coloured by what they are. Gives the blocks."""
+    """Draws an array into a rectangle: blocks in true proportions, each kind in its colour.
+
+    Gives the blocks.
+    """
     made = blocks(view)
     down_dim, across_dim = view.shown
     shape = view.sharding.shape
@@ -188,7 +193,10 @@ def rectangle(canvas: Canvas, view: View, x: float, y: float, w: float, h: float
 
 
 def _label(canvas: Canvas, block: Block, sign: str, place: tuple[float, float, float, float], *, striped: bool) -> None:
-    """Names the ranks inside a block, where that has room for them: tooltip and list name them in any case."""
+    """Names the ranks inside a block, where that has room for them.
+
+    Tooltip and list name them in any case.
+    """
     x, y, w, h = place
     text = ranks_text(block, sign)
     short = text.removeprefix("ranks ").removeprefix("rank ")
@@ -209,7 +217,7 @@ def _label(canvas: Canvas, block: Block, sign: str, place: tuple[float, float, f
 
 
 def facts(view: View) -> list[str]:
-    """What a picture of an array says in words below it."""
+    """Returns what a picture of an array says in words below it."""
     layout, mesh = view.sharding.layout, view.mesh
     made = [f"{size_text(view.most_bytes)} on the device that holds most."]
     for axis, op in layout.partial:
@@ -227,7 +235,7 @@ def facts(view: View) -> list[str]:
 
 
 def dim_text(view: View, dim: int | None, room: float, size: float) -> str:
-    """What stands at an edge: the dim, its size, and the axes that cut it, in as many words as there is room for."""
+    """Returns an edge's text: the dim, its size, the axes that cut it, in as many words as have room."""
     if dim is None:
         return ""
     axes, short = view.sharding.layout.dim_axes(dim), f"dim {dim} of {view.sharding.shape[dim]}"
@@ -239,5 +247,8 @@ def dim_text(view: View, dim: int | None, room: float, size: float) -> str:
 
 
 def tint(view: View, k: int, block: Block) -> str:
-    """The class of a block's colour: on few devices that of its first rank, which it keeps from layout to layout."""
+    """Returns the class of a block's colour.
+
+    On few devices it is that of its first rank, which it keeps from layout to layout.
+    """
     return colour(block.holders[0][0] if view.mesh.size <= len(COLOURS) else k)

@@ -1,4 +1,4 @@
-"""What notebooks show of objects of packages below this one: they ask for it by name, as they are asked."""
+"""Shows objects of packages below this one in notebooks: they ask for it by name, as they are asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from unidist.planner.plan import Plan
 
 
 def svg(what: Any) -> str | None:
-    """The object's picture; None where it has none, as a mesh of too many devices: the notebook prints it then."""
+    """Returns the object's picture.
+
+    None where it has none, as a mesh of too many devices: the notebook prints it then.
+    """
     try:
         return draw(what).svg
     except DrawingError:

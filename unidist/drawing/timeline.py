@@ -25,8 +25,10 @@ _HIGH, _LEFT, _RIGHT = 84, 250, 980
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One line of a record: seconds of a step, and those of them in which the process waited in collectives; None
-    where the record has it not."""
+    """One line of a record: seconds of a step, and those in which the process waited in collectives.
+
+    The latter is None where the record has it not.
+    """
 
     step: int
     seconds: float
@@ -34,7 +36,9 @@ class Measured:
 
 
 def read_telemetry(directory: str | os.PathLike[str]) -> dict[int, list[Measured]]:
-    """rank -> its lines, of a directory of `unidist.Telemetry`. A last line that is still being written is left out.
+    """Returns rank -> its lines, of a directory of `unidist.Telemetry`.
+
+    A last line that is still being written is left out.
 
     Raises:
         DrawingError: there is no such directory, it has no record, or a line is none of Telemetry's.
@@ -71,7 +75,7 @@ def _read(file: Path) -> list[Measured]:
 
 
 def _measured(line: str, where: str) -> Measured | None:
-    """What a line says; None of the line that ends an epoch."""
+    """Reads what a line says; None of the line that ends an epoch."""
     try:
         told: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -90,8 +94,10 @@ def _is_time(value: Any) -> bool:
 
 
 def picture_of_telemetry(ranks: dict[int, list[Measured]], title: str | None) -> Picture:
-    """Each rank's steps as bars: computing below, waiting in collectives above. The first line stands apart: it
-    compiles, and would hide the others."""
+    """Draws each rank's steps as bars: computing below, waiting in collectives above.
+
+    The first line stands apart: it compiles, and would hide the others.
+    """
     canvas, name = Canvas(), title or "Seconds of a step, by rank"
     canvas.text(MARGIN, 34, name, size=17, bold=True)
     kept = dict(list(ranks.items())[:MOST_RANKS])

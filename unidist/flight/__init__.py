@@ -1,1 +1,1 @@
-"""What a process is at, kept where others can read it after its end: its phase, its steps, its last collectives."""
+"""Keeps what a process is at where others read it after its end: phase, steps, last collectives."""

@@ -1,4 +1,6 @@
-"""The form of a record: a header, the texts that entries name, and a ring of entries. Words of 8 bytes, little-endian.
+"""The form of a record: a header, the texts that entries name, and a ring of entries.
+
+Words are of 8 bytes, little-endian.
 
 | offset | what |
 |---|---|

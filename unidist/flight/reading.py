@@ -1,4 +1,4 @@
-"""Flight: what a record says. Records are read while they are written, and those of processes that were killed."""
+"""Flight: reads what a record says, also while it is written, and of processes that were killed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What a process was at, when its record was read.
+    """Holds what a process was at, when its record was read.
 
     Attributes:
         rank, processes, pid: which process it is; pid is 0 once it has left its world.
@@ -110,7 +110,7 @@ class Flight:
 
     @property
     def wait(self) -> Entry | None:
-        """What it waits in, for the longest; else that of its last entries that it has waited in in vain."""
+        """The entry that it waits in, for the longest; else of its last ones one that it waited in in vain."""
         if waits := [entry for entry in self.open if entry.is_waited_in]:
             return min(waits, key=lambda entry: entry.begun)
         last = itertools.takewhile(lambda entry: entry.failed or entry.ended is None, reversed(self.entries))
@@ -118,7 +118,7 @@ class Flight:
         return max((entry for entry in last if entry.failed), key=_seconds, default=None)
 
     def has_come_to(self, other: Entry) -> bool:
-        """Whether it has begun what another process calls so too."""
+        """Returns whether it has begun what another process calls so too."""
         return any(entry.what == other.what and entry.count >= other.count for entry in self.entries)
 
 
@@ -134,7 +134,7 @@ def read(path: Path) -> Flight:
 
 
 def parse(data: bytes, name: str = "this") -> Flight:
-    """What the bytes of a record say. Raises FlightError: they are none."""
+    """Reads what the bytes of a record say. Raises FlightError: they are none."""
     if len(data) != SIZE or int.from_bytes(data[:8], "little") != MAGIC:
         raise FlightError(f"{name} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
     whole = dict(zip(WHOLE, struct.unpack_from(f"<{len(WHOLE)}Q", data), strict=True))
@@ -181,7 +181,7 @@ def read_all(folder: Path) -> dict[int, Flight]:
 
 
 def waited(data: bytes, after: int) -> tuple[float, int]:
-    """(seconds that a process has waited in entries behind this number, which have ended; the last number).
+    """Returns (seconds waited in entries behind this number, which have ended; the last number).
 
     Of more entries than a record holds, those that it holds stand for all. What is waited for at one time counts once.
 

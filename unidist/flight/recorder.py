@@ -1,4 +1,4 @@
-"""Recorder: keeps what this process is at, at less than a microsecond a note (benchmarks/recording.py).
+"""Recorder: keeps what this process is at, in under a microsecond a note (benchmarks/recording.py).
 
 In memory until `open` is given a folder; from then on in a file there, mapped into memory. So whoever may read the
 folder sees it while this process runs, is stopped, or has been killed, and nothing needs to be written at the end.
@@ -220,7 +220,7 @@ class Recorder:
             self._times[at + _BEGUN] = _now()
 
     def end(self, number: int, failed: bool = False) -> None:
-        """What was begun has ended, by an error where it has failed."""
+        """Notes that what was begun has ended, by an error where it has failed."""
         at = RING + number % ENTRIES * ENTRY
         if self._whole[at] == number:
             self._times[at + _ENDED_AT] = -_now() if failed else _now()
