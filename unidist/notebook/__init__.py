@@ -1,3 +1,3 @@
-"""Running a function of a notebook in processes of its own, which a kernel cannot be: `unidist.notebook_run`."""
+"""Runs a function of a notebook in processes, which a kernel cannot be: `unidist.notebook_run`."""
 
 from unidist.notebook.running import notebook_run as notebook_run

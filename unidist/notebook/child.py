@@ -1,4 +1,4 @@
-"""What a process of a notebook's run does: calls the function, and leaves what came of it in the run's folder."""
+"""Runs in a process of a notebook's run: calls the function, leaves its outcome in the run's folder."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 @dataclass
 class _Parts:
-    """What a program is made of, in the order in which it is found."""
+    """Collects the parts of a program, in the order in which they are found."""
 
     imports: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def _methods(kind: type) -> list[FunctionType]:
 
 
 def _globals(thing: Any) -> dict[str, Any]:
-    """What the names in a definition mean."""
+    """Returns what the names in a definition mean."""
     if isinstance(thing, FunctionType):
         return thing.__globals__
     methods = _methods(thing)

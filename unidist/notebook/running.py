@@ -35,7 +35,7 @@ def notebook_run(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs a function in new processes, as `unidist run` runs a program, and gives what it returns on rank 0.
+    """Runs a function in new processes, as `unidist run` does a program; gives what it returns on rank 0.
 
     The function goes there by its source: with the imports, functions, classes and plain values of the notebook that it
     uses, which each process gets anew. `unidist.use(backend)` is called for it, before Keras is imported. What it

@@ -1,4 +1,7 @@
-"""Values on their way between a notebook and its processes: JSON, and NumPy's own files. Nothing is pickled."""
+"""Carries values between a notebook and its processes: JSON, and NumPy's own files.
+
+Nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +41,17 @@ def write(value: Any, folder: Path, what: str) -> None:
 
 
 def has(folder: Path) -> bool:
-    """Whether a value was written there, whole."""
+    """Returns whether a value was written there, whole."""
     return (folder / _TREE).is_file()
 
 
 def read(folder: Path) -> Any:
-    """What `write` wrote."""
+    """Reads what `write` wrote."""
     return _unpacked(json.loads((folder / _TREE).read_text()), folder)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can be written."""
+    """Returns whether a value can be written."""
     try:
         _packed(value, [], "", ())
     except LaunchError:
@@ -61,7 +64,10 @@ def _private(path: Path) -> Any:
 
 
 def _packed(value: Any, arrays: list[Any], what: str, around: tuple[int, ...]) -> Any:
-    """The value as JSON has it. What JSON has no word for is a list: ["tuple", ...], ["dict", ...], ["array", n]."""
+    """Returns the value as JSON has it.
+
+    What JSON has no word for is a list: ["tuple", ...], ["dict", ...], ["array", n].
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if id(value) in around:

@@ -1,4 +1,4 @@
-"""What a comparison says: the losses side by side, and for each run the first variable that parts."""
+"""Reports a comparison: the losses side by side, and for each run the first variable that parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG_LINES = 25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run left: losses, and the weights after each step in the order of `paths`; or why it failed."""
+    """Holds what one run left: losses, and the weights after each step by `paths`; or why it failed."""
 
     spec: Spec
     losses: tuple[float, ...] = ()
@@ -55,7 +55,7 @@ def failed(spec: Spec, why: str, log: Path) -> Outcome:
 
 
 def compare(found: Outcome, wanted: Outcome, tolerance: float) -> Difference:
-    """The differences of a run from another, by the order of their weights: names differ between processes."""
+    """Compares a run with another by the order of their weights: names differ between processes."""
     shapes = [[w.shape for w in o.weights[0]] for o in (found, wanted)]
     if shapes[0] != shapes[1] or len(found.losses) != len(wanted.losses):
         return Difference(

@@ -1,4 +1,4 @@
-"""What one run of a comparison is: which backend, which devices, which function."""
+"""Describes one run of a comparison: which backend, which devices, which function."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Spec:
 
     @property
     def by_processes(self) -> bool:
-        """Whether each device is a process; else one process has them all."""
+        """Is true where each device is a process; else one process has them all."""
         return self.backend is not None and registry.entry(self.backend).one_device
 
     def write(self) -> Path:

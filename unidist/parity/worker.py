@@ -1,4 +1,7 @@
-"""One run of a comparison, in a process (or several) of its own: `python -m unidist.parity.worker SPEC.json`."""
+"""Makes one run of a comparison in its own process or processes.
+
+`python -m unidist.parity.worker SPEC.json`.
+"""
 
 from __future__ import annotations
 

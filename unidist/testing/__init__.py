@@ -1,4 +1,4 @@
-"""What ships for tests: the conformance suite for adapters, and worlds of real processes.
+"""Ships what tests need: the conformance suite for adapters, and worlds of real processes.
 
 - conformance.ConformanceSuite: the pytest class that an adapter's tests subclass.
 - laws: the checks themselves, functions of a backend that run in any process.

@@ -25,7 +25,7 @@ _servers_lock = threading.Lock()
 
 
 def server(env: Mapping[str, str], modules: Sequence[str], twin: int = 0) -> ForkServer:
-    """The server with this environment and these modules, started at the first use and kept until `close_all`.
+    """Returns the server with this environment and modules: started once and kept until `close_all`.
 
     Args:
         twin: 0 to TWINS - 1; servers that differ in it order sets of strings differently.

@@ -63,7 +63,7 @@ class ProcessFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to in one process: a value, or a failure."""
+    """Holds what a call came to in one process: a value, or a failure."""
 
     value: Any = None
     failure: ProcessFailedError | None = None

@@ -1,4 +1,4 @@
-"""Layouts and random legal shards for tests: what a sharding allows, drawn without using the code under test."""
+"""Layouts and random legal shards for tests: what a sharding allows, drawn without the tested code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _FOLD: dict[ReduceOp, Any] = {"sum": np.sum, "mean": np.mean, "max": np.max, "mi
 
 
 def layouts(axes: Axes, ndim: int, *, op: ReduceOp = "sum") -> Iterator[Layout]:
-    """Every layout of `ndim` dims over the axes: each axis in S(dim), P(op), I or F; axes of one dim in every order."""
+    """Yields every layout of `ndim` dims over the axes: each in S(dim), P(op), I or F.
+
+    Axes of one dim are in every order.
+    """
     for states in itertools.product((*range(ndim), "P", "I", "F"), repeat=len(axes)):
         chosen = dict(zip(axes, states, strict=True))
         orders = [itertools.permutations([a for a in axes if chosen[a] == dim]) for dim in range(ndim)]
@@ -37,7 +40,10 @@ def pairs(kinds: Sequence[Layout], count: int, rng: np.random.Generator) -> list
 
 
 def draw(shape: Sequence[int], dtype: str, rng: np.random.Generator, *, op: ReduceOp = "sum") -> Array:
-    """Random values whose reductions are exact in the dtype: small whole numbers, for prod 1, 2 and (signed) -1."""
+    """Draws random values whose reductions are exact in the dtype.
+
+    They are small whole numbers; for prod 1, 2 and (signed) -1.
+    """
     if dtype == "bool":
         return np.asarray(rng.integers(0, 2, shape)).astype(bool)
     signed = not dtype.startswith("uint")
@@ -51,7 +57,10 @@ def draw(shape: Sequence[int], dtype: str, rng: np.random.Generator, *, op: Redu
 def legal_shards(
     sharding: Sharding, rng: np.random.Generator, dtype: str = "float64"
 ) -> tuple[Array, dict[int, Array]]:
-    """A random global value and what each rank may hold of it: random contributions along P, equal along I and F."""
+    """Returns a random global value and what each rank may hold of it.
+
+    Contributions are random along P, equal along I and F.
+    """
     mesh, layout = sharding.mesh, sharding.layout
     ops = [op for _, op in layout.partial]
     whole = draw(
@@ -72,7 +81,7 @@ def legal_shards(
 
 
 def nested_chunks(sharding: Sharding, rank: int) -> tuple[slice, ...]:
-    """The part of a rank by chunking again and again, axis by axis, major first: torch.chunk's rule in the open."""
+    """Returns a rank's part by chunking axis by axis, major first: torch.chunk's rule in the open."""
     here, slices = sharding.mesh.coordinate(rank), []
     for dim, size in enumerate(sharding.shape):
         held = np.arange(size)
@@ -95,7 +104,10 @@ def product(u: dict[int, Array], v: dict[int, Array], sharding: Sharding) -> flo
 
 
 def meshes(count: int) -> list[Mesh]:
-    """Meshes that fill a world of `count` devices: 1-D and 2-D, in rank order and permuted, and with an axis of 1."""
+    """Returns meshes that fill a world of `count` devices.
+
+    They are 1-D and 2-D, in rank order and permuted, and with an axis of 1.
+    """
     order = [*range(1, count, 2), *range(0, count, 2)]
     minor = next((n for n in range(2, count) if count % n == 0), 1)
     flat, square = {"x": count}, {"data": count // minor, "model": minor}

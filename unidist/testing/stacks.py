@@ -12,7 +12,7 @@ _KEPT = 20_000
 
 
 def native_stacks(pid: int) -> str:
-    """The stacks of all threads of a process, printed by gdb; "" where there is no gdb, or it may not look."""
+    """Returns all threads' stacks of a process, by gdb; "" where there is no gdb, or it may not look."""
     gdb = shutil.which("gdb")
     if gdb is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a process of a ProcessWorld runs: reads calls from its standard input, answers on its standard output."""
+"""Runs in a process of a ProcessWorld: reads calls from its standard input, answers on its output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _leave() -> None:
 
 
 def _streams() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes, moved aside: what the functions print goes to standard error, what they read is empty."""
+    """Moves the two pipes aside.
+
+    What the functions print goes to standard error, what they read is empty.
+    """
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -52,7 +55,10 @@ def _streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read(requests: BinaryIO, calls: queue.SimpleQueue[Any]) -> None:
-    """Hands calls to the main thread. The parent's end without a goodbye ends this process, even amid a call."""
+    """Hands calls to the main thread.
+
+    The parent's end without a goodbye ends this process, even amid a call.
+    """
     while True:
         try:
             call = pickle.load(requests)

@@ -1,4 +1,4 @@
-"""The laws that every adapter obeys: functions of a World, to be run in this process or in each process of a world.
+"""The laws that every adapter obeys: functions of a World, run in this process or in each of a world.
 
 Each compares with NumPy (the simulator's reference): exactly where the adapter holds shards, through the gathered
 value where a partial array's contributions are the framework's own business. All ranks' data are drawn from one seed,

@@ -1,4 +1,4 @@
-"""redistribute over pairs of layouts, the collectives of unidist.array, and what the ledger sees of them."""
+"""Tests redistribute over pairs of layouts, unidist.array's collectives, and what the ledger sees."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def check_permute(world: World) -> None:
 
 @law
 def check_signs_of_zero(world: World) -> None:
-    """What only moves keeps its bits: -0 is not 0."""
+    """Checks that what only moves keeps its bits: -0 is not 0."""
     n = world.size
     mesh = Mesh({"x": n})
     whole, rows = (Sharding(mesh, layout, (n, n)) for layout in (Layout(), Layout("x")))
@@ -165,7 +165,7 @@ def permutations(world: World) -> Iterator[tuple[Mesh, Sharding, tuple[str, ...]
 
 @law
 def check_ledger(world: World) -> None:
-    """What is observed is what the plan predicts: op, axes, ranks and bytes of this process's lowest rank."""
+    """Checks that what is observed is as planned: op, axes, ranks and bytes of the process's lowest rank."""
     seen: list[events.Event] = []
     rank = world.backend.local_ranks()[0]
     for src, dst, rng in cases(world, [(2 * world.size, world.size), (5, 3)]):

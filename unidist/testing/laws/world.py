@@ -31,7 +31,9 @@ def _native(value: Array, dtype: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A backend in use (unidist.use was called, the world joined) and what the checks need of its framework.
+    """A backend in use and what the checks need of its framework.
+
+    unidist.use was called, and the world joined.
 
     Attributes:
         backend: the backend in use.
@@ -74,7 +76,7 @@ def run_check(name: str, world: World) -> None:
 
 
 def make_world(maker: str) -> World:
-    """What "module:function" gives; raises TypeError if that is no World."""
+    """Returns what "module:function" gives; raises TypeError if it is no World."""
     module, _, function = maker.partition(":")
     world = getattr(importlib.import_module(module), function)()
     if not isinstance(world, World):
@@ -131,7 +133,7 @@ def holds(world: World, x: Any, sharding: Sharding, wanted: Mapping[int, Array],
 
 
 def raises(kind: type[UnidistError], words: str, call: Callable[[], Any]) -> None:
-    """Raises AssertionError unless the call raises an error of the kind whose text has every one of the words."""
+    """Raises AssertionError unless the call raises such an error whose text has every one of the words."""
     try:
         call()
     except kind as error:
