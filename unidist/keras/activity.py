@@ -19,8 +19,9 @@ _Look = TypeVar("_Look", bound=Callable[[Any, Any], Any])
 
 
 def given(model: Any, look_of: Callable[[Any, str], _Look]) -> list[_Look]:
-    """Lets the activity regularizers of a model's layers be called through a function, where they may look at several
-    rows.
+    """Lets activity regularizers of a model's layers be called through a function, where rows may mix.
+
+    They are those of its layers.
 
     Args:
         look_of: (layer, name) -> the function; asked once for each layer.
@@ -41,8 +42,9 @@ def given(model: Any, look_of: Callable[[Any, str], _Look]) -> list[_Look]:
 
 
 class Looking:
-    """An activity regularizer that is called through a function. To all else it is the user's: Keras's saving asks for
-    its class and its configuration.
+    """An activity regularizer that is called through a function.
+
+    To all else it is the user's: Keras's saving asks for its class and its configuration.
     """
 
     __slots__ = ("_look", "_own")

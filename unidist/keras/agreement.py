@@ -1,4 +1,4 @@
-"""Agreement: processes that train together were given the same model, optimizer, losses, arguments and weights.
+"""Agreement: checks that processes were given the same model, optimizer, losses, arguments, weights.
 
 Each runs its own program. Where one of them has another learning rate, or weights of its own, every step would go
 through and give numbers of no model at all. A digest of all that must be alike is compared when fit, evaluate or
@@ -55,7 +55,7 @@ class Peers:
 
 
 def begin(given: inspect.BoundArguments, name: str, find_peers: Callable[[], Peers | None]) -> None:
-    """Compares what the processes were given to an entrance of Keras's trainer, and in fit again with each epoch.
+    """Compares what the processes were given to an entrance of Keras's trainer; in fit at each epoch too.
 
     Args:
         given: the entrance's arguments; changed here. name: the entrance's.
@@ -106,7 +106,9 @@ class _Epochs(Callback):  # type: ignore[misc]
 
 
 def check(model: Any, when: str, peers: Peers, arguments: Iterable[tuple[str, str]] = ()) -> None:
-    """Raises DesyncError where processes differ in what they must have alike. A collective; one number if they agree.
+    """Raises DesyncError where processes differ in what must be alike.
+
+    A collective; one number if they agree.
 
     Args:
         model: a Keras model, compiled or not, built or not.
@@ -128,7 +130,9 @@ def check(model: Any, when: str, peers: Peers, arguments: Iterable[tuple[str, st
 
 
 def settings_of(model: Any) -> list[tuple[str, str]]:
-    """(name, text) of a model's variables and of what it was compiled with; a text is the same in every process.
+    """Returns (name, text) of a model's variables and of what it was compiled with.
+
+    A text is the same in every process.
 
     Example:
         >>> import keras
@@ -155,7 +159,10 @@ def settings_of(model: Any) -> list[tuple[str, str]]:
 
 
 def arguments_of(given: inspect.BoundArguments) -> list[tuple[str, str]]:
-    """(name, text) of an entrance's arguments that must be alike: not the data, nor what only shows or writes."""
+    """Returns (name, text) of an entrance's arguments that must be alike.
+
+    Not the data, nor what only shows or writes.
+    """
     return [
         (f"the argument {name}", str(value))
         for name, value in given.arguments.items()
@@ -164,7 +171,10 @@ def arguments_of(given: inspect.BoundArguments) -> list[tuple[str, str]]:
 
 
 def learned_by(model: Any) -> Iterator[tuple[str, str]]:
-    """(name, text) of what layers have learned by `adapt`, or were given, and no variable holds: vocabularies, bins."""
+    """Yields (name, text) of what layers learned by `adapt`, or were given, and no variable holds.
+
+    That is vocabularies and bins.
+    """
     for layer in model._flatten_layers():
         words = getattr(layer, "get_vocabulary", None)
         if words is not None:
@@ -198,7 +208,7 @@ def _learning_rate(optimizer: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """What a loss, a metric or a schedule is, without what marks this process's objects."""
+    """Describes a loss, a metric or a schedule, without what marks this process's objects."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, dict):
@@ -224,7 +234,7 @@ def _sample(values: Array | None) -> Array | None:
 
 
 def stride(size: int) -> int:
-    """Of how many values one is compared."""
+    """Returns the number of values of which one is compared."""
     return max(1, -(-size // SAMPLE))
 
 
@@ -244,7 +254,10 @@ def _apart(numbers: tuple[int, ...], peers: Peers) -> tuple[int, ...]:
 
 
 def _tell_settings(settings: list[tuple[str, str]], when: str, peers: Peers) -> None:
-    """Raises for the first setting that differs. All processes go through as many as the first of them has."""
+    """Raises for the first setting that differs.
+
+    All processes go through as many as the first of them has.
+    """
     counts = peers.of_all(len(settings))
     for place in range(max(counts)):
         name, text = settings[place] if place < len(settings) else ("", "")

@@ -1,4 +1,4 @@
-"""The call of a layer: one wrapper, in which everything that stands before the layer's own call has its place.
+"""The call of a layer: one wrapper, with a place for everything that stands before the own call.
 
 Keras calls a quantized layer by another method. The same stands before both.
 """
@@ -22,7 +22,7 @@ _ENTRANCE = "_unidist_calls"
 
 
 class Stage(enum.IntEnum):
-    """What may stand before a layer's own call, the outermost first."""
+    """Orders what may stand before a layer's own call, the outermost first."""
 
     PLANNED = enum.auto()  # the planner looks at what the layer takes, or answers for it
     BORDER = enum.auto()  # a layer that treats each row alone takes this shard's rows off what carries them

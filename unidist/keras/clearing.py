@@ -1,4 +1,4 @@
-"""Keras's clear_session, which lets go of what Keras has noted, and of the strategy that is in force: that one stays.
+"""Replaces Keras's clear_session, which lets go of what Keras noted; the strategy in force stays.
 
 A model made afterwards in the same scope would train on each device by itself, and nothing would say so.
 """

@@ -116,7 +116,7 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    """What a name of the tables is in this Keras.
+    """Returns what a name of the tables is in this Keras.
 
     Where this Keras does not have it, a stand-in, so that an import does not fail: no object is an instance of it, and
     whatever else is done with it raises BackendMismatchError, which names the place.
@@ -153,7 +153,7 @@ class _Missing(type):
 
 
 def nearest(version: str | None = None) -> str:
-    """The version of READ that a Keras, or this one, is nearest to: the last that is not newer, or the first."""
+    """Returns the version of READ nearest to a Keras, or to this one: the last not newer, or the first."""
     return [READ[0], *(read for read in READ if _minor(read) <= _minor(version or keras.__version__))][-1]
 
 

@@ -18,7 +18,9 @@ from unidist.keras.interception import Hook, Table, by
 
 
 def config_of(model: Any) -> str:
-    """JSON from which Keras makes the model again, compiled as it is. Raises what classes raise that do not say how.
+    """Returns JSON from which Keras makes the model again, compiled as it is.
+
+    Raises what classes raise that do not say how.
 
     Example:
         >>> import keras
@@ -31,8 +33,9 @@ def config_of(model: Any) -> str:
 
 
 def model_of(text: str, *, is_compiled: bool) -> Any:
-    """The model of a config that anybody may have written. Raises what classes raise that are not known or are called
-    with other arguments.
+    """Makes the model of a config that anybody may have written.
+
+    Raises what classes raise that are not known or are called with other arguments.
 
     Args:
         is_compiled: with optimizer, loss and metrics, if there were any.

@@ -1,4 +1,4 @@
-"""Keras's data adapters on TensorFlow, whose tf.data datasets its trainer iterates over: with others in their place."""
+"""Keras's data adapters on TensorFlow, which give its trainer tf.data datasets: with others instead."""
 
 from __future__ import annotations
 

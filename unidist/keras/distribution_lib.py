@@ -1,4 +1,4 @@
-"""What Keras's distribution API asks of any backend: answered by the backend in use."""
+"""Answers what Keras's distribution API asks of any backend, by the backend in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entrances of Keras's trainer: what all drivers do where a distributed model is trained, evaluated or asked."""
+"""The entrances of Keras's trainer: what all drivers do where a distributed model enters them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Entering = AbstractContextManager[tuple[Processes | None, Callable[[], Peers | N
 def hooks(
     trainer: Any, find: Callable[[Any], Any], enter: Callable[[Any, inspect.BoundArguments, str], Entering]
 ) -> Iterator[Hook]:
-    """Hooks of a driver's trainer. One process shows progress and writes, and all compare what they were given.
+    """Makes the hooks of a driver's trainer.
+
+    One process shows progress and writes, and all compare what they were given.
 
     Args:
         trainer: Keras's class.

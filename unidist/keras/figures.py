@@ -1,4 +1,4 @@
-"""Figures of a step: its rows, what it sent, how long it waited for others, and the most memory there was."""
+"""Figures of a step: its rows, what it sent, how long it waited for others, and its most memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from unidist.keras.lockstep import Part
 
 
 class Rows:
-    """The rows, and the tokens, of all processes that the steps of a fit take. Batches are counted where they are
-    drawn; on TensorFlow, where a compiled step draws them, their size is known before or not at all.
+    """Counts the rows, and the tokens, of all processes that the steps of a fit take.
+
+    Batches are counted where they are drawn; on TensorFlow, where a compiled step draws them, their size is known
+    before or not at all.
 
     Args:
         iterator: Keras's EpochIterator of the training data, which goes on through this.
@@ -95,7 +97,10 @@ class _Counted:
 
 
 def _extent(batch: Any) -> tuple[int | None, int | None]:
-    """(rows, length of sequences) of a batch; the length where an input is of whole numbers, and has two dims."""
+    """Returns (rows, length of sequences) of a batch.
+
+    The length is known where an input is of whole numbers, and has two dims.
+    """
     inputs = tree.flatten(batch[0] if isinstance(batch, tuple | list) else batch)
     shaped = [leaf for leaf in inputs if leaf is not None and len(leaf.shape)]
     sequences = [leaf for leaf in shaped if len(leaf.shape) == 2 and "int" in str(leaf.dtype)]
@@ -116,8 +121,10 @@ def _runs_programs() -> bool:
 
 
 class Sent:
-    """The bytes that a process has sent in steps. Where a step is a compiled program, it is asked once for each number
-    of rows: to ask costs as much as a small step."""
+    """Counts the bytes that a process has sent in steps.
+
+    Where a step is a compiled program, it is asked once for each number of rows: to ask costs as much as a small step.
+    """
 
     def __init__(self) -> None:
         self._asks_once = registry.has_current() and _runs_programs()
@@ -134,7 +141,7 @@ class Sent:
             self._listening.enter_context(events.listen(self._add))
 
     def end(self, rows: int | None) -> float | None:
-        """What the step has sent; None: it is not known."""
+        """Returns the bytes that the step has sent; None: it is not known."""
         self._listening.close()
         found, self._found = self._found, None
         if found is not None:
@@ -151,7 +158,10 @@ class Sent:
 
 
 class Waits:
-    """How long a process has waited in collectives, by its record. What a compiled program waits is not seen."""
+    """Measures how long a process has waited in collectives, by its record.
+
+    What a compiled program waits is not seen.
+    """
 
     def __init__(self) -> None:
         self._is_seen = registry.has_current() and not _runs_programs()

@@ -23,7 +23,7 @@ _SUFFIXES = (".weights.h5", ".keras", ".h5", ".hdf5")
 
 @contextlib.contextmanager
 def replacing(place: Path) -> Iterator[Path]:
-    """A path beside `place`, which what was written there replaces at the end; nothing happens to it on an error.
+    """Gives a path beside `place`; what was written there replaces it at the end, unless an error comes.
 
     Raises:
         OSError: the file could not be written or moved.
@@ -64,8 +64,10 @@ WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legac
 
 
 def hooks() -> tuple[Hook, ...]:
-    """Keras's three writers of models. Folders, remote paths and weights in several files are written as Keras writes
-    them."""
+    """Hooks into Keras's three writers of models.
+
+    Folders, remote paths and weights in several files are written as Keras writes them.
+    """
     why = "a file is whole or not there, and its writing is a phase of the process"
     return tuple(Hook(owner, name, _whole_or_not, why) for owner, name in WRITERS)
 

@@ -38,7 +38,10 @@ _users: dict[int, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One call of a run: the masks of what it took and gave (layers take masks off and put them on), and its losses."""
+    """One call of a run: the masks of what it took and gave, and its losses.
+
+    Layers take masks off and put them on.
+    """
 
     taken_masks: tuple[Any, ...]
     outputs: tuple[Any, ...]
@@ -79,7 +82,9 @@ def _alone(place: int, changed: bool) -> bool:
 
 
 class Graph:
-    """The calls of a model's graph, in the order in which Keras makes them; a place is a number in this order.
+    """The calls of a model's graph, in the order in which Keras makes them.
+
+    A place is a number in this order.
 
     Attributes:
         inside: for each place the ids of the layers that work there.
@@ -104,8 +109,10 @@ class Graph:
 
     @classmethod
     def of(cls, model: Any) -> Graph | None:
-        """The graph of a model; None where a part of it cannot be run by itself: a model with a call of its own, or
-        with code of the user's anywhere inside."""
+        """Returns the graph of a model; None where a part of it cannot be run by itself.
+
+        So it is with a model with a call of its own, or with code of the user's anywhere inside.
+        """
         functional = model if isinstance(model, Functional) else getattr(model, "_functional", None)
         if not is_container(model) or not isinstance(functional, Functional) or keras.config.is_nnx_enabled():
             return None
@@ -119,8 +126,10 @@ class Graph:
         return cls(functional)
 
     def place_of(self, layer: Any) -> int | None:
-        """Where a layer works; None where it works at several places, or what it gives reaches a layer that does: the
-        number of a call then says what is drawn or compared."""
+        """Returns where a layer works; None where it works at several places, or feeds a layer that does.
+
+        The number of a call then says what is drawn or compared.
+        """
         places = self._places.get(id(layer), [])
         return places[0] if len(places) == 1 and not self._meets_shared[places[0]] else None
 
@@ -143,7 +152,7 @@ class Graph:
             yield replay
 
     def is_whole(self, record: Record) -> bool:
-        """Whether a run can be replayed: it made each call once, and wrote nothing."""
+        """Returns whether a run can be replayed: it made each call once, and wrote nothing."""
         return len(record.calls) == len(self._nodes) and not record.has_written
 
     def _behind(self, place: int) -> list[int]:
@@ -205,7 +214,7 @@ class Graph:
         return tree.pack_sequence_as(self._functional._outputs_struct, found)
 
     def _called(self, record: Record, changed: dict[int, Any], place: int, operation_fn: Any) -> list[Any]:
-        """What a node gives for what has changed, and for what is kept, with the masks that it had then."""
+        """Returns what a node gives for what has changed, and for what is kept, with the masks of then."""
         node = self._nodes[place]
         values = {}
         for x, mask in zip(node.input_tensors, record.calls[place].taken_masks, strict=True):
@@ -217,7 +226,10 @@ class Graph:
 
 
 def _drawn() -> bytes:
-    """The state of the generators that dropout on torch draws from: random numbers of elsewhere are variables' own."""
+    """Returns the state of the generators that dropout on torch draws from.
+
+    Random numbers of elsewhere are variables' own.
+    """
     if keras.config.backend() != "torch":
         return b""
     import torch
@@ -253,7 +265,7 @@ def _mask(value: Any) -> Any:
 
 
 def are_kept(given: list[Any], kept: Kept) -> bool:
-    """Whether outputs, and their masks, are those of a kept call."""
+    """Returns whether outputs, and their masks, are those of a kept call."""
     if len(given) != len(kept.outputs):
         return False
     pairs = zip((*given, *map(_mask, given)), (*kept.outputs, *kept.masks), strict=True)
@@ -261,7 +273,7 @@ def are_kept(given: list[Any], kept: Kept) -> bool:
 
 
 def has_same_bits(a: Any, b: Any) -> bool:
-    """Whether two tensors are equal in every bit: what is computed of the one is what is computed of the other."""
+    """Returns whether two tensors are equal in every bit, so that all that follows of them is too."""
     if a is b:
         return True
     if not is_tensor(a) or not is_tensor(b) or a.shape != b.shape or a.dtype != b.dtype:
@@ -275,8 +287,10 @@ def _bits(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _standing(functional: Any, run: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """In this thread run(inputs, operation_fn) stands for a graph's own run. Ranks that share a model each have their
-    own."""
+    """Puts run(inputs, operation_fn) in the place of a graph's own run, in this thread.
+
+    Ranks that share a model each have their own.
+    """
     runs: dict[int, Any] = vars(_here).setdefault("runs", {})
     with _lock:
         _users[id(functional)] = _users.get(id(functional), 0) + 1

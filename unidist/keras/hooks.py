@@ -1,4 +1,4 @@
-"""What unidist adds to Keras, and takes off again: hooks for all, and those of the driver that serves what is in use.
+"""The hooks that unidist adds to Keras, and takes off again: for all, and of the driver in use.
 
 Which attributes they are, and why, is in the tables: `table` here, and `table` of each driver.
 """
@@ -40,7 +40,9 @@ def _table_of(package: str) -> Table:
 
 
 def install() -> None:
-    """Turns on the hooks of all and of this driver, once, and those of any other off; keras_hub's where it is imported.
+    """Turns on the hooks of all and of this driver, once, and those of any other off.
+
+    keras_hub's are turned on where it is imported.
 
     Raises:
         BackendMismatchError: a Keras that unidist was not made for, or its framework runs with other devices already.
@@ -74,8 +76,10 @@ def _say_untested() -> None:
 
 
 def remove() -> None:
-    """Puts back every attribute that unidist has replaced. Models that are distributed cannot be trained until the
-    hooks are on again."""
+    """Puts back every attribute that unidist has replaced.
+
+    Models that are distributed cannot be trained until the hooks are on again.
+    """
     before = len(replaced())
     for package in sorted(_used):
         _table_of(package).turn_off()

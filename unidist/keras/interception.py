@@ -136,7 +136,7 @@ class _Replaced:
 
     @property
     def is_on_top(self) -> bool:
-        """Whether nobody has replaced the attribute after unidist."""
+        """Is true where nobody has replaced the attribute after unidist."""
         return vars(self._owner).get(self.hook.name) is self._ours
 
     def undo(self) -> None:
@@ -209,8 +209,10 @@ class Table:
             raise
 
     def turn_on_all_there_are(self) -> None:
-        """Replaces every attribute of the table that the frameworks have as unidist knows it. The others are `lost`,
-        with a warning for each."""
+        """Replaces every attribute of the table that the frameworks have as unidist knows it.
+
+        The others are `lost`, with a warning for each.
+        """
         lost = []
         for hook in self._wanted():
             try:
@@ -220,12 +222,15 @@ class Table:
         self._lose(lost)
 
     def lose(self, where: str, error: Exception) -> None:
-        """Notes that a module of the framework is not as unidist knows it, for which no model can be distributed."""
+        """Notes that a module of the framework is unknown to unidist, so that its models stay on one device."""
         self._lose([Lost(where, "its models are trained on several devices", _in_words(error))])
 
     def turn_off(self) -> None:
-        """Puts back what was there. An attribute that another library has replaced since then stays as it is: what
-        stands under it does nothing while no model is distributed."""
+        """Puts back what was there.
+
+        An attribute that another library has replaced since then stays as it is: what stands under it does nothing
+        while no model is distributed.
+        """
         self._take_off(self._on)
         self.lost = ()
         if self in _with_lost:
@@ -266,7 +271,9 @@ def lost() -> tuple[Lost, ...]:
 
 
 def check(model: Any = None, in_own_loop: bool = False) -> None:
-    """Refuses to distribute a model that needs a hook which is lost; without a model, what no model can do without.
+    """Refuses to distribute a model that needs a hook which is lost.
+
+    Without a model: where a hook is lost that every model needs.
 
     Args:
         in_own_loop: a training loop of the user's own may call whatever there is, so it needs every hook.

@@ -1,4 +1,4 @@
-"""What is known to treat each row of a batch alone: layers and functions of Keras's and keras_hub's, but for some."""
+"""Knows what treats each row of a batch alone: layers and functions of Keras's and keras_hub's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NOT_CALLED = frozenset(
 
 
 def is_container(layer: Any) -> bool:
-    """Whether its call only passes on what its layers give."""
+    """Returns whether its call only passes on what its layers give."""
     kinds = Functional, keras.Sequential
     return isinstance(layer, kinds) and type(layer).call in [kind.call for kind in kinds]
 
@@ -52,18 +52,21 @@ def operations_of(layer: Any) -> Iterator[Any]:
 
 
 def is_of_keras(thing: Any) -> bool:
-    """Whether a function or a class is defined in Keras itself. Keras's own tests are users."""
+    """Returns whether a function or a class is defined in Keras itself. Keras's own tests are users."""
     home = str(getattr(thing, "__module__", ""))
     return home.startswith(INSIDE) and not home.startswith(f"{INSIDE}testing.")
 
 
 def overrides(thing: Any, method: str) -> bool:
-    """Whether a class of the user's, and not of Keras, defines a method of an object."""
+    """Returns whether a class of the user's, and not of Keras, defines a method of an object."""
     return not is_of_keras(next(kind for kind in type(thing).__mro__ if method in vars(kind)))
 
 
 def is_known(layer: Any) -> bool:
-    """Whether a layer is known to treat each row alone (or, as BatchNormalization, to ask for the others itself)."""
+    """Returns whether a layer is known to treat each row alone, or to ask for the others itself.
+
+    BatchNormalization asks.
+    """
     home = type(layer).call.__module__
     if not (is_of_keras(type(layer).call) or home.startswith("keras_hub.")) or any(
         f".{name}." in home for name in _MIXTURES
@@ -83,14 +86,18 @@ def is_known(layer: Any) -> bool:
 
 
 def overwritten(layer: Any) -> list[Any]:
-    """A layer's own variables whose gradient is the next value, as float8 quantization makes: scales of the whole
-    batch."""
+    """Returns a layer's own variables whose gradient is the next value, as float8 quantization makes.
+
+    They are scales of the whole batch.
+    """
     return [v for v in getattr(layer, "_trainable_variables", ()) if getattr(v, "overwrite_with_gradient", False)]
 
 
 def runs_only_keras(operation: Any, given: Iterable[Any] = ()) -> bool:
-    """Whether no code of the user's runs in a call of a layer or of a graph's operation that is `given` these values;
-    that of layers inside of it aside."""
+    """Returns whether a call of a layer, or of a graph's operation, runs no code of the user's.
+
+    It is `given` these values. Code of layers inside of it is left aside.
+    """
     own = vars(operation).get("call")
     if own is not None and getattr(inspect.unwrap(own), "__func__", None) is not type(operation).call:
         return False
@@ -104,7 +111,7 @@ def runs_only_keras(operation: Any, given: Iterable[Any] = ()) -> bool:
 
 
 def keeps_numbers(layer: Any) -> bool:
-    """Whether a layer of the user's keeps numbers of what it is given: metrics, or others that are not trained.
+    """Returns whether a layer of the user's keeps numbers of what it is given: metrics, or untrained ones.
 
     Of slices it would keep other ones. State for each feature shows by its shape where features are cut.
     """
@@ -115,7 +122,7 @@ def keeps_numbers(layer: Any) -> bool:
 
 
 def _overrides_helpers(kind: type) -> bool:
-    """Whether a class of the user's overrides a method that the call of Keras's may use."""
+    """Returns whether a class of the user's overrides a method that the call of Keras's may use."""
     users = list(itertools.takewhile(lambda one: not is_of_either(one), kind.__mro__))
     given = kind.__mro__[len(users)]
     return any(
@@ -135,7 +142,7 @@ def is_of_either(kind: type) -> bool:
 
 
 def _is_given_functions(layer: Any) -> bool:
-    """Whether a layer of Keras's calls a function of the user's own, such as an activation."""
+    """Returns whether a layer of Keras's calls a function of the user's own, such as an activation."""
     # LSTM and GRU give the functions of their cell to a loop of the backend's.
     cell = getattr(layer, "cell", None)
     owners = [layer, cell] if isinstance(cell, keras.layers.Layer) else [layer]
@@ -147,7 +154,7 @@ def _is_given_functions(layer: Any) -> bool:
 
 
 def _is_safe(function: Any) -> bool:
-    """Whether a function treats each row alone, or is given no rows."""
+    """Returns whether a function treats each row alone, or is given no rows."""
     if isinstance(function, _NOT_OF_ROWS):
         return True
     home = str(getattr(function, "__module__", None) or type(function).__module__)

@@ -22,8 +22,9 @@ COMPUTING: dict[type, tuple[str, ...]] = {
 
 
 def computes_as(layer: Any) -> type | None:
-    """The class of Keras's by whose call and kernel a layer computes: its own or one that it inherits from; None where
-    it is no other, or computes in a way of its own.
+    """Returns the class of Keras's by whose call and kernel a layer computes: its own or an inherited one.
+
+    None where it is no other, or computes in a way of its own.
 
     Example:
         >>> import keras
@@ -47,12 +48,12 @@ def _defined(owner: type, name: str) -> Any:
 
 
 def has_more_than_its_kernel(layer: Any) -> bool:
-    """Whether it computes with more than its kernel now: with low-rank or quantized ones."""
+    """Returns whether it computes with more than its kernel now: with low-rank or quantized ones."""
     return bool(more_than_its_kernel(layer))
 
 
 def has_low_rank(layer: Any) -> bool:
-    """Whether it adds the product of two low-rank kernels (LoRA) to its kernel, and does nothing else besides."""
+    """Returns whether it adds the product of two low-rank kernels (LoRA) to its kernel, and nothing else."""
     return bool(getattr(layer, "lora_enabled", False)) and not getattr(layer, "quantization_mode", None)
 
 
@@ -74,8 +75,10 @@ def more_than_its_kernel(layer: Any) -> str:
 
 
 def own_call(layer: Any) -> str:
-    """The class of Keras's products and look-ups that it inherits from and does not compute as; "" where there is
-    none."""
+    """Returns the class of Keras's that it inherits from and does not compute as; "" where there is none.
+
+    Such classes are Keras's products and look-ups.
+    """
     if computes_as(layer) is not None:
         return ""
     return next((base.__name__ for base in type(layer).__mro__ if base in COMPUTING and base is not BaseConv), "")

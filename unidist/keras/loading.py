@@ -1,4 +1,4 @@
-"""Files of models that Keras wrote on another backend: what their `compile` was given, as this backend would have it.
+"""Reads files of models that Keras wrote on another backend: with `compile` as this one would have it.
 
 Keras 3.15 names its own optimizers on torch by the module of torch's variant, which no other backend can run, and
 writes down whether "auto" meant to compile: True on JAX, where it costs nothing, and False on torch.
@@ -28,8 +28,9 @@ def _compiling(original: Any) -> Any:
 
 
 def as_of_here(config: Any, backend: str) -> Any:
-    """The same config where it was written on the same side of torch; else with optimizers by their public names and
-    `jit_compile="auto"`.
+    """Returns the same config where it was written on the same side of torch.
+
+    Else it has optimizers by their public names and `jit_compile="auto"`.
 
     A file does not say which backend wrote it: it was torch if it names an optimizer of torch's. One with an optimizer
     of which Keras has no variant for torch looks like JAX's, so that torch takes its `jit_compile` for "auto" too.

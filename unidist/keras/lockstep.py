@@ -57,7 +57,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def told_to_all(self) -> Iterator[None]:
-        """What is raised inside stands in place of the number for which the other processes wait."""
+        """Puts what is raised inside in place of the number for which the other processes wait."""
         try:
             yield
         except BaseException:
@@ -75,8 +75,9 @@ class Meeting:
         return None if _UNKNOWN in counts else max(counts)
 
     def parts(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """A process's batches, of Parts. All take as many as the longest part has, and who has no rows left takes part
-        with none. Each is a collective.
+        """Yields a process's batches, of Parts. Each is a collective.
+
+        All take as many as the longest part has, and who has no rows left takes part with none.
 
         Raises:
             DesyncError: the data of some process raised, or some were given none at all.
@@ -126,13 +127,15 @@ def as_parts(batch: Any, counts: tuple[int, ...]) -> Any:
 
 
 def to_build(steps: Iterable[Any], rows_of: Callable[[tuple[int, ...]], int]) -> Iterator[Any]:
-    """The steps of an epoch for Keras's symbolic build, which takes shapes and dtypes of their first batch."""
+    """Yields an epoch's steps for Keras's symbolic build, which reads shapes and dtypes of the first one."""
     for *ends, given in steps:
         yield (*ends, [as_symbols(given[0] if isinstance(given, list | tuple) else next(given), rows_of)])
 
 
 def as_symbols(batch: Any, rows_of: Callable[[tuple[int, ...]], int]) -> Any:
-    """What Keras traces losses and metrics with: Parts have the rows of all processes, as they will have in a step.
+    """Returns what Keras traces losses and metrics with.
+
+    Parts have the rows of all processes, as they will have in a step.
 
     Args:
         rows_of: the rows of the global batch, of which each process has so many.
@@ -147,7 +150,7 @@ def as_symbols(batch: Any, rows_of: Callable[[tuple[int, ...]], int]) -> Any:
 
 
 def symbol_of(array: Any, rows: int) -> KerasTensor:
-    """What stands for an array in Keras's symbolic build, with another number of rows."""
+    """Returns what stands for an array in Keras's symbolic build, with another number of rows."""
     return KerasTensor((rows, *array.shape[1:]), standardize_dtype(array.dtype))
 
 

@@ -29,9 +29,11 @@ def hooks() -> tuple[Hook, ...]:
 
 
 def _reading_all(original: Any) -> Any:
-    """Keras's get_data_adapter: in several processes it refuses arrays and leaves to each some of the rows of a
-    tf.data.Dataset, from 3.16 on some of the batches of any data, by the distribution that it sees. unidist cuts each
-    batch."""
+    """Wraps Keras's get_data_adapter, so that it sees no distribution: unidist cuts each batch.
+
+    In several processes Keras's own refuses arrays and leaves to each some of the rows of a tf.data.Dataset. From 3.16
+    on it leaves some of the batches of any data.
+    """
 
     @functools.wraps(original)
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:

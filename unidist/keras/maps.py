@@ -31,8 +31,11 @@ def as_layout_map(layout_map: Any, mesh: Mesh) -> LayoutMap:
 
 
 class KerasRules(LayoutMap):
-    """A Keras LayoutMap's rules. Keras lets rules match nothing: here all of them idle is an error, some a warning,
-    so that a script that runs on Keras runs unchanged and yet nothing is silently replicated."""
+    """A Keras LayoutMap's rules.
+
+    Keras lets rules match nothing: here all of them idle is an error, some a warning. So a script that runs on Keras
+    runs unchanged and yet nothing is silently replicated.
+    """
 
     def __init__(self, mesh: Mesh, rules: dict[str, Layout]) -> None:
         super().__init__(mesh, rules, strict=False)

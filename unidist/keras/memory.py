@@ -34,8 +34,10 @@ def give_back_large_blocks() -> bool:
 
 
 def give_back_after(size: int) -> None:
-    """Gives back what is free when a variable of so many bytes was made or read: frameworks leave values in cycles of
-    references, and glibc keeps what each of their threads has freed."""
+    """Gives back free memory when a variable of so many bytes was made or read.
+
+    Frameworks leave values in cycles of references, and glibc keeps what each of their threads has freed.
+    """
     if size < LARGE_BYTES:
         return
     gc.collect(1)

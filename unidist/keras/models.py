@@ -89,7 +89,7 @@ def gather_weights(model: Any) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` gives.
+    """Holds what `describe` gives.
 
     Attributes:
         rows: one for each variable, the model's first, then the optimizer's.
@@ -150,7 +150,7 @@ class Description:
         return head, body, (4,)
 
     def _picture_(self, title: str | None) -> Picture:
-        """What `unidist.draw` makes of it."""
+        """Returns what `unidist.draw` makes of it."""
         weights = [row for row in self.rows if row.kind == "weights"]
         whole = [prod(row.shape) * row.bytes_per_device // (prod(row.local_shape) or 1) for row in weights]
         layers = of_description(weights, [row.layout for row in weights], whole, self.why)
@@ -166,7 +166,7 @@ class Description:
 
 
 def describe(model: Any) -> Description:
-    """How a model is laid out on the devices, measured from the arrays it holds, and what layers do with cut weights.
+    """Describes a model's layout on the devices, measured from its arrays, and what layers do with shards.
 
     Args:
         model: a built model. Its optimizer's slots are listed once they exist.

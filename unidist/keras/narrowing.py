@@ -31,7 +31,7 @@ _KEPT = (
 
 
 def tells_rows(loader: Any, adapter: Any) -> bool:
-    """Whether a batch of it is nothing but its rows, whose numbers the batch sampler gives.
+    """Returns whether a batch of it is nothing but its rows, whose numbers the batch sampler gives.
 
     Args:
         adapter: the Keras data adapter that the loader comes from. That of arrays puts no rows together by itself.
@@ -57,7 +57,9 @@ class Narrowed:
         self._own = own
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        """(batch, how many rows the whole batch has). Where none is this process's, the batch has one too many.
+        """Yields (batch, rows of the whole batch).
+
+        Where none is this process's, the batch has one too many.
 
         The loader's iterator is made at once, as Keras makes it: it draws a seed when it is.
         """
@@ -110,7 +112,7 @@ def _twin(loader: Any, place: int) -> Any:
 
 @dataclass(frozen=True)
 class _Apart:
-    """What a worker does first: it takes other random numbers than those that read other rows of the same batches.
+    """Gives a worker other random numbers, at its start, than those that read other rows of its batches.
 
     Attributes:
         given: the user's own function, which comes behind.

@@ -1,4 +1,4 @@
-"""Which models need an attribute that unidist replaces: `Hook.needed` of those that not every model needs.
+"""Knows which models need a replaced attribute: `Hook.needed`, where not every model needs it.
 
 A layer, loss or metric of the user's own may call whatever there is, so it needs every one of them.
 """
@@ -15,7 +15,7 @@ Need = Callable[[Any], bool]
 
 
 def own_code(model: Any) -> bool:
-    """Whether a model runs code that is neither Keras's nor keras_hub's."""
+    """Returns whether a model runs code that is neither Keras's nor keras_hub's."""
     if model is None:
         return False
     parts = parts_of(model)
@@ -25,8 +25,10 @@ def own_code(model: Any) -> bool:
 
 
 def parts_of(model: Any) -> list[Any]:
-    """A model's layers, losses, metrics, functions among them, and its optimizers: what it was compiled with, and what
-    its layers have."""
+    """Returns a model's layers, losses, metrics, functions among them, and its optimizers.
+
+    They are what it was compiled with, and what its layers have.
+    """
     compiled = getattr(model, "_compile_metrics", None)
     names = ("_user_metrics", "_user_weighted_metrics")
     given = [getattr(model, name, None) for name in ("loss", "optimizer")]
@@ -42,7 +44,7 @@ def of_layers(is_one: Callable[[Any], bool]) -> Need:
 
 
 def of_kinds(*names: str) -> Need:
-    """The need of models with layers of Keras's classes that have these names, or of others derived from them."""
+    """Returns the need of models with layers of Keras's classes of these names, or derived from them."""
     return of_layers(lambda layer: any(kind.__name__ in names for kind in type(layer).__mro__))
 
 
@@ -59,7 +61,7 @@ def of_loss(name: str) -> Need:
 
 
 def of_scaled_losses(model: Any) -> bool:
-    """Whether a model's loss is scaled for float16."""
+    """Returns whether a model's loss is scaled for float16."""
     return model is not None and isinstance(getattr(model, "optimizer", None), LossScaleOptimizer)
 
 
@@ -69,5 +71,5 @@ of_images = of_layers(lambda layer: type(layer).__module__.startswith(f"{INSIDE}
 
 
 def generates(model: Any) -> bool:
-    """Whether a model is one of keras_hub's that write texts."""
+    """Returns whether a model is one of keras_hub's that write texts."""
     return hasattr(model, "generate")

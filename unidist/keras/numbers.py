@@ -1,4 +1,4 @@
-"""The numbers of one device, computed from parts of a batch: batch statistics, added losses, random seeds.
+"""Computes one device's numbers from parts of a batch: batch statistics, added losses, seeds.
 
 Pure functions of the tensors of any Keras backend; what they need of the other shards is asked of the engine's own
 collective. What only one engine needs stays with it: denominators of losses and states of metrics are made global on
@@ -52,8 +52,9 @@ def moments(
 
 
 def by_share(value: Tensor, share: Any) -> Tensor:
-    """What a shard counts of a mean over its rows, or of a number that does not depend on rows, by its share of the
-    rows. The shares of all add up to one.
+    """Counts a mean over a shard's rows, or a number that depends on no rows, by its share of the rows.
+
+    The shares of all add up to one.
 
     A mean over no rows is not a number, and counts nothing. It stays in the graph: all ranks must come to what backward
     does, as to fetch the values that it reads.
@@ -64,5 +65,5 @@ def by_share(value: Tensor, share: Any) -> Tensor:
 
 
 def seed_offset(place: int) -> int:
-    """What is added to a seed, so that the shard at a place draws numbers of its own; the first draws one device's."""
+    """Returns what is added to a seed, so that the shard at a place draws its own; the first adds nothing."""
     return (place * _SEED_STRIDE) & 0x7FFFFFFF

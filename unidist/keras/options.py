@@ -39,17 +39,17 @@ def options(
 
 
 def takes_uneven() -> bool:
-    """Whether variables may be in uneven shards: arrays on JAX and DTensors must divide."""
+    """Returns whether variables may be in uneven shards: arrays on JAX and DTensors must divide."""
     return bool(keras.config.backend() == "torch")
 
 
 def fetches_neighbours() -> bool:
-    """Whether neighbouring layers are fetched together where variables are stored in parts; else each by itself."""
+    """Returns whether neighbouring layers are fetched together where variables are in parts; else singly."""
     return bool(keras.config.backend() == "torch")
 
 
 def is_joint() -> bool:
-    """Whether one dim may be cut by several axes: DTensor cuts it by one."""
+    """Returns whether one dim may be cut by several axes: DTensor cuts it by one."""
     return bool(keras.config.backend() != "tensorflow")
 
 

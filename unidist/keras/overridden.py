@@ -14,7 +14,7 @@ _MARK = "_unidist_overridden"
 
 
 def install(model: Any, given: Callable[..., Any]) -> None:
-    """Lets given(optimizer, method, gradients, variables) stand before what the optimizers of a model override.
+    """Lets given(optimizer, method, gradients, variables) stand before what a model's optimizers override.
 
     Those are the one that it was compiled with, those that it holds as attributes, and the ones inside of them. Each is
     given it once.

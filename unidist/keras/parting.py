@@ -1,4 +1,4 @@
-"""Which rows of a batched tf.data.Dataset are a process's own, by Keras's rule: the k-th process gets the k-th part.
+"""Finds a process's own rows of a batched tf.data.Dataset by Keras's rule: part k of the k-th process.
 
 Source of the rule: `Distribution.distribute_dataset` of Keras up to 3.15. Later versions have it inside their adapters.
 """
@@ -14,7 +14,7 @@ from unidist.strategies import Strategy
 
 
 def own_part(dataset: Any, strategy: Strategy, process: int, processes: int) -> Any:
-    """What one of several processes has of a dataset; several that share a data shard have the same.
+    """Returns what one process has of a dataset; those that share a data shard have the same.
 
     Raises:
         ArgumentError: no batched tf.data.Dataset, or its batches do not divide.
@@ -54,7 +54,7 @@ def _batch_size(dataset: Any, tf: Any) -> int:
 
 
 def _check_parts(strategy: Strategy, processes: int) -> None:
-    """Raises LayoutError unless the processes, in their order, hold equal parts of the data shards in theirs."""
+    """Raises LayoutError unless the processes in order hold equal parts of the data shards in order."""
     each = len(session.list_devices()) // processes
     shards, axes = strategy.data_shards, strategy.data_axes
     parts = min(shards, processes)

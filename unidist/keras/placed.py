@@ -1,4 +1,4 @@
-"""What is known of a Keras variable: one record on each, whatever the driver.
+"""Keeps what is known of a Keras variable: one record on each, whatever the driver.
 
 How a variable comes to its layouts, by `layouts_of`:
 
@@ -30,7 +30,7 @@ from unidist.strategies import VariableLayouts
 
 
 class Placed:
-    """What is known of one variable.
+    """Holds what is known of one variable.
 
     Attributes:
         distribution: the one that it is on; None: it is as Keras made it.
@@ -59,7 +59,7 @@ class Placed:
         return self.distribution is distribution and self.layouts is not None
 
     def __reduce__(self) -> tuple[type[Placed], tuple[()]]:
-        """Of a copy nothing is known."""
+        """Makes a copy of which nothing is known."""
         return Placed, ()
 
 
@@ -151,7 +151,10 @@ def hooks() -> tuple[Hook, ...]:
 
 
 def _adding_slot(original: Any) -> Any:
-    """Optimizer.add_variable_from_reference: notes whose slot it is, before it gets its value and so its place."""
+    """Wraps Optimizer.add_variable_from_reference: notes whose slot it is, before it is placed.
+
+    It is placed when it gets its value.
+    """
 
     @functools.wraps(original)
     def add_variable_from_reference(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:

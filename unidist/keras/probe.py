@@ -1,4 +1,6 @@
-"""What one backend is and sees, and what Keras is to it: `python -m unidist.keras.probe BACKEND` prints JSON.
+"""Prints what one backend is and sees, as JSON: `python -m unidist.keras.probe BACKEND`.
+
+It says what Keras is to the backend too.
 
 `unidist doctor` asks it, in a process of its own for each backend.
 """
@@ -28,8 +30,10 @@ def main(name: str) -> None:
 
 
 def _keras(name: str) -> dict[str, Any]:
-    """{"replaced": number of its attributes that unidist replaces, "lost": those that it could not replace, in words},
-    {"error": text}, or nothing where Keras is not."""
+    """Returns the attributes of Keras that unidist replaces; {"error": text}; or nothing without Keras.
+
+    They are {"replaced": their number, "lost": those that it could not replace, in words}.
+    """
     if importlib.util.find_spec("keras") is None:
         return {}
     try:

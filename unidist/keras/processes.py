@@ -1,4 +1,4 @@
-"""Processes that train a model together: what the first of them has, what each of them says, and who failed.
+"""Processes that train a model together: what the first has, what each says, and who failed.
 
 All of it is made of two collectives that a driver gives: the first process's array, and every process's number.
 """
@@ -94,7 +94,7 @@ class Processes:
         )
 
     def hold_alike(self, data: bytes, purpose: str) -> bool:
-        """Whether all gave the same bytes, by their checksums."""
+        """Returns whether all gave the same bytes, by their checksums."""
         return len(set(self.of_all(_checksum(data), purpose))) == 1
 
     def align_seeds(self) -> None:

@@ -1,4 +1,4 @@
-"""Values in files. A process reads its own ranges of them: a model is loaded in the memory of its shards.
+"""Reads a process's own ranges of values in files: a model loads in the memory of its shards.
 
 Inside a scope Keras's loaders, and keras_hub's of Hugging Face's files, are given `Stored` values in place of arrays. A
 placed variable reads its shards of one; to all others it is the array, read whole when it is first looked at.
@@ -62,7 +62,7 @@ class Stored(np.lib.mixins.NDArrayOperatorsMixin):
         return prod(self.shape)
 
     def part(self, index: Slices) -> Array:
-        """What is at one slice for each dim."""
+        """Returns what is at one slice for each dim."""
         bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         return self._read(tuple(slice(low, high) for low, high in bounds))
 
@@ -169,8 +169,11 @@ def _loading_archive(original: Any) -> Any:
 
 
 def _never_whole(original: Any) -> Any:
-    """Keras reads an archive's weights into memory where they fit, else into a file beside it, each process its own;
-    on an error of either it reads the archive as it is."""
+    """Replaces is_memory_sufficient, so that Keras reads an archive as it is.
+
+    Else it reads its weights into memory where they fit, or into a file beside it, each process its own. On an error of
+    either it reads the archive as it is.
+    """
 
     @functools.wraps(original)
     def is_memory_sufficient(model: Any) -> Any:
@@ -253,8 +256,10 @@ def _from_safetensors(original: Any) -> Any:
 
 
 class _Tensors:
-    """A safetensors file that is open while it is read only: what was read of a mapped file counts as memory of the
-    process until it is closed."""
+    """A safetensors file that is open while it is read only.
+
+    What was read of a mapped file counts as memory of the process until it is closed.
+    """
 
     def __init__(self, open_it: Callable[[], Any]) -> None:
         self._open = open_it

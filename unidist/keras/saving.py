@@ -24,7 +24,7 @@ _writing: ContextVar[bool] = ContextVar("unidist_writing", default=False)
 
 
 def is_writing() -> bool:
-    """Whether a writer is at work in this process, for all of those that meet at its end."""
+    """Returns whether a writer is at work in this process, for all of those that meet at its end."""
     return _writing.get()
 
 
@@ -41,8 +41,10 @@ def writing() -> Iterator[None]:
 def hooks_of_saving(
     processes: Callable[[Any], Processes | None], gathered: Callable[[Any], AbstractContextManager[None]]
 ) -> tuple[Hook, ...]:
-    """Keras's savers, under every name that they have: every process calls them, and process 0 writes the file that one
-    device would. They return when it is there, and raise SavingFailedError where it could not be.
+    """Hooks into Keras's savers, under every name that they have.
+
+    Every process calls them, and process 0 writes the file that one device would. They return when it is there, and
+    raise SavingFailedError where it could not be.
 
     Args:
         processes: those that hold a model together; None where this one holds it alone.
@@ -67,7 +69,7 @@ def by_first(
     gathered: Callable[[Any], AbstractContextManager[None]],
     write: Callable[[], Any],
 ) -> Any:
-    """Writes in the first process, which holds whole values meanwhile, and returns in all when that is done.
+    """Writes in the first process, which holds whole values meanwhile, and returns in all when it is done.
 
     Args:
         model: the one that is written; None: no values are.
@@ -89,8 +91,9 @@ def by_first(
 
 
 def hooks_of_loading(processes: Callable[[Any], Processes | None]) -> tuple[Hook, ...]:
-    """Keras's loaders: where one process of those that train together fails, the others raise too, and none goes on
-    with weights of its own.
+    """Hooks into Keras's loaders: where one process fails, the others raise too.
+
+    So none of those that train together goes on with weights of its own.
 
     Args:
         processes: those that hold a model together, or that one which is not made yet would be on (given None).

@@ -1,4 +1,4 @@
-"""Scalars: a file that TensorBoard shows. Its messages are tensorboard's own; no TensorFlow is imported for it.
+"""Scalars: writes a file that TensorBoard shows, with tensorboard's messages, without TensorFlow.
 
 The file is a TFRecord: of each message its length, the length's checksum, its bytes and their checksum.
 """
@@ -54,6 +54,9 @@ class Scalars:
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC32C, masked as TFRecord wants it: the checksum of bytes that hold their checksum would tell nothing."""
+    """Returns CRC32C, masked as TFRecord wants it.
+
+    The checksum of bytes that hold their checksum would say nothing.
+    """
     found = crc(data)
     return (((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")

@@ -18,7 +18,9 @@ _ARRAY = "array"
 
 
 def state() -> bytes:
-    """The state, for another process's `restore`. Draws nothing, so that a seeded process goes on as it would alone.
+    """Returns the state, for another process's `restore`.
+
+    Draws nothing, so that a seeded process goes on as it would alone.
 
     Python's `random` gives Keras its implicit seeds, NumPy's global state shuffles, Keras's own global seed generator
     serves random ops without a seed, TensorFlow draws seeds for its stateful ops, which shuffle for Keras, and torch
@@ -59,7 +61,10 @@ def restore(data: bytes) -> None:
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """What is drawn inside, as in runs of a model that the program did not ask for, is drawn again behind it."""
+    """Lets what is drawn inside be drawn again behind it.
+
+    It serves runs of a model that the program did not ask for.
+    """
     before = state()
     try:
         yield
@@ -81,7 +86,7 @@ def _unpacked(found: dict[str, Any]) -> Any:
 
 
 def _as_tuples(state: list[Any]) -> tuple[Any, ...]:
-    """What Python's `random` takes: JSON knows no tuples."""
+    """Returns what Python's `random` takes: JSON knows no tuples."""
     version, numbers, drawn = state
     return version, tuple(numbers), drawn
 

@@ -1,4 +1,4 @@
-"""What is known of a Keras model: one record on each, whatever the driver.
+"""Keeps what is known of a Keras model: one record on each, whatever the driver.
 
 Which distribution a model has: that of the driver's own object (torch's and Horovod's engine), which it keeps; else
 that on which its variables are; else that which it was made under, or given since: all that is known of a model without
@@ -33,7 +33,7 @@ _latest: Any = None
 
 @dataclass(slots=True)
 class Known:
-    """What is known of one model.
+    """Holds what is known of one model.
 
     Attributes:
         told: the distribution that it was made under, or given since.
@@ -84,7 +84,7 @@ def _making(original: Any) -> Any:
 
 
 def has_distributed() -> bool:
-    """Whether a model was made under a distribution in this process."""
+    """Returns whether a model was made under a distribution in this process."""
     return _latest is not None
 
 
@@ -103,8 +103,10 @@ def _fitting(original: Any) -> Any:
 
 
 def _warn_where_alone(model: Any) -> None:
-    """Warns, once for a model, where it trains on one device though there are several: most often it was made outside
-    of the scope."""
+    """Warns, once for a model, where it trains on one device though there are several.
+
+    Most often it was made outside of the scope.
+    """
     if not registry.has_current():
         return
     made, processes = strategies.made(), session.process_count() if registry.has_joined() else 1
@@ -125,7 +127,10 @@ def _warn_where_alone(model: Any) -> None:
 
 
 def distribution_of(model: Any) -> Any:
-    """The distribution that a model's variables are on, else that which it was made under or given, else None."""
+    """Returns the distribution that a model's variables are on, else that it was made under or given.
+
+    None where there is none.
+    """
     lain = (found for v in model.variables if (found := placed.of(v).distribution) is not None)
     return next(lain, None) or of(model).told
 
@@ -139,7 +144,7 @@ def check_rules(model: Any, distribution: Any) -> None:
 
 
 def engine_of(model: Any, make: Callable[[Any, UnidistDistribution], Any]) -> Any:
-    """The engine of a model: the one it has, or one by the distribution that it has or that is active, or None."""
+    """Returns a model's engine: its own, or one by the distribution that it has or that is active."""
     known = of(model)
     if known.engine is not None:
         return known.engine

@@ -50,7 +50,7 @@ class Stopping:
         self._agree(Looks.now if self._places else Looks.after_epoch)
 
     def end(self) -> None:
-        """What a process has wished too late is known to all, as to code behind the fit."""
+        """Makes what a process has wished too late known to all, as to code behind the fit."""
         if not self._places:
             self._agree(Looks.now)
 
@@ -72,7 +72,7 @@ def _places(model: Any, callbacks: Iterable[Any]) -> int:
 
 
 def _may_wish(kinds: Iterable[type], more: Iterable[Any]) -> bool:
-    """Whether the code of classes, or of functions among some values, names the attribute."""
+    """Returns whether the code of classes, or of functions among some values, names the attribute."""
     values = [value for kind in kinds for value in vars(kind).values()] + list(more)
     return any(_names(inspect.unwrap(value).__code__) for value in values if inspect.isfunction(value))
 

@@ -64,7 +64,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
         return self.strategy.data_shards
 
     def distribute_dataset(self, dataset: Any) -> Any:
-        """This process's rows of a batched tf.data.Dataset, by Keras's rule: the k-th process gets the k-th part.
+        """Returns the process's rows of a batched tf.data.Dataset by Keras's rule: part k of the k-th process.
 
         In one process, and with `auto_shard_dataset=False`, the dataset itself.
 
@@ -99,8 +99,10 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
             yield
 
     def check_model(self, paths: list[str], outputs: list[str]) -> None:
-        """Raises LayoutError where a strict rule matches none of the model's variables. Keras's maps also hold the
-        layouts of the outputs of layers."""
+        """Raises LayoutError where a strict rule matches none of the model's variables.
+
+        Keras's maps also hold the layouts of the outputs of layers.
+        """
         if self.layout_map is not None:
             self.layout_map.check_used([*paths, *outputs] if isinstance(self.layout_map, KerasRules) else paths)
 
@@ -156,8 +158,7 @@ class DataParallel(UnidistDistribution):
 
 
 class ModelParallel(UnidistDistribution):
-    """Variables are sharded by the rules of a LayoutMap, or as unidist finds by itself; batches over the data axis if
-    the mesh has one.
+    """Shards variables by a LayoutMap's rules, or as unidist finds; batches over the data axis, if any.
 
     With "auto" the plan (unidist.plan) is made when a model is whole: by parallelize, or at its first fit, evaluate or
     predict. Variables made in the scope before that are laid out by their shapes alone, and are moved once, one by one.
@@ -259,7 +260,7 @@ def current() -> UnidistDistribution | None:
 
 
 def made() -> UnidistDistribution | None:
-    """The DataParallel or ModelParallel that was made last for the devices in use; None where there is none."""
+    """Returns the last DataParallel or ModelParallel made for the devices in use; None: there is none."""
     return next((one for adapter, one in _made if registry.has_current() and adapter is registry.current()), None)
 
 
@@ -272,7 +273,7 @@ set_mesh_in_use(_mesh_in_use)
 
 
 class _PathAndShape:
-    """What a Distribution asks of a variable."""
+    """Holds what a Distribution asks of a variable."""
 
     _layout = None
 

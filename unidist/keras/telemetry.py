@@ -1,4 +1,4 @@
-"""`unidist.Telemetry`: how fast a training goes, what it sends, waits for and holds, written down while it runs."""
+"""`unidist.Telemetry`: writes down how fast a training goes, what it sends, waits for and holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers with cut weights do, in words: for `describe` and for the log."""
+"""Says what layers with cut weights do, in words: for `describe` and for the log."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def listed(names: Iterable[str]) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """An error in one line. Keras says the layer in the first line, in bold behind it what went wrong, then all
-    arguments."""
+    """Returns an error in one line.
+
+    Keras says the layer in the first line, in bold behind it what went wrong, then all arguments.
+    """
     said = [line for line in _BOLD.sub("", str(error)).split("\n") if line.strip()]
     return " ".join(said[:2])
 
@@ -79,7 +81,7 @@ def numbered(path: str, taken: Container[str]) -> str:
 
 
 def warn(text: str) -> None:
-    """One warning of the world, by its first process, at the line of the program that has called unidist or Keras."""
+    """Warns once for the world, by its first process, at the program's line that called unidist or Keras."""
     if session.process_index():
         return
     folders = (Path(keras.__file__).parent, Path(__file__).parents[1])
@@ -96,14 +98,14 @@ def own_variables(layer: Any) -> list[Any]:
 
 
 def in_parts(variables: Iterable[Any]) -> str:
-    """Of variables that rest in parts over the data axes alone."""
+    """Says that variables rest in parts over the data axes alone."""
     return f"gathered for each call: data axes cut {_names(variables)}"
 
 
 def of_partitioned(
     model: Any, layouts: Callable[[Any], tuple[Layout, Layout]], data_axes: Axes, partitioner: str, refused: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """(name, what it does) of each layer with cut weights, where another than unidist chooses how it computes.
+    """Yields (name, what it does) of each layer with cut weights, where another chooses how it computes.
 
     Args:
         layouts: where a variable rests, and where its layer reads it.
@@ -137,7 +139,7 @@ def _names(variables: Iterable[Any]) -> str:
 
 
 def applied(model: Any, distribution: Any) -> None:
-    """Logs, once for a model and a distribution, its layouts, and what its layers do as far as that is known."""
+    """Logs, once for a model and a distribution, its layouts, and what its layers do if that is known."""
     if not _log.isEnabledFor(logging.INFO) or not model.built or _told.get(model) is distribution:
         return
     _told[model] = distribution

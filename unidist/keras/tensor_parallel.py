@@ -111,7 +111,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         }
 
     def get_gradient_sharding_info(self) -> dict[str, Any]:
-        """What a device holds of the gradients and of the optimizer's states.
+        """Returns what a device holds of the gradients and of the optimizer's states.
 
         A gradient is laid out as its variable is; so does a slot, measured once the optimizer is built (0 before).
 
@@ -193,7 +193,10 @@ def _backend(name: str, world_size: int | None, device_ids: Sequence[int | str] 
 
 
 def _found() -> str:
-    """The backend that the environment names; in a lone process that of Keras's own devices, else the simulator."""
+    """Returns the backend that the environment names.
+
+    In a lone process it is that of Keras's own devices, else the simulator.
+    """
     name, _ = registry.default_name()
     keras_backend = keras.config.backend()
     if not registry.entry(name).virtual or keras_backend == "torch":
@@ -226,7 +229,10 @@ def _mesh(adapter: DistributionBackend, world_size: int | None, device_ids: Sequ
 
 
 def _how_to_get(adapter: DistributionBackend, count: int) -> str:
-    """What to do for so many devices. (The model itself has started JAX or TensorFlow: it is too late here.)"""
+    """Returns what to do for so many devices.
+
+    (The model itself has started JAX or TensorFlow: it is too late here.)
+    """
     entry = registry.in_use()
     if entry.one_device:
         return f"start as many processes, with `unidist run --backend {adapter.name} -n {count} script.py`"

@@ -70,7 +70,7 @@ def _bits_of_torch(tensor: Any) -> Iterator[Array]:
 
 
 def _given(source: Any) -> Any:
-    """What the user gave, where Keras has put an adapter around it."""
+    """Returns what the user gave, where Keras has put an adapter around it."""
     inner = (getattr(source, name, None) for name in ("py_dataset", "_dataset", "_dataloader", "_generator"))
     return next((x for x in inner if x is not None), source)
 

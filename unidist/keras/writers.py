@@ -1,4 +1,4 @@
-"""Writers of Keras and keras_hub beside the savers of models: one of several processes writes, and all wait for it."""
+"""Writers of Keras and keras_hub beside the savers of models: one process writes, all wait for it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def hooks_of_hub() -> Iterator[Hook]:
 
 
 def has_hub() -> bool:
-    """Whether keras_hub is imported, as a whole."""
+    """Returns whether keras_hub is imported, as a whole."""
     return hasattr(sys.modules.get("keras_hub"), "upload_preset")
 
 
@@ -119,7 +119,10 @@ def _by_one(original: Any, writer: Writer) -> Any:
 
 
 def _by_orbax(original: Any) -> Any:
-    """It writes while training goes on, which the others would not wait for: of several, process 0 writes at once."""
+    """Makes process 0 write at once, of several.
+
+    Orbax writes while training goes on, which the others would not wait for.
+    """
 
     @functools.wraps(original)
     def save(self: Any, step: Any, logs: Any = None) -> Any:

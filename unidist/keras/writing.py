@@ -23,8 +23,9 @@ def silence(given: inspect.BoundArguments) -> None:
 
 @contextlib.contextmanager
 def by_one(given: inspect.BoundArguments, processes: Processes | None) -> Iterator[None]:
-    """While this is entered the other processes show nothing, and their callbacks write nowhere and take part where all
-    must.
+    """Silences the other processes inside: they show nothing and their callbacks write nowhere.
+
+    They take part where all must.
 
     Callbacks that save through the model (ModelCheckpoint) need nothing: the savers have one writer.
 
@@ -54,7 +55,10 @@ def by_one(given: inspect.BoundArguments, processes: Processes | None) -> Iterat
 
 
 def _share_backup(callback: Any, processes: Processes, stack: contextlib.ExitStack) -> None:
-    """Process 0 keeps the backup; all learn when it is gone, since the next training looks for one at its start."""
+    """Lets process 0 keep the backup.
+
+    All learn when it is gone, since the next training looks for one at its start.
+    """
     ending = callback.on_train_end
 
     def on_train_end(logs: Any = None) -> None:
