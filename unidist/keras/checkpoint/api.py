@@ -1,8 +1,8 @@
-"""save and restore: a model's state in files that all its processes write together, and any mesh and backend reads.
+"""save and restore: a model's state in files that all its processes write, and any mesh reads.
 
 A variable comes to its file so: each process brings what it stores to ranges of rows (checkpoint/shares.py), and writes
-their bytes where they belong in the whole tensor. Nothing in the files knows of a mesh. Back: each process reads the
-bytes of what it stores.
+their bytes where they belong in the whole tensor. Nothing in the files knows of a mesh or of a backend. Back: each
+process reads the bytes of what it stores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Step = int | Literal["latest"]
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` has found.
+    """Holds what `restore` has found.
 
     Attributes:
         step: of the checkpoint.
@@ -68,11 +68,11 @@ def save(
     keep: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path | str:
-    """Writes a model's weights, its optimizer's and metrics' variables and the random state, as one step of a folder;
-    and what layers keep beside their variables, such as vocabularies that `adapt` has learned.
+    """Writes a model's variables, its optimizer's and metrics', and the random state, as one step.
 
-    A collective of the processes that hold the model: each writes a part. A process holds its shards and a buffer of
-    64 MiB, no more. The step counts when all of it is on the disk, and not before.
+    What layers keep beside them goes there too, such as vocabularies that `adapt` has learned. A collective of the
+    model's processes: each writes a part, and holds its shards and a buffer of 64 MiB, no more. The step counts when
+    all of it is on the disk.
 
     Args:
         model: a built Keras model, distributed or not. Its optimizer is built if need be.
@@ -142,7 +142,7 @@ def _save(
 
 
 def wait() -> None:
-    """Returns when what `save(..., asynchronous=True)` began is written, or nothing is. A collective of its processes.
+    """Waits until all that `save(..., asynchronous=True)` began is written. A collective of its processes.
 
     Raises:
         CheckpointError: it could not be written, by this process or by another. The step does not count.
@@ -190,9 +190,9 @@ def _told_of(state: State) -> dict[str, Any]:
 
 
 def _config_of(state: State) -> dict[str, Any] | None:
-    """What Keras makes the model of again, and the names of its variables in their order: one that Keras makes of a
-    config may have other paths. Without a config where there is none: a class of the user's that does not say how, or
-    too much. None where the names are too much."""
+    """Returns the config and the variables' names in order; None if these are too large.
+
+    Keras's model of a config may have other paths. The config is None where a class gives none, or it is too large."""
     names = [tensor.name for tensor, _ in state.variables]
     text = None
     try:
@@ -214,10 +214,10 @@ def restore(
     strict: bool = True,
     verify: Verify = "read",
 ) -> Restored:
-    """Reads a step into a model, in place, onto the layouts that it has: whatever mesh, ZeRO stage, number of processes
-    and Keras backend wrote it. Values are bit for bit those that were written; where the model has floats of another
-    precision, or whole numbers of another size (Keras's own differ by backend), they are converted.
+    """Reads a step into a model, in place, onto its own layouts, whatever mesh and backend wrote it.
 
+    Any ZeRO stage and number of processes will do. Values are those that were written, bit for bit. They are converted
+    where the model has floats of another precision, or whole numbers of another size (Keras's own differ by backend).
     A collective of the processes that hold the model: each reads the bytes of its own shards.
 
     Args:

@@ -1,4 +1,4 @@
-"""A training's steps in the memory of its nodes: written often, and read where processes are started again.
+"""Keeps a training's steps in its nodes' memory: written often, read where processes start again.
 
 Each process copies what it would write into files into memory that the launcher keeps, and sends it to a process of the
 next node, in a ring: what a lost node had is at another one. Started again, the processes agree on the latest step all
@@ -165,8 +165,10 @@ class Copies:
 
 
 def _of_nodes(line: Line, nodes: Nodes, own: Sequence[Part], directory: str) -> dict[int, list[tuple[Key, int]]]:
-    """(step, place) of all parts of each node, as its first process finds them. The directory may be another path on
-    each node."""
+    """Returns (step, place) of all parts of each node, as its first process finds them.
+
+    The directory may be another path on each node.
+    """
     told = json.dumps([[part.key.step, part.key.attempt, part.key.count, part.place] for part in own]).encode()
     found = {}
     for node in nodes.all:

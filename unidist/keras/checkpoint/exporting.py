@@ -147,7 +147,7 @@ def _later(reader: Reader, name: str, held: Whole) -> Any:
 
 @contextlib.contextmanager
 def _lazy() -> Iterator[dict[int, Any]]:
-    """While this is entered, large variables are made without values: they are zeros where shapes are inferred.
+    """Makes large variables, inside, without values: they are zeros where shapes are inferred.
 
     Yields:
         The initializers that they were to have, by the variables' ids.

@@ -1,4 +1,4 @@
-"""A step that is spread over the memory of several nodes, read by each process: its own node's parts, and the rest."""
+"""Reads a step that is spread over the memory of several nodes: its own node's parts, and the rest."""
 
 from __future__ import annotations
 

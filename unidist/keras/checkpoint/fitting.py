@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a model: names, shapes and dtypes compared, and numbers converted."""
+"""Fits a checkpoint to a model: compares names, shapes and dtypes, and converts numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMPILE = (
 
 
 def reading(reader: Reader | Source, name: str, dtype: str) -> Read:
-    """What gives the words of a region, in the model's dtype."""
+    """Returns what gives the words of a region, in the model's dtype."""
     written = reader.tensors[name].dtype
 
     def read(region: Region, out: Array | None) -> Array:

@@ -1,4 +1,6 @@
-"""Variables as this process holds them: shards as words of bits, which are written to files and read from them.
+"""Variables as this process holds them: shards as words of bits, which files are written from.
+
+They are read from files too.
 
 A driver gives a `Held` for each variable. `Whole` is one that each process holds all of, whatever the Keras backend.
 """
@@ -44,7 +46,10 @@ class Held(Protocol):
         """The words that a rank of this process stores; all of them without a sharding. No collective."""
 
     def exchanged(self, share: Share) -> Iterator[tuple[int, Array]]:
-        """(first row, words of rows): what this process gets where rows are exchanged. A collective of the teams."""
+        """Yields (first row, words of rows) that this process gets where rows are exchanged.
+
+        A collective of the teams.
+        """
 
     def put(self, read: Read) -> None:
         """Stores what `read` gives for the regions of this process's ranks. No collective."""
@@ -114,7 +119,7 @@ class OnMesh:
         """It is as it is stored."""
 
     def values(self, ranks: Iterable[int], read: Read) -> Iterator[Array]:
-        """What each of the ranks is to store. A region that several have is read once."""
+        """Yields what each of the ranks is to store. A region that several have is read once."""
         came: dict[Region, Array] = {}
         for region in map(self.sharding.region, ranks):
             if region not in came:

@@ -1,5 +1,7 @@
-"""What layers keep beside their variables: vocabularies that `adapt` has learned, tokenizers' files, buffers of torch's
-modules, and what a class of one's own saves by `save_assets` or `save_own_variables`.
+"""Keeps what layers have beside their variables.
+
+That is vocabularies that `adapt` has learned, tokenizers' files, buffers of torch's modules, and what a class of one's
+own saves by `save_assets` or `save_own_variables`.
 
 Keras's own methods write it and read it, files in a folder that is removed. Process 0 says what a step has of it.
 """
@@ -44,7 +46,7 @@ class Keeper:
     layer: Any
 
     def files(self) -> Arrays:
-        """What it saves as files, by their paths.
+        """Returns what it saves as files, by their paths.
 
         Raises:
             CheckpointError: it cannot, or they are none that a checkpoint holds.
@@ -71,8 +73,10 @@ class Keeper:
             )
 
     def arrays(self) -> Arrays:
-        """What it saves as arrays and has in no variable. A collective where a class of one's own computes with whole
-        values."""
+        """Returns what it saves as arrays and has in no variable.
+
+        A collective where a class of one's own computes with whole values.
+        """
         if _is_adapted_bins(self.layer):
             return {"bin_boundaries": np.array(self.layer.bin_boundaries, "float64"), "summary": self.layer.summary}
         with self._told("save its arrays"):
@@ -129,8 +133,10 @@ def has_files(layer: Any) -> bool:
 
 
 def _saves_its_own(layer: Any) -> bool:
-    """Whether it may save what is no variable. Layers of Keras's that have variables save these, if need be as others
-    that they compute of them."""
+    """Returns whether it may save what is no variable.
+
+    Layers of Keras's that have variables save these, if need be as others that they compute of them.
+    """
     kind = next(kind for kind in type(layer).__mro__ if "save_own_variables" in vars(kind))
     return kind is not Layer and (not is_of_either(kind) or not layer.variables)
 
@@ -149,7 +155,7 @@ def _array(value: Any) -> Array:
 
 
 def keepers(model: Any) -> list[Keeper]:
-    """The layers of a model that may keep something beside their variables, in an order that all processes keep."""
+    """Returns the layers that may keep something beside their variables, in one order on all processes."""
     found: list[Keeper] = []
     names: set[str] = set()
     for name, layer in _walk(model, "", set()):
@@ -215,7 +221,7 @@ def _described(values: Arrays) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class _Of:
-    """What a checkpoint has of one layer."""
+    """Holds what a checkpoint has of one layer."""
 
     arrays: dict[str, OfFirst] = field(default_factory=dict)
     files: dict[str, OfFirst] = field(default_factory=dict)
@@ -223,7 +229,7 @@ class _Of:
 
 @dataclass(frozen=True)
 class Plan:
-    """What layers will take of a step.
+    """Plans what layers will take of a step.
 
     Attributes:
         fits: name of the tensor -> where it is read to.
@@ -237,8 +243,9 @@ class Plan:
     _takers: list[tuple[Keeper, _Of]]
 
     def load(self) -> bool:
-        """Gives layers what was read; whether one has changed. A collective where a class of one's own saves whole
-        values.
+        """Gives layers what was read; returns whether one has changed.
+
+        A collective where a class of one's own saves whole values.
 
         Raises:
             CheckpointError: a layer does not take it.
@@ -257,7 +264,7 @@ class Plan:
 
 
 def plan(model: Any, tensors: Mapping[str, Tensor]) -> Plan:
-    """What the layers of a model will take of a checkpoint's tensors.
+    """Plans what the layers of a model will take of a checkpoint's tensors.
 
     Raises:
         CheckpointError: tensors have names that lead out of a folder, or too many bytes.
@@ -308,7 +315,7 @@ def _refused(keeper: Keeper, its: _Of) -> str:
 
 
 def _now(ask: Any) -> Any:
-    """What a layer saves now; None where it cannot, as one that has learned nothing yet."""
+    """Returns what a layer saves now; None where it cannot, as one that has learned nothing yet."""
     try:
         return ask()
     except CheckpointError:
@@ -324,7 +331,10 @@ def _is_same(one: Arrays | None, other: Arrays) -> bool:
 
 
 def trace_anew(model: Any) -> None:
-    """Compiled steps have as constants what layers had when they were traced: tables of words, bins, means."""
+    """Makes compiled steps anew: they have as constants what layers had when they were traced.
+
+    Such are tables of words, bins, means.
+    """
     for one in model._flatten_layers():
         for step in ("train", "test", "predict") if isinstance(one, keras.Model) else ():
             if getattr(one, f"{step}_function", None) is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: by one process beside each, one checkpoint at a time."""
+"""Checkpoints written while training goes on: by one process beside each, one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def wait() -> None:
 
 
 def leave() -> None:
-    """Waits for what is under way, and ends the process that writes. A collective of the processes of both.
+    """Waits for what is under way, and ends the process that writes.
+
+    A collective of the processes of both.
 
     Raises:
         CheckpointError: on all, where one could not write. The process has ended all the same.

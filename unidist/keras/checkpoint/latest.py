@@ -14,7 +14,7 @@ from unidist.keras.processes import taking_part
 
 
 def found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
-    """(the latest checkpoint's number or 0, the position in it if one is looked for), as process 0 finds them.
+    """Returns (the latest checkpoint's number or 0, its position if wanted), as process 0 finds them.
 
     Raises:
         CheckpointError: it holds no position, or cannot be read; on all processes.
@@ -56,6 +56,6 @@ def named(directory: str, number: int) -> Iterator[None]:
 
 
 def position_in(facts: Mapping[str, Any]) -> Any:
-    """What stands in a checkpoint's facts; None where it is no training's."""
+    """Returns the position in a checkpoint's facts; None where it is no training's."""
     found = facts.get("facts")
     return found.get("position") if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""Leaving: what a fit does whose process is asked to end. All processes save at the same step, and end.
+"""Leaving: ends a fit whose process is asked to end. All processes save at the same step, and end.
 
 Whichever process is asked. They agree about once a second (`unidist/keras/looks.py`).
 """
@@ -94,7 +94,7 @@ def _handler_of(action: Any) -> int:
 
 
 class Leaving(Looks):
-    """Whether the processes of a fit are to leave. All come to the same answer at the same step."""
+    """Decides if the processes of a fit are to leave. All come to the same answer at the same step."""
 
     def __init__(self) -> None:
         self._requests = Requests()

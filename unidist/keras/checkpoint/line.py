@@ -56,7 +56,7 @@ class Line:
         return self.of_place(place, given).view(np.uint8)[:length].tobytes()
 
     def sent(self, given: Array, pairs: Sequence[tuple[int, int]]) -> Array:
-        """What another process has sent here. All give an array of one length, of int32.
+        """Returns what another process has sent here. All give an array of one length, of int32.
 
         Args:
             pairs: (place that sends, place that gets); each place stands once on either side.

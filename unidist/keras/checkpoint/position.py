@@ -1,4 +1,4 @@
-"""Where a training stands: an epoch, a step in it, what the data's order hangs on, and what callbacks have counted.
+"""Notes where a training stands: epoch, step, what data's order hangs on, what callbacks counted.
 
 All of it is JSON: what comes from a file is data, never code.
 """
@@ -91,7 +91,7 @@ class Position:
 
 
 def attributes(objects: Iterable[tuple[str, Any]]) -> Attributes:
-    """What can be packed of objects' own attributes: numbers, arrays and generators of random numbers."""
+    """Returns what can be packed of objects' own attributes: numbers, arrays and random generators."""
     return {
         name: {key: packed for key, value in vars(one).items() if (packed := _packed(value)) is not _NEVER}
         for name, one in objects
@@ -99,7 +99,7 @@ def attributes(objects: Iterable[tuple[str, Any]]) -> Attributes:
 
 
 def changed(now: Attributes, before: Attributes) -> Attributes:
-    """Those of now that were not so before."""
+    """Returns the attributes of now that were not so before."""
     return {
         name: {key: value for key, value in own.items() if before.get(name, {}).get(key, _NEVER) != value}
         for name, own in now.items()
@@ -107,7 +107,10 @@ def changed(now: Attributes, before: Attributes) -> Attributes:
 
 
 def set_attributes(objects: Iterable[tuple[str, Any]], found: Attributes) -> None:
-    """Gives objects their attributes. A generator of random numbers stays the one that it is, and others see it too."""
+    """Gives objects their attributes.
+
+    A generator of random numbers stays the one that it is, and others see it too.
+    """
     for name, one in objects:
         for key, value in found.get(name, {}).items():
             sort = next(iter(value)) if isinstance(value, dict) else None
@@ -166,7 +169,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given; tuples as lists."""
+    """Returns what `packed` was given; tuples as lists."""
     if isinstance(value, list):
         return [unpacked(one) for one in value]
     if not isinstance(value, dict):

@@ -22,7 +22,7 @@ _KEPT = ("seed_generator",)
 def in_checkpoint(
     model: Any, ours: Mapping[str, str], theirs: Mapping[str, str], order: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The checkpoint's name for names of a model; empty where the weights are not those of the same layers.
+    """Returns the checkpoint's name for names of a model; empty where the weights are of other layers.
 
     They are where names differ in automatic numbers alone, and none is left over. Of several such, the one of the
     lowest number is that of the lowest: layers are counted as they are made. What the user has named stays as it is.
@@ -61,7 +61,7 @@ def _is_whole(found: Mapping[str, str], ours: Sequence[str], theirs: Sequence[st
 
 
 def _in_order(ours: Sequence[str], theirs: Sequence[str], automatic: frozenset[str]) -> dict[str, str]:
-    """Their name for ours, one after the other; empty where two of them are not of the same part of a model."""
+    """Returns their name for ours, one after the other; empty where two are of different parts of a model."""
     pairs = list(zip(ours, theirs, strict=False))
     if len(ours) != len(theirs) or not all(_ends_alike(*pair, automatic) for pair in pairs):
         return {}
@@ -82,7 +82,9 @@ def _bare_parts(name: str, automatic: frozenset[str]) -> list[str]:
 
 
 def _ends_alike(one: str, other: str, automatic: frozenset[str]) -> bool:
-    """Whether two paths end alike and one has all parts of the other, in its order, without automatic numbers.
+    """Returns whether two paths end alike and one has all parts of the other, but automatic numbers.
+
+    The parts are in one order.
 
     What `load_model` builds by itself lacks the first part, or a wrapper's in the middle.
     """
@@ -92,7 +94,7 @@ def _ends_alike(one: str, other: str, automatic: frozenset[str]) -> bool:
 
 
 def of_layers(model: Any, ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
-    """The checkpoint's name for names of layers: their own, or one that differs in automatic numbers alone."""
+    """Returns the checkpoint's name for names of layers: their own, or one with other automatic numbers."""
     mine, others = list(ours), set(theirs)
     if others.issuperset(mine):
         return {name: name for name in mine}

@@ -27,7 +27,7 @@ from unidist.keras.processes import taking_part
 
 
 class Checkpoint(Follower):
-    """A callback of `fit` that saves the training, and goes on with it when the same program is started again.
+    """Saves the training, as a callback of `fit`, and goes on with it when the program starts again.
 
     The next batch is then the one that would have come, also inside of an epoch and where data is shuffled. Weights,
     optimizer, metrics, random numbers and the history go on as if nothing had been. The mesh, the strategy, the number
@@ -298,7 +298,7 @@ class _Fit:
         return {"epoch": position.packed(self._history.epoch), "logs": logs}
 
     def _counted(self) -> Attributes:
-        """What callbacks have changed since training began, before it was interrupted too."""
+        """Returns what callbacks have changed since training began, before it was interrupted too."""
         now = position.attributes(self._counting)
         found = position.changed(now, self._at_first)
         before = {} if self._resumed is None else self._resumed.callbacks

@@ -1,4 +1,4 @@
-"""What a fit's data is, and how batches of it are drawn without being read."""
+"""Finds the sources of a fit's data, and how batches of it are drawn without being read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inside(dataset: Any) -> Iterator[Any]:
 
 
 def sources_of(adapter: Any) -> list[tuple[str, Any]]:
-    """What may hold numbers of its own on which the data's order hangs: (name, object)."""
+    """Returns what may hold numbers of its own on which the data's order hangs: (name, object)."""
     adapter = innermost(adapter)
     found = {"adapter": adapter, "dataset": vars(adapter).get("py_dataset")}
     if (loader := vars(adapter).get("_dataloader")) is not None:
@@ -58,7 +58,10 @@ def skip(batches: Any) -> None:
 
 
 def follow_stacks(adapter: Any, note: Callable[[int], None]) -> None:
-    """From Keras 3.16 on, with Keras on JAX and steps_per_execution, an adapter may give stacks of batches."""
+    """Notes the stacks of batches that an adapter gives.
+
+    It may give them from Keras 3.16 on, with Keras on JAX and steps_per_execution.
+    """
     original = getattr(adapter, "get_jax_iterator", None)
     if original is None:
         return
@@ -71,12 +74,15 @@ def follow_stacks(adapter: Any, note: Callable[[int], None]) -> None:
 
 
 def draws_in_steps(batches: Any) -> bool:
-    """Whether it is an iterator of TensorFlow, from which a compiled step draws by itself."""
+    """Returns whether it is an iterator of TensorFlow, from which a compiled step draws by itself."""
     return type(batches).__module__.startswith("tensorflow.")
 
 
 def reads_in_step(adapter: Any) -> bool:
-    """Whether a batch is read when it is asked for, and not before: then what is read has drawn what was trained on."""
+    """Returns whether a batch is read when it is asked for, and not before.
+
+    Then what is read has drawn what was trained on.
+    """
     adapter = innermost(adapter)
     workers = getattr(vars(adapter).get("_dataloader"), "num_workers", 0)
     return backend.backend() != "tensorflow" and vars(adapter).get("enqueuer") is None and not workers

@@ -41,7 +41,7 @@ class Holders:
         return 1 if self.several is None else len(self.several.ranks)
 
     def by_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the first process's work gives, on all. A collective.
+        """Returns what the first process's work gives, on all. A collective.
 
         Args:
             work: gives JSON.
@@ -86,7 +86,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class State:
-    """A model's variables, each with the tensor that it is in a checkpoint, in an order that all processes keep.
+    """A model's variables, each with its tensor in a checkpoint, in an order that all processes keep.
 
     Attributes:
         holders: the processes that hold the model.
@@ -98,8 +98,9 @@ class State:
 
     @staticmethod
     def of(model: Any) -> State:
-        """The state of a built model, which is placed if it is distributed. Its optimizer is built if need be: a model
-        that has taken no step has the same variables as one that goes on.
+        """Returns the state of a built model, which is placed if it is distributed.
+
+        Its optimizer is built if need be: a model that has taken no step has the same variables as one that goes on.
 
         Raises:
             LayoutError: the model is not built.
@@ -131,7 +132,10 @@ class State:
 
     @cached_property
     def shares(self) -> tuple[tuple[Tensor, Held, Share], ...]:
-        """What this process is to write of each variable. At first a collective, where values are sums over ranks."""
+        """The part of each variable that this process is to write.
+
+        At first a collective, where values are sums over ranks.
+        """
         return tuple(self._shares())
 
     def _shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
@@ -158,8 +162,9 @@ class State:
         return sum(share.rows_written() * share.row_bytes for _, _, share in self.shares)
 
     def bring(self, take: Callable[[str, int, Array], None], failure: OSError | None) -> OSError | None:
-        """Hands each of the pieces to `take`, until there is a failure: then the exchanges go on to their end, which
-        the others wait for. A collective.
+        """Hands each of the pieces to `take`, until there is a failure. A collective.
+
+        Then the exchanges go on to their end, which the others wait for.
 
         Args:
             failure: what has failed before.
@@ -174,7 +179,7 @@ class State:
 
 
 def tried(work: Callable[[], object]) -> OSError | None:
-    """What a work has failed with, or None."""
+    """Returns what a work has failed with, or None."""
     try:
         work()
     except OSError as error:

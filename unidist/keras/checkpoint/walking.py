@@ -1,4 +1,4 @@
-"""The walk through a fit's data: what was drawn of it is counted, and drawn again where a training goes on.
+"""Walks through a fit's data: counts what was drawn, and draws it again where a training goes on.
 
 Keras's EpochIterator makes an iterator over the data for each epoch (for several epochs where these are given their
 length). Its order hangs on the random state of the process, or on generators that the data holds. So a course is gone
@@ -87,8 +87,11 @@ class Walk:
         return self._passes.copy() if sources.tf_dataset_of(self._iterator.data_adapter) is not None else []
 
     def ends_here(self) -> bool:
-        """Whether the epoch ends with the step that was made. Looks for another batch where the length is not known;
-        not on TensorFlow, whose steps draw their batches by themselves."""
+        """Returns whether the epoch ends with the step that was made.
+
+        Looks for another batch where the length is not known. Not so on TensorFlow, whose steps draw their batches by
+        themselves.
+        """
         if self.is_last or self._ahead is None:
             return self.is_last
         return not self._ahead.has_more()
@@ -144,7 +147,7 @@ class Walk:
         return self._looking_ahead(self._make_steps())
 
     def _looking_ahead(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """The steps, with batches that can be looked at before they are drawn where an epoch's length is not known."""
+        """Yields the steps, with batches to look at before they are drawn where an epoch's length is unknown."""
         for begin, end, batches in steps:
             unknown = not (self._iterator.steps_per_epoch or self.batches) and not sources.draws_in_steps(batches)
             if not unknown:
@@ -178,8 +181,10 @@ class Walk:
         self._opening = self._snapshot()
 
     def _draw_earlier(self, wanted: Position) -> None:
-        """Makes the iterators over a tf.data.Dataset that were made before the position's: shuffles count them, and
-        some datasets what was drawn of each."""
+        """Makes the iterators over a tf.data.Dataset that were made before the position's.
+
+        Shuffles count them, and some datasets what was drawn of each.
+        """
         dataset = sources.tf_dataset_of(self._iterator.data_adapter)
         if dataset is None:
             return
