@@ -1,4 +1,4 @@
-"""Before a step runs on something new, the processes compare it: its program, and the shapes of its batch."""
+"""Compares a step among processes before it runs on something new: program, and the batch's shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPERATION = re.compile(r"\b(?:stablehlo|sdy|chlo)\.(\w+)")
 
 
 class Agreement:
-    """That the processes run the same step.
+    """Checks that the processes run the same step.
 
     Args:
         function: the step, as jax.jit gave it or as a Python function.
@@ -31,8 +31,10 @@ class Agreement:
         self._known: set[Any] = set()
 
     def check(self, what: str, mesh: jax.sharding.Mesh, state: Any, batch: Any) -> None:
-        """Returns when all processes of the mesh have come to the same. Nothing where the step has run on such a batch
-        before, unless UNIDIST_CHECK is "all". Traces and lowers the step, which its first run then finds done.
+        """Returns when all processes of the mesh have come to the same.
+
+        Does nothing where the step has run on such a batch before, unless UNIDIST_CHECK is "all". Traces and lowers the
+        step, which its first run then finds done.
 
         Raises:
             DesyncError: they have not.
@@ -62,7 +64,7 @@ def _told(state: Any) -> dict[str, str]:
 
 
 def told_program(text: str) -> dict[str, str]:
-    """How often a program, given as StableHLO, has each operation, and a digest of it without addresses of objects.
+    """Counts each operation of a program, given as StableHLO, and takes a digest without addresses.
 
     Example:
         >>> told_program("%1 = stablehlo.add %0, %0")

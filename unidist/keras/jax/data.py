@@ -1,4 +1,4 @@
-"""Batches: placed on the mesh, padded where their rows do not divide, and cut to the true rows inside the step.
+"""Batches: placed on the mesh, padded where rows do not divide, cut to the true rows in the step.
 
 A batch of 10 rows on 4 devices is padded to 12 and sharded; the compiled step first takes rows 0 to 9 of the global
 array. The compiler then works on uneven shards, so that every mean, statistic and metric is that of the true rows. On a
@@ -103,7 +103,7 @@ def _place_leaf(distribution: Any, value: Any) -> Any:
 
 
 def _is_global(value: Any, distribution: Any) -> bool:
-    """Whether the user has put the array on the mesh already."""
+    """Returns whether the user has put the array on the mesh already."""
     if not isinstance(value, jax.Array):
         return False
     devices = value.sharding.device_set
@@ -161,7 +161,7 @@ def rows_of_counts(distribution: Any, counts: tuple[int, ...]) -> int:
 
 
 def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
-    """The true rows of an array where process p filled the first counts[p] rows of its parts, each part once."""
+    """Returns the true rows where process p filled the first counts[p] rows of its parts, each part once."""
     filled: dict[int, int] = {}
     for own, count in zip(places, counts, strict=True):
         for place, unit in enumerate(own):
@@ -177,7 +177,10 @@ def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_
 
 
 def replicate(tree: Any, distribution: Any) -> Any:
-    """Every array of the tree whole on every device: inside a compiled step a constraint, outside it a transfer."""
+    """Makes every array of the tree whole on every device.
+
+    Inside a compiled step that is a constraint, outside it a transfer.
+    """
     return jax.tree.map(partial(_replicate_leaf, layouts.replicated(distribution)), tree)
 
 

@@ -1,4 +1,4 @@
-"""A variable's way from where it rests to the data shards that use it, and its gradient's way back, by collectives.
+"""Takes a variable from where it rests to the data shards, and its gradient back, by collectives.
 
 On global arrays "fanned out over the data axes" is a stack: one copy for each data shard, each shard holding its own,
 whose gradients are the shards' own sums. Autodiff adds the gradients of several uses there, where adding moves nothing,
@@ -46,7 +46,7 @@ class Cut:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Of the value with the parts of `outer` laid side by side."""
+        """The spec of the value with the parts of `outer` laid side by side."""
         return PartitionSpec(*[None] * self.side, self.axes)
 
     @property
@@ -62,7 +62,7 @@ class Cut:
         return value.reshape(*shape[: self.dim], *parts, *shape[self.dim + 1 :])
 
     def joined(self, value: Any) -> Any:
-        """What `laid` took apart."""
+        """Joins what `laid` took apart."""
         if self.outer == 1:
             return value
         shape = value.shape
@@ -70,7 +70,7 @@ class Cut:
 
 
 def cut_of(placed: Placement, data_axes: Axes) -> Cut | None:
-    """How the data axes cut a variable's state where its layers need it whole over them; None where they do not."""
+    """Returns how the data axes cut a variable's state where layers need it whole over them; else None."""
     mesh: Any = placed.state.mesh
     axes = tuple(axis for axis in data_axes if mesh.shape[axis] > 1)
     state, compute, storage = (of_native(layout).dims for layout in (placed.state, placed.compute, placed.storage))

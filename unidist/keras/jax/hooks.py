@@ -1,4 +1,7 @@
-"""The attributes of Keras on JAX that unidist replaces. Made for Keras 3.15 and 3.16; tests/keras/jax checks each."""
+"""The attributes of Keras on JAX that unidist replaces.
+
+Made for Keras 3.15 and 3.16; tests/keras/jax checks each.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from unidist.strategies import Strategy
 
 
 def prepare() -> None:
-    """With the simulator, JAX's virtual CPU devices are its ranks; they are counted each time it is chosen.
+    """Makes JAX's virtual CPU devices the simulator's ranks; they are counted each time it is chosen.
 
     Raises:
         BackendMismatchError: JAX runs with fewer devices already.

@@ -1,4 +1,4 @@
-"""Layouts between unidist, Keras and JAX: every one that JAX gets is a NamedSharding that fits its shape."""
+"""Layouts between unidist, Keras and JAX: JAX only gets NamedShardings that fit their shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replicated(distribution: Any) -> NamedSharding:
 
 
 def has_several_axes(mesh: Any) -> bool:
-    """Whether more than one of a JAX mesh's axes cuts anything."""
+    """Returns whether more than one of a JAX mesh's axes cuts anything."""
     return len([axis for axis, size in mesh.shape.items() if size > 1]) > 1
 
 
@@ -113,8 +113,10 @@ def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
 
 
 def constraining(original: Any) -> Any:
-    """Keras's distribute_tensor: where a layer's output has a layout that cuts a dim unevenly (the rows of a ragged
-    batch), JAX refuses the constraint on that dim; the compiler then chooses for it alone."""
+    """Wraps Keras's distribute_tensor, whose constraint JAX refuses on a dim that is cut unevenly.
+
+    Such are the rows of a ragged batch. The compiler then chooses for that dim alone.
+    """
 
     @functools.wraps(original)
     def distribute_tensor(tensor: Any, layout: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a compiled step communicates, read from its program and reported to the ledger each time the step runs."""
+"""Reads what a compiled step communicates from its program; the ledger gets it at each run."""
 
 from __future__ import annotations
 

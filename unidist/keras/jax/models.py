@@ -1,4 +1,4 @@
-"""What models.py asks of the driver on JAX: rows, gather_weights, parallelize."""
+"""Answers what models.py asks of the driver on JAX: rows, gather_weights, parallelize."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ def parallelize(model: Any, distribution: Any) -> None:
 
 
 def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
-    """(path, full value) of every weight in the model's order, on every process. A collective of the world."""
+    """Yields (path, full value) of every weight in the model's order, on every process.
+
+    A collective of the world.
+    """
     for variable in model.weights:
         yield variable.path, processes.whole(variable.value)
 
 
 def rows(model: Any) -> Iterator[Row]:
-    """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold.
+    """Yields a row for each variable of the model, then of its optimizer, measured from devices' shards.
 
     Raises:
         LayoutError: a strict rule of the model's distribution matches none of its variables.

@@ -1,4 +1,4 @@
-"""How far steps are dispatched ahead: a dispatch waits in C++, without limit, where too many are under way.
+"""Limits how far steps are dispatched ahead: with too many a dispatch waits in C++, without limit.
 
 Only in several processes: a step whose others do not come is polled for, so that it is noticed. This process's record
 (unidist.flight) has an entry of each step, from its dispatch until it is known to be ready.
@@ -24,8 +24,10 @@ _AHEAD = 2
 
 
 class _UnderWay(threading.local):
-    """Of each step that this thread has dispatched and not seen ready: a part of its results, and its number in the
-    record, oldest first."""
+    """Keeps a part of the results of each step that this thread has dispatched and not seen ready.
+
+    Beside it is its number in the record, oldest first.
+    """
 
     def __init__(self) -> None:
         self.results: deque[tuple[jax.Array, int]] = deque()
@@ -35,7 +37,7 @@ _under_way = _UnderWay()
 
 
 def unhurried(outputs: Any) -> Any:
-    """A step's outputs, whole on every device, from a program that is run beside the thread that dispatches it."""
+    """Returns a step's outputs, whole on every device, from a program run beside the dispatching thread."""
     leaves, structure = jax.tree.flatten(outputs)
     return jax.tree.unflatten(structure, [*map(waiting.unhurried, leaves[:1]), *leaves[1:]])
 
@@ -70,7 +72,10 @@ def _ending(entry: int) -> Iterator[None]:
 
 
 def dispatched(what: str, step: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """A step's outputs and its state. Notes what it will give, but for its state, which the next one takes over."""
+    """Returns a step's outputs and its state.
+
+    Notes what it will give, but for its state, which the next one takes over.
+    """
     world = joining.current()
     if world is None or world.count == 1:
         return step()
@@ -90,7 +95,7 @@ def dispatched(what: str, step: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What steps give inside is not held on to afterwards."""
+    """Lets go, at the end, of what steps give inside."""
     try:
         yield
     finally:
@@ -100,7 +105,7 @@ def kept() -> Iterator[None]:
 
 
 def syncing(original: Any) -> Any:
-    """JAXTrainer.jax_state_sync: what the variables get, and what the steps have given, is there to be read."""
+    """Wraps JAXTrainer.jax_state_sync: what variables get, and steps have given, is there to be read."""
 
     @functools.wraps(original)
     def jax_state_sync(self: Any) -> None:

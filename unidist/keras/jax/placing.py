@@ -1,4 +1,4 @@
-"""Variables: which distribution each was created under, and how a model that exists is placed on another."""
+"""Variables: under which distribution each was made, and how a model is placed on another."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ def loading(original: Any) -> Any:
 
 
 def initializing(original: Any) -> Any:
-    """JaxVariable._initialize_with_initializer: waits for the value. JAX runs ahead, and would hold what many random
-    functions compute with at once."""
+    """Wraps JaxVariable._initialize_with_initializer: waits for the value.
+
+    JAX runs ahead, and would hold what many random functions compute with at once.
+    """
 
     @functools.wraps(original)
     def _initialize_with_initializer(variable: Any, initializer: Any) -> None:
@@ -133,8 +135,10 @@ def place_model(model: Any, distribution: Any) -> None:
 
 
 def overwriting(original: Any) -> Any:
-    """Optimizer._overwrite_model_variables_with_average_value: variables get copies of the averages, where Keras gives
-    them the arrays themselves, which the next step would donate away from under the averages."""
+    """Wraps Optimizer._overwrite_model_variables_with_average_value: variables get copies of the averages.
+
+    Keras gives them the arrays themselves, which the next step would donate away from under the averages.
+    """
 
     @functools.wraps(original)
     def overwrite(self: Any, trainable_variables: Any) -> None:
@@ -169,6 +173,6 @@ def _lay(variable: Any, distribution: Any) -> None:
 
 
 def waits_for_plan(model: Any, distribution: Any) -> bool:
-    """Whether the layouts of a model are still to be found: it was built after its fit began."""
+    """Returns whether the layouts of a model are still to be found: it was built after its fit began."""
     found = getattr(distribution, "found", None)
     return found is not None and not found.knows((v.path, tuple(v.shape)) for v in model.variables)

@@ -1,4 +1,4 @@
-"""What the processes of a JAX world tell each other on the host: bytes, whole arrays, and that they are there."""
+"""Exchanges bytes and whole arrays between a JAX world's processes on the host, and lets them meet."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _compared: set[Any] = set()
 
 
 def several() -> bool:
-    """Whether the world has more than one process."""
+    """Returns whether the world has more than one process."""
     return int(jax.process_count()) > 1
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and shows."""
+    """Returns whether this is the process that writes and shows."""
     return int(jax.process_index()) == 0
 
 
@@ -60,13 +60,16 @@ def from_first(data: bytes, purpose: str, **how: str) -> bytes:
 
 
 def array_from_first(value: Array, purpose: str) -> Array:
-    """Process 0's values of an array that all processes have with this shape and dtype. A collective of the world."""
+    """Returns process 0's values of an array that all processes have with this shape and dtype.
+
+    A collective of the world.
+    """
     data = from_first(value.tobytes(), purpose, array=f"{value.dtype} {value.shape}")
     return np.frombuffer(data, value.dtype).reshape(value.shape)
 
 
 def _meet(purpose: str, how: Mapping[str, str] = MappingProxyType({}), value: str = "") -> list[str]:
-    """What each process has said, when all have come to the same."""
+    """Returns what each process has said, when all have come to the same."""
     count = jax.process_count()
     world = world_joined() or Membership(count, jax.process_index(), environment.timeout())
     return agreeing.meet(world, purpose, how, value, range(count), jax.devices())
@@ -98,7 +101,10 @@ def _summed(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _read(program: Callable[[jax.Array], jax.Array], array: jax.Array, what: str) -> Array:
-    """What the program gives, which is the same on every device. Waits for it as long as the world does."""
+    """Returns what the program gives, which is the same on every device.
+
+    Waits for it as long as the world does.
+    """
     world = world_joined()
     if world is None:
         return np.asarray(program(array).addressable_data(0))
@@ -109,7 +115,7 @@ def _read(program: Callable[[jax.Array], jax.Array], array: jax.Array, what: str
 
 
 def processes() -> Processes | None:
-    """Those of the world, if there are several."""
+    """Returns the processes of the world, if there are several."""
 
     def of_first(array: Array, purpose: str) -> Array:
         _meet(purpose)
@@ -171,7 +177,7 @@ def whole(array: Any) -> Array:
 
 
 def _compare(array: jax.Array) -> None:
-    """That the processes gather the same is compared, when it is new, or always where UNIDIST_CHECK is "all"."""
+    """Compares what the processes gather, when it is new, or always where UNIDIST_CHECK is "all"."""
     key = array.sharding, array.shape, array.dtype
     if key not in _compared or checks_all():
         _meet(_VALUE, {"array": f"{array.dtype} {array.shape}"})

@@ -1,5 +1,7 @@
-"""Reading in several JAX processes: each reads its own rows of every batch where the data says which these are, and
-the whole batch where it does not."""
+"""Reads in several JAX processes: each its own rows of every batch where the data says which.
+
+Where it does not, each reads the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ class SameAdapter(_Around):
         return _whole(self._adapter.get_jax_iterator(), views)
 
     def _are_cut(self) -> bool:
-        """Whether some process does not hold all rows, and each holds some."""
+        """Returns whether some process does not hold all rows, and each holds some."""
         sharding = layouts.of_batch((1,), self._distribution)
         held = data.rows_by_process(sharding)
         return all(held) and any(len(own) < layouts.parts_of_dim(sharding, 0) for own in held)
@@ -146,7 +148,7 @@ class SameAdapter(_Around):
 
 @dataclass(frozen=True)
 class _Asked:
-    """What Keras would read of an array for a batch."""
+    """The part of an array that Keras would read for a batch."""
 
     sliceable: Any
     indices: Any
@@ -178,7 +180,7 @@ def _whole(batches: Iterable[Any], views: Views) -> Iterator[Any]:
 
 
 def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden: Callable[[], Any]) -> Any:
-    """Keras's get_data_adapter, which reads the data as in one process; a step then places each process's rows.
+    """Wraps Keras's get_data_adapter: reads as in one process; a step then places each process's rows.
 
     Keras itself takes only tf.data in several processes, and cuts it by whole batches.
 

@@ -1,4 +1,4 @@
-"""The one rule inside a compiled step: storage to compute before a layer's call, its gradient to state, and back.
+"""The one rule in a compiled step: storage to compute before a call, its gradient to state, and back.
 
 A layer that treats each row alone is called on each data shard's rows, with collectives of its own (regions.py). For
 all others each of the three is a constraint that the compiler must fulfil, on global arrays. Nothing that a model, a
@@ -65,7 +65,7 @@ def _region(distribution: Any, variables: Any, placed: list[layouts.Placement], 
 
 
 def updating(original: Any) -> Any:
-    """Optimizer.stateless_apply: each device updates its part of a variable, which then goes to its storage."""
+    """Wraps Optimizer.stateless_apply: each device updates its part, which then goes to its storage."""
 
     @functools.wraps(original)
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Layers that treat each row alone are called on each data shard's own rows, so that ZeRO's collectives are those that
-it names: all_gather of values, reduce_scatter of gradients.
+"""Calls layers that treat rows alone on each data shard's own rows, so that ZeRO names collectives.
+
+They are all_gather of values, reduce_scatter of gradients.
 
 A call becomes a shard_map over the data axes. Between such calls arrays are global, so whatever mixes rows (batch
 statistics, losses, metrics, random numbers) computes on all of them, as on one device. Which calls treat rows alone is
@@ -53,7 +54,7 @@ class Region:
             self._held = dict(get_stateless_scope().state_mapping)
 
     def was_written(self, layer: Any) -> bool:
-        """Whether the call has assigned something to a variable of a layer: what the region holds of it is old."""
+        """Returns whether the call has assigned to a variable of a layer: what the region holds of it is old."""
         scope, held = get_stateless_scope(), self._held or {}
         own = [variable for variable in layer.variables if id(variable) in self.cuts]
         return any(scope.get_current_value(variable) is not held.get(id(variable)) for variable in own)
@@ -89,7 +90,7 @@ def calling_layer(original: Any) -> Any:
 
 
 def _of_unit(layer: Any) -> list[Any]:
-    """The variables for whose sake a layer is called as one: its own, and all of one that calls another's `call`."""
+    """Returns the variables of a layer called as one: its own, and all if it calls another's `call`."""
     if isinstance(layer, (RNN, Wrapper)):
         return list(layer.trainable_variables)
     return list(getattr(layer, "_trainable_variables", ()))
@@ -191,8 +192,10 @@ class _Call:
         return outputs, [get_keras_mask(output) for output in outputs], tree
 
     def proven(self) -> Any:
-        """Its program, where it is proven that each row of its outputs is made of that row of its inputs alone; else
-        None."""
+        """Returns its program, where each row of its outputs is proven to be made of that input row alone.
+
+        Else None.
+        """
         try:
             programs = [jax.make_jaxpr(self._traced)(*self._abstract(rows)) for rows in rowwise.SIZES]
         except Exception:
@@ -242,8 +245,10 @@ class _Call:
 
 
 def _lows(program: Any, count: int) -> list[Any]:
-    """Of each of the first arguments of a program the dtype of fewer bits in which it is used, where all that is done
-    with it is one cast. Gradients of several uses, or of steps of a loop, would be added in that dtype.
+    """Returns the dtype of fewer bits in which each of a program's first arguments is used.
+
+    It is one where all that is done with the argument is one cast. Gradients of several uses, or of steps of a loop,
+    would be added in that dtype.
     """
     uses: dict[Any, list[Any]] = {variable: [] for variable in program.jaxpr.invars[:count]}
     for equation in program.jaxpr.eqns:
@@ -262,7 +267,7 @@ def _low(own: Any, uses: list[Any]) -> Any:
 
 
 def _given(variable: Any, cut: fanning.Cut | None, region: Region) -> Any:
-    """What the shards are given of a variable: their parts, their places of the stack, or all of it."""
+    """Returns what the shards are given of a variable: their parts, their places of the stack, or all."""
     if cut is not None:
         value = region.values[id(variable)]
         return cut.laid(value) if cut.stored else value
@@ -277,14 +282,14 @@ def _spec(cut: fanning.Cut | None) -> PartitionSpec:
 
 
 def _whole(cut: fanning.Cut | None, value: Any, dtype: str | None) -> Any:
-    """Of what a shard holds of a variable; what is gathered is in this dtype."""
+    """Makes a variable whole of what a shard holds of it; what is gathered is in this dtype."""
     if cut is None:
         return value
     return fanning.gathered(cut, value, dtype) if cut.stored else value[0]
 
 
 def _padded(array: Any, missing: int, mesh: Any) -> Any:
-    """With the last row repeated: of zeros a layer might make what is no number; and no gradient comes back of them."""
+    """Pads an array with its last row: of zeros a layer might make NaN. No gradient comes back of it."""
     if not missing:
         return array
     array = _even(array, mesh)
@@ -296,8 +301,10 @@ def _cut(array: Any, rows: int, mesh: Any) -> Any:
 
 
 def _even(array: Any, mesh: Any) -> Any:
-    """Rows that do not divide, and their gradient, whole on every device where the mesh has several axes (data.cut says
-    why)."""
+    """Makes rows that do not divide, and their gradient, whole on every device of a mesh of several axes.
+
+    data.cut says why.
+    """
     if not layouts.has_several_axes(mesh):
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))

@@ -1,5 +1,6 @@
-"""Whether a traced function treats each row alone, proven from its program: the rows of dim 0 of what it takes, and of
-all that it gives.
+"""Proves from a traced function's program that it treats each row alone: of all it takes and gives.
+
+Rows are those of dim 0.
 
 The function is traced with two numbers of rows. A dim whose size differs between the two programs is a dim of rows.
 Every operation on such a dim must be one that is known to treat its places one by one; everything else of the programs
@@ -43,7 +44,10 @@ class Equation:
 
 
 def is_row_wise(more: ClosedJaxpr, fewer: ClosedJaxpr) -> bool:
-    """Whether the programs of one function, traced with SIZES rows, treat each row alone and give rows only."""
+    """Returns whether the programs of one function, traced with SIZES rows, treat each row alone.
+
+    They must give rows only.
+    """
     outputs = zip(more.jaxpr.outvars, fewer.jaxpr.outvars, strict=False)
     return _same_programs(more, fewer) and all(_row_dim(a, b) == 0 for a, b in outputs)
 
@@ -132,7 +136,7 @@ def _plain(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elementwise(step: Equation) -> bool:
-    """What it takes has the shape of what it gives, or one that is repeated to it."""
+    """Returns whether what it takes has the shape of what it gives, or one that is repeated to it."""
     (out,) = step.out_rows
     if out is None:
         return False
@@ -292,7 +296,10 @@ def _cond(step: Equation) -> bool:
 
 
 def _inside(step: Equation) -> bool:
-    """A program within the program. (The derivative of a custom_jvp_call is that of a program that was read.)"""
+    """Returns whether a program within the program is allowed: it must be unchanged.
+
+    (The derivative of a custom_jvp_call is that of a program that was read.)
+    """
     return _unchanged(step, "jvp", "jvp_jaxpr_fun")
 
 

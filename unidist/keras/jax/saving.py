@@ -15,15 +15,17 @@ from unidist.keras.saving import agree_on_room
 
 
 def loading(model: Any) -> Processes | None:
-    """The processes of the world, if there are several and the model is on them, or would be once it is made."""
+    """Returns the processes of the world, if several hold the model, or would once it is made."""
     found = placing.current() if model is None else placing.distribution_of(model)
     return None if found is None else processes.processes()
 
 
 @contextlib.contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """On process 0 the model's variables are whole values in its memory, which it computes with alone: a layer with
-    low-rank kernels saves what they make together."""
+    """Makes the model's variables, on process 0, whole values in its memory, with which it computes alone.
+
+    A layer with low-rank kernels saves what they make together.
+    """
     processes.meet("saving")
     agree_on_room(model, processes.processes())
     held = []

@@ -30,7 +30,7 @@ def ready(model: Any) -> None:
 
 
 def processes(model: Any) -> Processes | None:
-    """Those that hold the model together, if there are several."""
+    """Returns the processes that hold the model together, if there are several."""
     distributed = any(placed.of(v).distribution is not None for v in making.all_variables(model))
     return of_world() if distributed else None
 

@@ -23,8 +23,11 @@ _STEPS = {4: "train step", 3: "test step", 2: "predict step"}
 
 @contextlib.contextmanager
 def entering(distribution: Any, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
-    """Works under the model's distribution, wherever it is called: in another thread, outside of the scope and after
-    keras.utils.clear_session() too. A model from elsewhere is placed first."""
+    """Works inside under the model's distribution, wherever it is called.
+
+    So it does in another thread, outside of the scope and after keras.utils.clear_session() too. A model from elsewhere
+    is placed first.
+    """
     with processes.lost(name), pacing.kept():
         placing.place_model(given.arguments["self"], distribution)
         several = processes.processes()
@@ -57,7 +60,7 @@ def compiling(original: Any) -> Any:
 
 
 def measuring(original: Any) -> Any:
-    """compute_metrics and Metric.stateless_update_state: rows that do not divide are whole on every device.
+    """Wraps compute_metrics and Metric.stateless_update_state: ragged rows are whole on every device.
 
     XLA's partitioner counts the rows that it pads itself where AUC scatters and sums along them (JAX 0.10).
     """
@@ -80,8 +83,10 @@ def measuring(original: Any) -> Any:
 
 
 def building(original: Any) -> Any:
-    """Trainer._symbolic_build: it has the rows of all processes, and metrics that were made outside of the scope are
-    the model's own from now on."""
+    """Wraps Trainer._symbolic_build: it has the rows of all processes.
+
+    Metrics that were made outside of the scope are the model's own from now on.
+    """
 
     @functools.wraps(original)
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
@@ -114,7 +119,7 @@ def _place_what_is_built(model: Any) -> None:
 
 
 def making_function(original: Any) -> Any:
-    """JAXTrainer._make_function: every step places its batch, and reports to the ledger what it communicates."""
+    """Wraps JAXTrainer._make_function: each step places its batch, and reports what it communicates."""
     if "out_shardings" in inspect.signature(original).parameters:
         return _making_and_compiling(original)
 
@@ -127,8 +132,11 @@ def making_function(original: Any) -> Any:
 
 
 def _making_and_compiling(original: Any) -> Any:
-    """From Keras 3.16 on it compiles the step itself, and several steps on a stack of batches as one program. Under a
-    distribution each step is a program, and places its own batch."""
+    """Wraps it from Keras 3.16 on, which compiles the step itself.
+
+    Several steps on a stack of batches are one program there. Under a distribution each step is a program, and places
+    its own batch.
+    """
 
     @functools.wraps(original)
     def _make_function(
