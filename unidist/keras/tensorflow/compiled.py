@@ -1,4 +1,4 @@
-"""What a compiled step communicates, read from the program that DTensor made for one device of this process.
+"""Reads what a compiled step communicates from the program that DTensor made for one device here.
 
 DTensor keeps its programs to itself. But TensorFlow collects the graphs that it hands to each device, where somebody
 asks before a function runs for the first time; in them DTensor's collectives stand as they are executed. On CPU, for
@@ -96,7 +96,10 @@ def _wait_for(results: Any) -> None:
 
 
 def _group_keys(node: Any, nodes: Mapping[str, Any]) -> list[int]:
-    """The keys of the groups by the mesh's places: a constant; each device takes its own of it. [] if not found."""
+    """Returns the keys of the groups by the mesh's places; [] if not found.
+
+    They are a constant; each device takes its own of it.
+    """
     source: Any = node
     given = node.input[2] if len(node.input) > 2 else ""
     while given and (source := nodes.get(given.partition(":")[0])) is not None and source.op != "Const":

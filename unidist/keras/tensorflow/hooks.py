@@ -1,4 +1,4 @@
-"""The attributes of Keras on TensorFlow, and of TensorFlow, that unidist replaces where DTensor serves it.
+"""The attributes of Keras on TensorFlow, and of TensorFlow, that unidist replaces for DTensor.
 
 Made for Keras 3.15 and 3.16.
 """
@@ -26,7 +26,7 @@ from unidist.strategies import Strategy
 
 
 def prepare() -> None:
-    """With the simulator, TensorFlow's virtual CPU devices are its ranks; they are counted each time it is chosen.
+    """Makes TensorFlow's virtual CPU devices the simulator's ranks, counted each time it is chosen.
 
     Raises:
         BackendMismatchError: TensorFlow runs with other devices already.
@@ -77,7 +77,7 @@ def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any])
 
 
 def _of_distribution() -> Iterator[Hook]:
-    """What keras.distribution asks of a Keras backend, answered by the backend in use."""
+    """Yields the hooks by which the backend in use answers what keras.distribution asks of Keras's."""
     why = "keras.distribution's answers are the backend's in use"
     for name in ("list_devices", "get_device_count", "initialize", "num_processes", "process_id"):
         yield Hook(keras_distribution_lib, name, by(getattr(distribution_lib, name)), why, adds=True)

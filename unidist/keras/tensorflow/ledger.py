@@ -1,4 +1,4 @@
-"""What a step communicates, predicted from the layouts, where it is no program that could be read (compiled.py)."""
+"""Predicts what a step communicates from the layouts, where it is no program to read (compiled.py)."""
 
 from __future__ import annotations
 

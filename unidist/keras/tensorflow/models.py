@@ -1,4 +1,4 @@
-"""What models.py asks of the DTensor engine: rows, gather_weights, parallelize."""
+"""Answers what models.py asks of the DTensor engine: rows, gather_weights, parallelize."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def parallelize(model: Any, distribution: Any) -> None:
 
 
 def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
-    """(path, full value) of every weight in the model's order, on every process. A collective of the world."""
+    """Yields (path, full value) of every weight in the model's order, on every process.
+
+    A collective of the world.
+    """
     _place(model)
     for variable in model.weights:
         with worlds.telling("gather_weights"):
@@ -36,13 +39,16 @@ def gather_weights(model: Any) -> Iterator[tuple[str, Array]]:
 
 
 def rows(model: Any) -> Iterator[Row]:
-    """A row for each variable of the model, then of its optimizer, measured from the shards that devices hold."""
+    """Yields a row for each variable of the model, then of its optimizer, measured from devices' shards."""
     _place(model)
     yield from rows_of(model, _row)
 
 
 def reasons(model: Any) -> Iterator[tuple[str, str]]:
-    """(path, what is known of it) of each layer with cut weights: how it computes with shards is DTensor's choice."""
+    """Yields (path, what is known of it) of each layer with cut weights.
+
+    How it computes with shards is DTensor's choice.
+    """
     distribution = placing.placed_under(model)
     if distribution is None:
         return
@@ -56,7 +62,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _place(model: Any) -> None:
-    """What was made under a scope is on its mesh from its first use; this is one."""
+    """Places what was made under a scope on its mesh at its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
         sessions.check_rules(model, distribution)

@@ -1,5 +1,7 @@
-"""Data in several processes. Each is given its own part of it (auto_shard_dataset=False), whose rows are put on the
-mesh; or each reads the whole, and all must read the same."""
+"""Data in several processes: each is given its own part, or each reads the whole.
+
+With parts (auto_shard_dataset=False) their rows are put on the mesh. Else all must read the same.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _apart: ContextVar[bool | None] = ContextVar("unidist_dtensor_apart", default=No
 
 
 def are_given(distribution: UnidistDistribution) -> bool:
-    """Whether each process brings its own rows."""
+    """Returns whether each process brings its own rows."""
     return worlds.several() and not distribution.strategy.auto_shard_dataset
 
 
@@ -68,7 +70,12 @@ def _known(leaf: Any) -> Any:
 
 
 def adapting(original: Any) -> Any:
-    """Keras's get_data_adapter: of a part of the data, where each process was given one; else of what all must see."""
+    """Wraps Keras's get_data_adapter: gives a part of the data where each process has one, else all of it.
+
+    All must see the same then.
+
+    All must see the same whole.
+    """
 
     @functools.wraps(original)
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +112,10 @@ class _Shards:
     processes: tuple[tuple[int, ...], ...]
 
     def rows(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """The rows that each set has. Raises DesyncError: its processes, which must have the same, differ in number."""
+        """Returns the rows that each set has.
+
+        Raises DesyncError: its processes, which must have the same, differ in number.
+        """
         for own in self.processes:
             if len({counts[process] for process in own}) > 1:
                 raise DesyncError(

@@ -1,4 +1,4 @@
-"""Results that DTensor must not lay as it likes: what is joined of parts or padded is whole along that dim.
+"""Pins results that DTensor must not lay as it likes: joined or padded ones are whole along that dim.
 
 DTensor (TensorFlow 2.21) lets the layout that a consumer wants of such a result spread to it. Where that cuts the dim
 of the parts, each device joins its own pieces, which is another order: wrong numbers, without an error. So it is with
@@ -28,8 +28,11 @@ _CONVOLUTIONS = ("conv2d", "conv3d", "conv2d_backprop_input", "conv3d_backprop_i
 
 
 def hooks() -> tuple[Hook, ...]:
-    """The ops behind tf.concat and tf.pad, and so keras.ops.concatenate and gradients of splits and slices, and that
-    behind tf.unstack, by which recurrent layers take their steps: of shards DTensor refuses it."""
+    """Hooks into the ops behind tf.concat, tf.pad and tf.unstack.
+
+    So keras.ops.concatenate and gradients of splits and slices are covered. By tf.unstack recurrent layers take their
+    steps: of shards DTensor refuses it.
+    """
     whole = "what is joined or padded is whole along that dim"
     return (
         Hook(gen_array_ops, "concat_v2", _concatenating, whole),
@@ -70,8 +73,10 @@ def _padding(original: Any) -> Any:
 
 
 def _looking_up(original: Any) -> Any:
-    """Keras's take. Of a table that is cut by its ids, and of what is computed, each device has whole rows: DTensor
-    fails where the layer behind it wants them cut."""
+    """Wraps Keras's take, so that each device has whole rows of a table that is cut by its ids.
+
+    So it is with what is computed. DTensor fails where the layer behind it wants them cut.
+    """
 
     @functools.wraps(original)
     def take(x: Any, indices: Any, axis: int | None = None) -> Any:
@@ -108,7 +113,10 @@ def _of_matrices(original: Any) -> Any:
 
 
 def _of_segments(original: Any) -> Any:
-    """A row's gradient is looked up in that of its segment, and the layer before may want it cut by its features."""
+    """Pins segments: a row's gradient is looked up in that of its segment.
+
+    The layer before may want it cut by its features.
+    """
 
     @functools.wraps(original)
     def of_segments(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +126,7 @@ def _of_segments(original: Any) -> Any:
 
 
 def _sorting(original: Any) -> Any:
-    """Of a vector, which has no rows but its entries, all are gathered."""
+    """Gathers all entries of a vector, which has no other rows."""
 
     @functools.wraps(original)
     def top_kv2(input: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +138,10 @@ def _sorting(original: Any) -> Any:
 
 
 def _taking_along(original: Any) -> Any:
-    """Keras's take_along_axis, by places in the flat whole value: shapes that Keras computes in a step DTensor does not
-    know."""
+    """Wraps Keras's take_along_axis, by places in the flat whole value.
+
+    Shapes that Keras computes in a step DTensor does not know.
+    """
 
     @functools.wraps(original)
     def take_along_axis(x: Any, indices: Any, axis: int | None = None) -> Any:
@@ -167,8 +177,10 @@ def _unpacking(original: Any) -> Any:
 
 
 def _convolving(original: Any) -> Any:
-    """Where an op behind it has no rule, as averages of pools, its gradient comes whole: DTensor fails where a
-    convolution of it is to be cut."""
+    """Makes a convolution's gradient whole where an op behind it has no rule, as averages of pools.
+
+    DTensor fails where a convolution of it is to be cut.
+    """
 
     @functools.wraps(original)
     def convolve(*args: Any, **kwargs: Any) -> Any:
@@ -186,8 +198,7 @@ def _convolving(original: Any) -> Any:
 
 
 def _pinned(x: Any, keeps_rows: bool, rows: int = 0, of_any_kind: bool = False) -> Any:
-    """A tensor of a program, and its gradient, whole along all dims, but for that of its rows where these stay as they
-    are."""
+    """Makes a program's tensor, and its gradient, whole along all dims, but its rows' where these stay."""
     mesh = slicing.mesh_here()
     # Shapes and paddings are joined too: DTensor must go on seeing constants in them.
     if mesh is None or tf.executing_eagerly() or not x.shape.rank or (x.dtype.is_integer and not of_any_kind):

@@ -35,7 +35,7 @@ LARGE = 1 << 16
 
 
 def distribution_of(model: Any) -> UnidistDistribution | None:
-    """The active distribution, else the one that the model was given: in an entrance it is where it will be."""
+    """Returns the active distribution, else the model's own: in an entrance it is where it will be."""
     found = current()
     if found is not None:
         return found
@@ -52,7 +52,7 @@ def _is_spread(variable: Any) -> bool:
 
 
 def place_model(model: Any, distribution: UnidistDistribution) -> None:
-    """Makes DTensors of what is not yet one under the distribution: variables, metrics, the optimizer's slots.
+    """Makes DTensors of what is none yet under the distribution: variables, metrics, optimizer's slots.
 
     Compiled steps are dropped where anything moved.
 
@@ -77,9 +77,11 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 
 @contextlib.contextmanager
 def constants_on_mesh(model: Any, mesh: dtensor.Mesh) -> Iterator[None]:
-    """What a model and its layers keep as tensors, as Normalization its means or a graph its nodes, is whole on every
-    device inside: DTensor takes no tensor that is on no mesh. Afterwards it is what it was; a program that was traced
-    inside remembers it."""
+    """Makes what a model and its layers keep as tensors whole on every device inside.
+
+    Such are the means of Normalization, or the nodes of a graph. DTensor takes no tensor that is on no mesh. Afterwards
+    it is what it was; a program that was traced inside remembers it.
+    """
     held = [(layer, name, x) for layer in model._flatten_layers() for name, x in vars(layer).items() if _is_alone(x)]
     try:
         for layer, name, x in held:
@@ -95,15 +97,20 @@ def _is_alone(x: Any) -> bool:
 
 
 def _states(model: Any) -> list[Any]:
-    """States of recurrent layers that are not placed yet: Keras does not count them as variables of the model. A plain
-    tf.Variable would be read and written by each device at its own time."""
+    """Returns recurrent layers' states that are not placed yet: Keras does not count them as variables.
+
+    A plain tf.Variable would be read and written by each device at its own time.
+    """
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, RNN) and layer.states is not None]
     return [state for layer in layers for state in tree.flatten(layer.states) if not _is_spread(state)]
 
 
 def _read_whole(model: Any) -> set[int]:
-    """Variables that are gathered when they are read: all but the kernels, tables and biases of products and lookups,
-    whose ops DTensor runs on shards. (Others it refuses, as a slice of a table of positions that cuts it anew.)"""
+    """Returns the variables that are gathered when they are read.
+
+    They are all but the kernels, tables and biases of products and lookups, whose ops DTensor runs on shards. (Others
+    it refuses, as a slice of a table of positions that cuts it anew.)
+    """
     on_shards = {id(variable) for layer in model._flatten_layers() for variable in _used_as_shards(layer)}
     return {id(variable) for variable in model.variables} - on_shards
 
@@ -189,7 +196,10 @@ def _to_lie_on(variable: Any) -> UnidistDistribution | None:
 
 
 def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | None:
-    """The layout in which a variable rests; None: it is whole, or a mistake is reported when its model is placed."""
+    """Returns the layout in which a variable rests; None: it is whole, or its mistake is reported later.
+
+    A mistake is reported when the model is placed.
+    """
     try:
         found = _layouts_of(variable, distribution, True)
         storage = worlds.native_layout(found.storage, tuple(variable.shape), distribution.mesh)

@@ -1,4 +1,4 @@
-"""Recurrent layers, traced step by step: DTensor cannot partition the lists of tensors in TensorFlow's loops."""
+"""Traces recurrent layers step by step: DTensor cannot partition lists of tensors in loops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unrolled(model: Any) -> Iterator[None]:
 
 
 def _looping(original: Any) -> Any:
-    """RNN.inner_loop, with the zeros of Keras's loop for masked steps of a sequence that is read backwards.
+    """Wraps RNN.inner_loop, with the zeros of Keras's loop for masked steps of a reversed sequence.
 
     Keras's unrolled steps lay the mask as it was given onto outputs that are the other way round.
     """

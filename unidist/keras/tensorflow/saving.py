@@ -14,7 +14,7 @@ from unidist.keras.tensorflow import placing, values, worlds
 
 
 def holding(model: Any) -> Processes | None:
-    """The processes of the world, if there are several and the model is on them, or would be once it is made."""
+    """Returns the processes of the world, if several hold the model, or would once it is made."""
     found = strategies.current() if model is None else placing.distribution_of(model)
     return None if found is None else worlds.processes()
 

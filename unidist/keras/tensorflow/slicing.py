@@ -1,4 +1,4 @@
-"""Slices and losses that mix rows, made ready for DTensor: what it cannot do on shards is done on whole values.
+"""Makes slices and losses that mix rows ready for DTensor: works on whole values instead of shards.
 
 TensorFlow 2.21 reads beyond an array, and mostly crashes, where DTensor partitions a slice with new axes
 (`x[:, None]`); it reverses the shards of `x[::-1]` each for itself; and it cannot take one of the rows.
@@ -68,7 +68,7 @@ def adopt_loss(model: Any) -> None:
 
 @dataclass(frozen=True)
 class _Spec:
-    """What tf.strided_slice is asked for; bit k of a mask is about entry k.
+    """Holds what tf.strided_slice is asked for; bit k of a mask is about entry k.
 
     Attributes:
         begin, end, strides: sequences of one length, of numbers or scalar tensors.
@@ -127,7 +127,7 @@ class _Spec:
         )
 
     def needs_whole(self) -> bool:
-        """Whether it takes one row, or steps over elements: DTensor would do that in each shard by itself."""
+        """Returns whether it takes one row, or steps over elements: DTensor would do that in each shard."""
         steps = [_number(stride) for k, stride in enumerate(self.strides) if not self.has("ellipsis_mask", k)]
         takes_a_row = self.has("shrink_axis_mask", 0) and not self.has("ellipsis_mask", 0)
         return takes_a_row or any(step != 1 for step in steps)
@@ -165,8 +165,10 @@ def slicing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def selecting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation of tf.where with two values. On a mesh a single condition is spread over what it chooses from:
-    DTensor crashes the process where it has no dims and they have some."""
+    """Wraps the operation of tf.where with two values, and spreads a single condition on a mesh.
+
+    DTensor crashes the process where it has no dims and what it chooses from has some.
+    """
 
     @functools.wraps(original)
     def select_v2(condition: Any, t: Any, e: Any, name: Any = None) -> Any:
@@ -183,8 +185,10 @@ def selecting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scattering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """tf.scatter_nd, which gradients of top_k and of sorting call. On a mesh: of whole values, since DTensor lets each
-    device place the rows of all into its own part."""
+    """Wraps tf.scatter_nd, which gradients of top_k and of sorting call: of whole values on a mesh.
+
+    DTensor lets each device place the rows of all into its own part.
+    """
 
     @functools.wraps(original)
     def scatter_nd(indices: Any, updates: Any, shape: Any, *args: Any, **options: Any) -> Any:
@@ -217,7 +221,7 @@ def _scalars(packed: Any) -> list[Any]:
 
 
 def _is_known(x: Any) -> bool:
-    """Whether a tensor is the same on all devices without being gathered, as shapes are."""
+    """Returns whether a tensor is the same on all devices without being gathered, as shapes are."""
     return tf.get_static_value(x) is not None if tf.is_symbolic_tensor(x) else not values.is_spread(x)
 
 

@@ -27,7 +27,7 @@ def ready(model: Any) -> None:
 
 
 def processes(model: Any) -> Processes | None:
-    """Those that hold the model together, if there are several."""
+    """Returns the processes that hold the model together, if there are several."""
     return worlds.processes() if placing.is_placed(model) else None
 
 

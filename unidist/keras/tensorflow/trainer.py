@@ -1,4 +1,7 @@
-"""The entrances and steps of Keras's TensorFlow trainer: batches packed, one tf.function a step, results on host."""
+"""The entrances and steps of Keras's TensorFlow trainer: packs batches, makes one tf.function a step.
+
+Results are on the host.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def entering(distribution: UnidistDistribution, given: inspect.BoundArguments, n
 
 
 def building(original: Any) -> Any:
-    """_maybe_symbolic_build: builds metrics and losses before the step is traced, as their variables must be placed."""
+    """Wraps _maybe_symbolic_build: builds metrics and losses before the step is traced.
+
+    Their variables must be placed by then.
+    """
 
     @functools.wraps(original)
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
@@ -53,7 +59,7 @@ def building(original: Any) -> Any:
 
 
 def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
-    """What Keras builds from is read as if it were not: a shuffle draws for it, and Keras alone builds without."""
+    """Yields what Keras builds from as if it were unread: a shuffle draws for it, Keras alone would not."""
     before = seeds.state()
     for step in steps:
         seeds.restore(before)
@@ -179,8 +185,14 @@ class _Program:
 
 
 def pack(value: Any, distribution: UnidistDistribution) -> Any:
-    """An array of a batch on the mesh: its rows over the data axes, or whole everywhere where they do not divide (the
-    last rows of an epoch; every number is then computed from all of them, so the results are the same)."""
+    """Puts an array of a batch on the mesh: its rows over the data axes, or whole if they do not divide.
+
+    So it is with the last rows of an epoch. Every number is then computed from all of them, so the results are the
+    same.
+
+    So it is with the last rows of an epoch. Every number is then computed from all of them, so the results are the
+    same.
+    """
     if value is None or isinstance(value, tf.experimental.Optional):
         return None
     if values.is_spread(value):

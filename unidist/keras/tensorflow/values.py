@@ -1,4 +1,4 @@
-"""Values between the host and DTensor: packed onto a layout from whole arrays, gathered back, and the variables."""
+"""Values between the host and DTensor: packed onto layouts, gathered back; and the variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def put_parts(shape: Sequence[int], layout: dtensor.Layout, part: Callable[[tupl
 
 
 def is_spread(x: Any) -> bool:
-    """Whether x is a DTensor outside of tf.function."""
+    """Returns whether x is a DTensor outside of tf.function."""
     return isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x) and dtensor.is_dtensor(x)
 
 
@@ -148,7 +148,7 @@ class SpreadVariable(dtensor.DVariable):  # type: ignore[misc, unused-ignore]
         return None if wanted is None or wanted == self.layout else wanted
 
     def _as_stored(self, value: Any) -> Any:
-        """What was computed in another layout is brought to that in which the variable rests."""
+        """Brings what was computed in another layout to that in which the variable rests."""
         if tf.executing_eagerly() and not is_spread(value):
             return put(np.asarray(value), self.layout)
         if self.state is None or self.state == self.layout:
@@ -180,8 +180,10 @@ def reduced(gradient: Any, computed: dtensor.Layout, state: dtensor.Layout) -> A
 
 
 def rows_by_id(gradient: tf.IndexedSlices, variable: SpreadVariable) -> tf.IndexedSlices:
-    """The gradient of a lookup, not summed by its ids, on every device. Keras's optimizers on TensorFlow treat the rows
-    of an id that occurs several times one by one: the square of such a gradient is the sum of their squares.
+    """Returns the gradient of a lookup, not summed by its ids, on every device.
+
+    Keras's optimizers on TensorFlow treat the rows of an id that occurs several times one by one. The square of such a
+    gradient is the sum of their squares.
 
     Ids are of 32 bits where they suffice, as DTensor's own: its compiler ends the process where it adds up rows by ids
     of 64 bits that it knows.
@@ -195,8 +197,10 @@ def rows_by_id(gradient: tf.IndexedSlices, variable: SpreadVariable) -> tf.Index
 
 
 def beside_rows(original: Any) -> Any:
-    """Keras's product or division. Of rows by their ids and a dense value it takes rows of that by the ids, and the
-    division looks for zeros in it: of shards DTensor cannot, so the dense value is gathered."""
+    """Wraps Keras's product or division, so that a dense value beside rows by their ids is gathered.
+
+    It takes rows of that by the ids, and the division looks for zeros in it: of shards DTensor cannot.
+    """
 
     @functools.wraps(original)
     def of_both(x1: Any, x2: Any) -> Any:
@@ -260,7 +264,7 @@ def operating(original: Any) -> Any:
 
 
 def _beside_another(name: str) -> Any:
-    """An operator of TensorFlow's variables, of two that are on a mesh: the other one is read where this one is."""
+    """Wraps an operator of TensorFlow's variables, of two on a mesh: the other is read where this one is."""
     original = getattr(dtensor.DVariable, name)
 
     @functools.wraps(original)
@@ -275,8 +279,10 @@ for _name in BETWEEN:
 
 
 def scattering(original: Any) -> Any:
-    """Keras's scatter, of whole values, and with indices of 32 bits where they suffice: DTensor's own are, and it
-    refuses a mix."""
+    """Wraps Keras's scatter, of whole values, with indices of 32 bits where they suffice.
+
+    DTensor's own are such, and it refuses a mix.
+    """
 
     @functools.wraps(original)
     def scatter(indices: Any, values: Any, shape: Any) -> Any:

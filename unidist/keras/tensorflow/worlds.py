@@ -1,4 +1,4 @@
-"""Which devices a strategy's mesh means: those of the tensorflow backend, or of the simulator as virtual ones."""
+"""Finds the devices that a strategy's mesh means: the tensorflow backend's, or the simulator's."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ PIECE = 1 << 20
 
 
 def from_first(value: Any) -> Array:
-    """Process 0's array on every process; all give one of the same shape and dtype. A collective of the world."""
+    """Returns process 0's array on every process; all give one of the same shape and dtype.
+
+    A collective of the world.
+    """
     given = np.asarray(value)
     if given.size <= PIECE:
         return _piece_from_first(given)
@@ -116,7 +119,10 @@ def ranks_of(process: int) -> tuple[int, ...]:
 
 
 def arrays_of_all(own: Array) -> list[Array]:
-    """Every process's array, by process; all give one of the same shape and dtype. A collective of the world."""
+    """Returns every process's array, by process; all give one of the same shape and dtype.
+
+    A collective of the world.
+    """
     here = backend()
     count = len(here.devices)
     sharding = Sharding(Mesh({"rank": count}), Layout("rank"), (count, *own.shape))
@@ -138,7 +144,7 @@ def align_seeds() -> None:
 
 
 def processes() -> Processes | None:
-    """Those of the world, if there are several."""
+    """Returns the processes of the world, if there are several."""
     here = backend()
     return _all(here, here.process_index(), here.process_count()) if several() else None
 
@@ -153,7 +159,9 @@ def _all(here: TensorflowBackend, place: int, count: int) -> Processes:
 
 
 def peers() -> Peers | None:
-    """The processes of the world, if there are several. DTensor sends values where a variable is placed: what they have
-    alike afterwards is not compared."""
+    """Returns the processes of the world, if there are several.
+
+    DTensor sends values where a variable is placed: what they have alike afterwards is not compared.
+    """
     found = processes()
     return None if found is None else Peers(found, lambda variable: None)

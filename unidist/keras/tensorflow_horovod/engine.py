@@ -1,4 +1,4 @@
-"""Engine: a model whose outermost call computes this rank's rows, and whose gradients are those of all ranks.
+"""Engine: a model whose outermost call computes this rank's rows, and whose gradients are all ranks'.
 
 A rank without rows of a batch computes the first row of it, and nothing of that counts: TensorFlow's convolutions and
 poolings refuse no rows, or end the process.
@@ -110,8 +110,10 @@ class Engine:
     # rows ---------------------------------------------------------------------------------------------------------
 
     def has_rows(self, x: Any) -> bool:
-        """Whether a tensor in the call has a row for each of this rank's: what is cut in a program has a first dim
-        that nobody knows."""
+        """Returns whether a tensor in the call has a row for each of this rank's.
+
+        What is cut in a program has a first dim that nobody knows.
+        """
         if x.shape.rank in (None, 0):
             return False
         return x.shape[0] is None or (tf.executing_eagerly() and x.shape[0] == int(self._computed()[1]))
@@ -129,7 +131,7 @@ class Engine:
         return x[start : start + length]
 
     def counted(self, x: Any) -> Any:
-        """What this rank has computed of its own rows: nothing, where the batch has none for it."""
+        """Returns what this rank has computed of its own rows: nothing, where the batch has none for it."""
         return x[: tf.where(self.traced.rows(self.total)[1] > 0, tf.shape(x)[0], 0)]
 
     def _computed(self) -> tuple[Any, Any]:
@@ -144,7 +146,7 @@ class Engine:
 
     @contextlib.contextmanager
     def seeing_all(self) -> Iterator[None]:
-        """What is called computes the rows of all ranks, on each."""
+        """Lets what is called inside compute the rows of all ranks, on each."""
         self.sees_all = True
         try:
             yield
@@ -173,7 +175,7 @@ class Engine:
         around(self.model, Stage.ROWS, lambda rest: functools.partial(call, rest))
 
     def _called(self, rest: Call, *args: Any, **kwargs: Any) -> Any:
-        """The model's call on this rank's rows; on all where the code of a model of one's own looks at several."""
+        """Calls the model on this rank's rows; on all where the code of a model of one's own looks at several."""
         itself = self.mixers[:1] if self.mixers and not is_container(self.model) else []
         return itself[0].call(rest, *args, **kwargs) if itself else rest(*args, **kwargs)
 
@@ -209,7 +211,7 @@ def engine_of(model: Any) -> Engine | None:
 
 
 def align_seeds() -> None:
-    """Rank 0's random states of Python, NumPy and TensorFlow on every process, so that seeds and shuffles agree."""
+    """Sets rank 0's random states of Python, NumPy and TensorFlow everywhere, so that shuffles agree."""
     if (several := processes()) is not None:
         several.align_seeds()
 
@@ -227,7 +229,7 @@ def adapting(original: Any) -> Any:
 
 
 def processes() -> Processes | None:
-    """Those of the world, if there are several."""
+    """Returns the processes of the world, if there are several."""
     here: Any = session.backend()
     count = here.process_count()
     return _all(here, here.process_index(), count) if count > 1 else None

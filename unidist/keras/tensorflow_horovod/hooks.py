@@ -132,8 +132,11 @@ def _with_reduced(optimizer: Any, call: Any, grads: Any, trainable_variables: An
 
 
 def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> list[Any]:
-    """Means over the ranks. Those that a step of the user's own has from its tape are means: a dense one stays what it
-    is by another mean, a sparse one would not."""
+    """Returns means over the ranks.
+
+    Those that a step of the user's own has from its tape are means: a dense one stays what it is by another mean, a
+    sparse one would not.
+    """
     stateful.refuse_overwritten(here.model)
     left = [
         k
@@ -164,7 +167,7 @@ def _gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -
 
 
 def _until_the_end(original: Any) -> Any:
-    """Keras's steps end with tf.data's own iterators alone: of others they take one that has ended for a batch."""
+    """Ends Keras's steps with any iterator: with others than tf.data's they take an ended one for a batch."""
 
     @functools.wraps(original)
     def _make_function(self: Any, step_function: Any) -> Any:
@@ -202,8 +205,11 @@ def _next(self: Any, ordered: bool = True) -> Any:
 
 
 def _adding_losses(original: property) -> property:
-    """add_loss, activity and weight regularizers: means over the rows (or independent of them), so each rank counts by
-    its share of the rows. Whoever reads them outside of the call, a loss of the model's own too, reads the sums."""
+    """Wraps add_loss, activity and weight regularizers: each rank counts by its share of the rows.
+
+    They are means over the rows, or independent of them. Whoever reads them outside of the call, a loss of the model's
+    own too, reads the sums.
+    """
 
     def losses(self: Any) -> list[Any]:
         found: list[Any] = original.__get__(self)

@@ -40,13 +40,15 @@ def looking_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_gradient(found: Any, table: Any, axis: int | None) -> bool:
-    """Whether the gradient has a row for each id."""
+    """Returns whether the gradient has a row for each id."""
     return isinstance(found, tf.Tensor) and found.dtype.is_floating and axis in (0, -len(table.shape))
 
 
 def of_own_rows(here: Engine, ids: Tensor) -> bool:
-    """Whether ids are those of this rank's rows, or as many: what a program has computed of them, and of their number
-    (not of their length)."""
+    """Returns whether ids are those of this rank's rows, or as many.
+
+    A program has computed them of the rows, and of their number (not of their length).
+    """
     if tf.executing_eagerly():
         return _are_rows(here, ids)
     if not here.has_rows(ids):
@@ -70,8 +72,11 @@ def of_own_rows(here: Engine, ids: Tensor) -> bool:
 
 
 def _are_rows(here: Engine, ids: Tensor) -> bool:
-    """Whether a tensor whose origin is not known has this rank's rows. One of one dim may be as long by chance: it is
-    something else where it is the same on all ranks. A collective then, to which all come."""
+    """Returns whether a tensor whose origin is not known has this rank's rows.
+
+    One of one dim may be as long by chance: it is something else where it is the same on all ranks. A collective then,
+    to which all come.
+    """
     lengths = {max(rows, 1) for _, rows in chunk(int(here.total), here.traced.count)}
     several = processes()
     if ids.shape.rank != 1 or several is None or ids.shape[0] not in lengths:
@@ -80,7 +85,7 @@ def _are_rows(here: Engine, ids: Tensor) -> bool:
 
 
 def _is_length(op: Any) -> bool:
-    """Whether it is one entry of a shape, behind that of the rows."""
+    """Returns whether it is one entry of a shape, behind that of the rows."""
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
         return False
     begin = tf.get_static_value(op.inputs[1])

@@ -1,4 +1,4 @@
-"""What may look at several rows of a batch, with Keras on TensorFlow over Horovod: it is tried.
+"""Tries what may look at several rows of a batch, with Keras on TensorFlow over Horovod.
 
 Where it does look, it is given the rows of all ranks, and computes them on each. So is a layer as a whole whose own
 layers are unknown. What treats each row alone stays with this rank's rows.
@@ -88,7 +88,9 @@ class Mixer:
 
 
 def install(engine: Engine, current: Callable[[], Engine | None]) -> list[Mixer]:
-    """Lets what may mix rows in the engine's model see those of all ranks. The model itself is first, if it may.
+    """Lets what may mix rows in the engine's model see those of all ranks.
+
+    The model itself is first, if it may.
 
     Args:
         current: the engine at work, which a model's layers may have another one of later.

@@ -1,4 +1,4 @@
-"""What can be asked of a model on TensorFlow over Horovod: place it, describe it, gather it."""
+"""Answers what can be asked of a model on TensorFlow over Horovod: place, describe or gather it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _row(variable: Any, layout: Layout | None) -> Row:
 
 
 def reasons(model: Any) -> list[tuple[str, str]]:
-    """(name, why it is given the rows of all ranks or not) of what may look at several rows; no weights are cut."""
+    """Returns (name, why it is given all ranks' rows or not) of what may look at several.
+
+    No weights are cut.
+    """
     found = engine.engine_of(model)
     return [] if found is None else [(mixer.name, mixer.why) for mixer in found.mixers or ()]
 

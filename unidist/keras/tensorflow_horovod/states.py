@@ -19,7 +19,7 @@ def ready(model: Any) -> None:
 
 
 def processes(model: Any) -> Processes | None:
-    """Those that hold the model together, if there are several."""
+    """Returns the processes that hold the model together, if there are several."""
     return engine.processes() if sessions.of(model).engine is not None else None
 
 

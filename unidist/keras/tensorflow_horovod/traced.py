@@ -1,4 +1,4 @@
-"""Collectives inside of tf.function: calls of Python, which TensorFlow runs in the order of the program."""
+"""Collectives inside of tf.function: calls of Python, which TensorFlow runs in the program's order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = Any  # tf.Tensor; TensorFlow has no types
 
 
 class Traced:
-    """What the ranks of the data axes say to each other in a step.
+    """The exchanges of the ranks of the data axes in a step.
 
     Args:
         distribution: whose mesh and data axes these are.
@@ -37,14 +37,20 @@ class Traced:
         self.failure: UnidistError | None = None
 
     def rows(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """(start, length) of this rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
+        """Returns (start, length) of this rank's rows in a batch of `total`.
+
+        Sizes are torch.chunk's, like every dim in unidist.
+        """
         step = -(-total // self.count)
         start = tf.minimum(self.place * step, total)
         return start, tf.minimum(step, total - start)
 
     def join_rows(self, local: Tensor, total: Tensor) -> Tensor:
-        """The rows of all ranks, in order. Every rank goes on with the whole alike, and counts for all of its gradient:
-        the sum over the ranks is `count` times the gradient of one."""
+        """Joins the rows of all ranks, in order.
+
+        Every rank goes on with the whole alike, and counts for all of its gradient: the sum over the ranks is `count`
+        times the gradient of one.
+        """
         start, length = self.rows(total)
 
         def move(value: Tensor, rows: Tensor) -> Tensor:
@@ -60,8 +66,10 @@ class Traced:
         return join(local)
 
     def gather_rows(self, local: Tensor, total: Tensor, what: str) -> Tensor:
-        """The rows of all ranks, in order, fanned out: each rank computes with them for itself, and gradients come back
-        summed. An all_gather; its adjoint is a reduce_scatter."""
+        """Gathers the rows of all ranks, in order, fanned out: each rank computes with them for itself.
+
+        Gradients come back summed. An all_gather; its adjoint is a reduce_scatter.
+        """
         fan = Layout(fanout=self.axes)
 
         def sharding(layout: Layout, value: Tensor, rows: Tensor) -> Sharding:
@@ -95,7 +103,10 @@ class Traced:
         return self._called(compare, "rows", [found, wanted], tf.bool, [])
 
     def _check_rows(self, what: str, value: Tensor, total: Tensor) -> None:
-        """Rows of the batch that were another dim for a while (`expand_dims(x, 0)`) come back as those of all ranks."""
+        """Checks the number of rows: those that were another dim for a while come back as those of all ranks.
+
+        `expand_dims(x, 0)` does so.
+        """
         own = int(self.rows(total)[1])
         if value.shape[0] != own:
             raise CapabilityError(
@@ -105,7 +116,10 @@ class Traced:
             )
 
     def of_ranks(self, values: list[Tensor]) -> list[Tensor]:
-        """Of each tensor those of all ranks, stacked and fanned out: gradients come back summed. One all_gather."""
+        """Returns each tensor of all ranks, stacked and fanned out: gradients come back summed.
+
+        One all_gather.
+        """
         row = tf.stack(values)
         whole = self.gather_rows(row[tf.newaxis], self.count, "batch statistics")
         whole.set_shape([self.count, *row.shape])
@@ -149,8 +163,9 @@ class Traced:
         return pass_on(value)
 
     def mean_gradients(self, gradients: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-        """Each gradient's mean over the ranks, by one all_reduce for each dtype. Sparse ones stay sparse, with the rows
-        of all ranks: Keras's optimizers leave rows alone that no gradient names.
+        """Returns each gradient's mean over the ranks, by one all_reduce for each dtype.
+
+        Sparse ones stay sparse, with the rows of all ranks: Keras's optimizers leave rows alone that no gradient names.
 
         Args:
             shapes: of their variables: a gradient of a lookup does not know its own.

@@ -1,4 +1,4 @@
-"""Whether a call looks at several rows of a batch: it is tried on a few.
+"""Tries a call on a few rows, to see if it looks at several rows of a batch.
 
 A row is changed, to other numbers and to NaN, which whatever is computed from it becomes too. Where the results for the
 other rows stay what they were to the last bit, each row is treated alone. Then rows are added: what computes with their
@@ -27,7 +27,9 @@ Tensor = Any  # tf.Tensor; TensorFlow has no types
 
 
 def looks_at_other_rows(call: Callable[..., Any], args: Any, kwargs: Any, has_rows: Callable[[Tensor], bool]) -> bool:
-    """Whether a result's row depends on another row or on their number, or the call adds a loss, which may be of any.
+    """Returns whether a result's row depends on another row or on their number, or the call adds a loss.
+
+    A loss may be of any row.
 
     It runs outside of the program that is traced, and changes no variable. A call that fails on made-up rows counts as
     one that looks.
@@ -89,7 +91,7 @@ def _with(x: Tensor, row: int, value: float) -> Tensor:
 
 
 def _differ(wanted: list[Any], found: list[Any] | None, row: int) -> bool:
-    """Whether results differ elsewhere than in this row; those without rows, anywhere."""
+    """Returns whether results differ elsewhere than in this row; those without rows, anywhere."""
     if found is None:
         return True
     for one, other in zip(wanted, found, strict=True):
@@ -107,7 +109,7 @@ def _grown(given: Any, rowed: list[bool]) -> Any:
 
 
 def _depend_on_count(wanted: list[Any], found: list[Any] | None) -> bool:
-    """Whether results with more rows are others for the first ones; those without rows, anywhere."""
+    """Returns whether results with more rows are others for the first ones; those without rows, anywhere."""
     if found is None:
         return True
     for one, other in zip(wanted, found, strict=True):
