@@ -1,7 +1,8 @@
-"""What the documents' prose has to keep to be easy to read: short paragraphs, short sentences, plain words.
+"""Looks whether the documents' prose is easy to read: short paragraphs, short sentences, plain words.
 
 `problems` reads one Markdown page. Code does not count: fences, indented blocks; a span of code is one word. `avoided`
 looks at the words alone: in the changes, and in what the package itself says, as its errors and its docstrings do.
+`openings` looks how the docstrings of a module begin.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from pathlib import Path
 
 CHARACTERS = 600
 WORDS = 40
+FIRST_LINE = 100
 # What is written instead: "reported", "is laid out", "and".
 AVOIDED = re.compile(r"\b(told|tells|lies|of which)\b", re.IGNORECASE)
 # In a docstring a name may be one of them: an argument, a function.
 _AVOIDED_IN_CODE = re.compile(r"\b(told(?![:(])|tells|lies)\b", re.IGNORECASE)
+# A docstring that begins so has no verb: it is a part of a sentence.
+_NO_SENTENCE = re.compile(r"(What|Those|Of|That|Whether)\b")
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _ITEM = re.compile(r"^ *(?:[-*+]|\d+\.) +")
@@ -115,6 +119,23 @@ def avoided(file: Path) -> list[str]:
                 plain = _INLINE[0][0].sub("Code", node.value)
                 found += [(node.lineno, word) for word in _AVOIDED_IN_CODE.findall(plain)]
     return [f"{file.name}:{line}: {word!r} is a word that we avoid" for line, word in found]
+
+
+def openings(file: Path) -> list[str]:
+    """Returns which docstrings of a module begin without a sentence, or with too long a line."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if (text := ast.get_docstring(node)) is None:
+            continue
+        first, begun = text.partition("\n")[0], _NO_SENTENCE.match(text)
+        where = f"{file}:{node.body[0].lineno}"
+        if begun:
+            found.append(f"{where}: {begun[1]!r} begins a docstring: begin with a verb, or with who does it")
+        if len(first) > FIRST_LINE:
+            found.append(f"{where}: a docstring's first line has {len(first)} characters, over {FIRST_LINE}")
+    return found
 
 
 def of_words_alone(root: Path) -> list[Path]:

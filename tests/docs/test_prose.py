@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ci.prose import avoided, documents, of_words_alone, problems
+from ci.prose import avoided, documents, of_words_alone, openings, problems
 from tests.docs.documents import ROOT
+
+# Folders of the package whose docstrings are yet to be made sentences.
+NOT_YET = ("backends/torch/sharded", "keras/planning", "keras/torch", "planner")
 
 
 @pytest.mark.parametrize("page", documents(ROOT), ids=lambda page: str(page.relative_to(ROOT)))
@@ -63,3 +66,42 @@ def test_the_changes_and_the_package_say_it_in_plain_words() -> None:
 def test_words_of_code_are_found_where_it_speaks(text: str, said: list[str], tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(text)
     assert avoided(tmp_path / "code.py") == said
+
+
+def test_docstrings_of_the_package_begin_with_a_short_sentence() -> None:
+    package = ROOT / "unidist"
+    later = [package / folder for folder in NOT_YET]
+    files = [file for file in sorted(package.rglob("*.py")) if not set(later).intersection(file.parents)]
+    assert len(files) > 250
+    assert [problem for file in files for problem in openings(file)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"""What a rank sends."""\n', "1: 'What' begins a docstring"),
+        ('class A:\n    """Those of P."""\n', "2: 'Those' begins a docstring"),
+        ('class A:\n    def f(self):\n        """Of a row."""\n', "3: 'Of' begins a docstring"),
+        ('async def f():\n    def g():\n        """That of a frame."""\n', "3: 'That' begins a docstring"),
+        ('def f():\n    """Whether it is cut.\n\n    By rows.\n    """\n', "2: 'Whether' begins a docstring"),
+        (f'def f():\n    """{"x" * 101}"""\n', "2: a docstring's first line has 101 characters"),
+    ],
+)
+def test_a_planted_docstring_without_a_sentence_is_found(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(text)
+    (found,) = openings(tmp_path / "code.py")
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'"""{"x" * 100}"""\n',
+        'def f():\n    """Returns the rows.\n\n    What is gone is gone.\n    """\n    return "What is it?"\n',
+        'def f():\n    """Offers it. Whatever it is."""\n',
+        "class A:\n    pass\n",
+    ],
+)
+def test_other_docstrings_are_fine(text: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(text)
+    assert openings(tmp_path / "code.py") == []
