@@ -1,4 +1,4 @@
-"""Choosing cuts: which dim of which variable the model axes cut, and why.
+"""Chooses cuts: the dims of variables that the model axes cut, and why.
 
 Source of the pairs: Megatron-LM (Shoeybi et al., arXiv:1909.08053): a product cut by its outputs, followed by one cut
 by its inputs, needs one all_reduce forward and one backward.
@@ -85,9 +85,11 @@ class Chooser:
             self.choices[row.bias] = Choice(Layout(), "replicated: added once to the sum")
 
     def _beside(self, row: int, layer: LayerFact) -> None:
-        """Small products that meet a pair without dividing, as keys and values of few heads: each device needs all
-        their outputs beside its own heads. They are cut by the outputs that do divide, as the features of a head: with
-        their gradients' sum that sends what replicas would."""
+        """Cuts small products that meet a pair without dividing, as keys and values of few heads.
+
+        Each device needs all their outputs beside its own heads. They are cut by the outputs that do divide, as the
+        features of a head: with their gradients' sum that sends what replicas would.
+        """
         columns = {r.source for r in self.facts.reaches if r.target is not None and r.target[0] == row}
         widest = max((self._bytes(column) for column in columns), default=0)
         for source in meeting(self.facts, row):

@@ -1,4 +1,4 @@
-"""Facts: what the planner knows of a model. Pure: shapes, paths and measured reaches; no framework, no Keras."""
+"""Facts: what the planner knows of a model. Pure: shapes, paths and measured reaches; no framework."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VariableFact:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A number of elements, as a function of the sequence length, for one row of a batch: constant + slope * length."""
+    """A number of elements, by the sequence length, for one row of a batch: constant + slope * length."""
 
     constant: float = 0.0
     slope: float = 0.0
@@ -62,7 +62,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What one step does with a layer.
+    """Holds what one step does with a layer.
 
     Attributes:
         taken, given: elements of each call's input and outputs.
@@ -130,7 +130,7 @@ class Reach:
 
     @property
     def target(self) -> tuple[int, int] | None:
-        """The one product, and its kernel dim, that takes the slices as they are; None where there is no such one."""
+        """The one product, and its kernel dim, that takes the slices as they are; None: there is no such one."""
         return self.arrivals[0] if len(self.arrivals) == 1 and not self.spread and not self.leaked else None
 
 
@@ -182,13 +182,13 @@ class Facts:
 
 
 def meeting(facts: Facts, row: int) -> list[int]:
-    """The layers whose outputs a product works with, though not slice by slice: those of its pair meet them whole."""
+    """Returns the layers whose outputs a product works with, not slice by slice: pairs meet them whole."""
     found = [r.source for r in facts.reaches if row in r.spread or any(arrival == row for arrival, _ in r.arrivals)]
     return list(dict.fromkeys(found))
 
 
 def low_rank_layouts(kernel: Layout, ndim: int) -> tuple[Layout, Layout]:
-    """Those of two low-rank kernels whose product is laid out as a kernel of so many dims."""
+    """Returns the layouts of two low-rank kernels whose product is laid out as a kernel of so many dims."""
     *leading, last = (kernel.dim_axes(dim) for dim in range(ndim))
     return Layout(*leading), Layout(None, last)
 
@@ -199,7 +199,10 @@ def cut_dim(dim: int, axes: Axes) -> Layout:
 
 
 def local_bytes(variable: VariableFact, layout: Layout, mesh: Mesh, size: int | None = None) -> int:
-    """Bytes that the device which holds most holds of a variable, or of something `size` bytes large lying alike."""
+    """Returns the bytes of a variable on the device that holds most.
+
+    With `size`: of something so many bytes large that is laid out alike.
+    """
     parts = Sharding(mesh, layout, variable.shape).local_shape(mesh.devices[0])
     whole = prod(variable.shape)
     held = variable.bytes if size is None else size

@@ -24,7 +24,9 @@ class Member(NamedTuple):
 
 
 def units(layers: Iterable[Sequence[Member]], most: int) -> dict[int, int]:
-    """The unit of each variable, by its number: small neighbours share one, each of whole layers and of one kind.
+    """Returns the unit of each variable, by its number.
+
+    Small neighbours share one, each of whole layers and of one kind.
 
     Args:
         layers: the variables of each.

@@ -46,7 +46,7 @@ class FoundLayouts:
         return self._at_first(tuple(shape))
 
     def knows(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> bool:
-        """Whether plans have said how all these variables (path, shape) are laid out."""
+        """Returns whether plans have said how all these variables (path, shape) are laid out."""
         return all(variable in self._known for variable in variables)
 
     def add(self, plan: Plan) -> None:
@@ -58,7 +58,7 @@ class FoundLayouts:
                 self.layout_map[row.path] = row.layout
 
     def keep_whole(self, variables: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Those of these variables (path, shape) that no plan has."""
+        """Notes as whole those of these variables (path, shape) that no plan has."""
         for variable in variables:
             self._known.setdefault(variable, Layout())
 

@@ -89,7 +89,10 @@ class LayoutMap(MutableMapping[str, Layout]):
         return f"LayoutMap({self.mesh}, {self._rules})"
 
     def to_json(self) -> str:
-        """The rules as text, a rule a line: kept beside a model, read and changed by people; `from_json` reads it."""
+        """Returns the rules as text, a rule a line: kept beside a model, read and changed by people.
+
+        `from_json` reads it.
+        """
         rules = ",\n".join(
             f"    {json.dumps(pattern)}: {json.dumps([_named(axes) for axes in layout.dims])}"
             for pattern, layout in self._rules.items()

@@ -295,7 +295,7 @@ def _without_idle_axes(layout: Layout, mesh: Mesh) -> Layout:
 
 
 def _ruled(facts: Facts, rules: LayoutMap) -> list[Choice]:
-    """What the rules say, with what it makes of each layer."""
+    """Returns what the rules say, with what it makes of each layer."""
     problems: list[str] = []
     found: list[tuple[Layout, str]] = []
     for variable in facts.variables:

@@ -1,4 +1,4 @@
-"""Predicting: the collectives and bytes of one training step, from the layouts and what layers do in a step.
+"""Predicting: the collectives and bytes of one training step, from the layouts and layers' calls.
 
 What layers send is known where a step can be rehearsed (keras/torch/rehearsal.py). Elsewhere closed forms predict it.
 
@@ -28,7 +28,7 @@ from unidist.strategies import VariableLayouts
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a layer does under a plan.
+    """Describes what a layer does under a plan.
 
     Attributes:
         name: "column", "row", "vocabulary", "features", "gathered" or "whole".
@@ -85,7 +85,7 @@ def _role(layer: LayerFact, layout: Layout) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a training step is: the mesh, the axes that cut the batch, its rows and the length of a sequence."""
+    """Describes a training step: the mesh, the axes that cut the batch, its rows, a sequence's length."""
 
     mesh: Mesh
     data_axes: Axes
@@ -173,7 +173,10 @@ def _of_layer(
 
 
 def _low_rank(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload) -> Iterator[Event]:
-    """Of two kernels whose product is added to one that is cut, the gradient of the one that is whole is a sum."""
+    """Yields the sum of the gradient of that low-rank kernel of two which is whole.
+
+    The product of the two is added to a kernel that is cut.
+    """
     if role.name in ("column", "row"):
         for index in layer.low_rank or ():
             if not layouts[index].dims and facts.variables[index].trainable:
@@ -182,7 +185,10 @@ def _low_rank(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role,
 
 
 def _scores(facts: Facts, layouts: list[Layout], layer: LayerFact, role: Role, step: Workload) -> Iterator[Event]:
-    """A table's way back to the vocabulary: by its entries it is a column alone; by its features it is gathered."""
+    """Predicts a table's way back to the vocabulary.
+
+    By its entries it is a column alone; by its features it is gathered.
+    """
     calls, index = layer.scores, layer.kernel if layer.reverse is None else layer.reverse
     if role.name == "vocabulary" and calls.count:
         yield from step.moved("all_gather", role.axes, calls.given, calls.itemsize, layer.path)
@@ -201,8 +207,11 @@ def _gathering(facts: Facts, layouts: list[Layout], index: int, count: int, step
 
 
 def _gradients(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> Iterator[Event]:
-    """One sum for each set of data axes that leave variables whole, and of what is spread over them one gathering of
-    all that is fetched; engines may cut them into buckets and units. What is spread moves in parts of one length."""
+    """Predicts a sum for each set of data axes that leave variables whole, and a gathering of the rest.
+
+    The gathering is of all that is fetched of what is spread over them. Engines may cut them into buckets and units.
+    What is spread moves in parts of one length.
+    """
     sizes: dict[tuple[str, Axes, str], int] = {}
     passes = _passes(facts, layouts, step, triples)
     for index, (variable, layout, three) in enumerate(zip(facts.variables, layouts, triples, strict=True)):

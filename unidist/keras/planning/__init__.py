@@ -1,1 +1,1 @@
-"""Planning: reads from a Keras model, on whichever backend and without its values, what the planner must know."""
+"""Planning: reads what the planner must know from a Keras model, on any backend, without its values."""

@@ -33,7 +33,9 @@ class SeenTensor:
 
 @dataclass
 class Seen:
-    """What layers take and give, in order, each tensor once. With `marking`, tensors with NaN are noted.
+    """Collects what layers take and give, in order, each tensor once.
+
+    With `marking`, tensors with NaN are noted.
 
     Attributes:
         calls: how many calls of layers were seen: one in which none is seen has no layer inside.
@@ -69,13 +71,13 @@ class Seen:
 
 
 def keeps_what_it_takes(activation: Callable[..., Any] | None) -> bool:
-    """Whether the derivative of an activation function is computed from what it takes."""
+    """Returns whether the derivative of an activation function is computed from what it takes."""
     return activation is not None and getattr(activation, "__name__", "") not in _BY_WHAT_THEY_GIVE
 
 
 @dataclass(frozen=True, slots=True)
 class Seens:
-    """What was seen in runs of a model.
+    """Holds what was seen in runs of a model.
 
     Attributes:
         near, far: of two runs, whose sequences differ in length.
@@ -106,7 +108,7 @@ class Seens:
 def activations(
     seens: Seens, line: Callable[[int, int], Affine], rows: int, itemsize: Callable[[str], int]
 ) -> tuple[Activation, ...]:
-    """What a step keeps, at any number of rows.
+    """Returns what a step keeps, at any number of rows.
 
     Args:
         seens: of the runs.

@@ -43,8 +43,11 @@ class Candidate:
 
 
 def candidate(layer: Any) -> Candidate | None:
-    """The candidate that a layer is; None for one of another class, with quantized kernels, a table with low-rank ones,
-    or one that was never called and has no kernel."""
+    """Returns the candidate that a layer is, or None.
+
+    None for one of another class, with quantized kernels, a table with low-rank ones, or one that was never called and
+    has no kernel.
+    """
     if not layer.built or (has_more_than_its_kernel(layer) and not has_low_rank(layer)):
         return None
     found = _find(layer)
@@ -88,15 +91,18 @@ def _einsum(layer: Any) -> Candidate | None:
 
 
 def _bias_dim(bias: Any, letters: list[str], letter: str) -> int | None:
-    """The bias's dim along a letter. Keras aligns biases with the output from the end: behind its first letter every
-    letter has a dim, of size 1 where it is not named."""
+    """Returns the bias's dim along a letter.
+
+    Keras aligns biases with the output from the end: behind its first letter every letter has a dim, of size 1 where it
+    is not named.
+    """
     if bias is None or letter not in letters:
         return None
     return letters.index(letter) + bias.ndim - len(letters) if len(letters) == bias.ndim else None
 
 
 def einsum_shape(equation: str, data: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an einsum's output. (EinsumDense itself gives the open one that it was built for.)"""
+    """Returns the shape of an einsum's output. (EinsumDense gives the open one that it was built for.)"""
     inputs, output = equation.replace(" ", "").split("->")
     data_term, kernel_term = inputs.split(",")
     head, _, tail = data_term.partition("...")

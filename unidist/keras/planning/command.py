@@ -81,7 +81,10 @@ def _axes(text: str | None) -> tuple[str, ...] | None:
 
 
 def load(target: str) -> Callable[[], Any]:
-    """The function of FILE.py:function. The file is run, as by an import. Raises LayoutError where there is none."""
+    """Returns the function of FILE.py:function.
+
+    The file is run, as by an import. Raises LayoutError where there is none.
+    """
     file, _, function = target.rpartition(":")
     path = Path(file)
     if not file or not path.is_file():

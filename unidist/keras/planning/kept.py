@@ -1,4 +1,4 @@
-"""What a step keeps for its backward, seen in small runs of a model."""
+"""Finds what a step keeps for its backward, in small runs of a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from unidist.planner.facts import Affine, Amount
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The model's run, and the shapes of one on longer sequences (the same one where none can be longer) and of one of
-    twice the rows (None where it takes no such many)."""
+    """Holds the model's run, and the shapes of one on longer sequences and of one of twice the rows.
+
+    The longer one is the same where none can be longer. The one of twice the rows is None where the model takes no such
+    many.
+    """
 
     near: Trace
     far: Trace
@@ -29,12 +32,12 @@ class Runs:
     lengths: tuple[int, int]
 
     def line(self, near: float, far: float) -> Affine:
-        """What is so large in the one run, and so large in the other."""
+        """Returns the line through what is so large in the one run, and so large in the other."""
         slope = (far - near) / (self.lengths[1] - self.lengths[0])
         return Affine(near - slope * self.lengths[0], slope)
 
     def amounts(self, elements: Callable[[Trace], list[int]]) -> tuple[Amount, ...]:
-        """What some calls take or give, at any number of rows and any length.
+        """Returns what some calls take or give, at any number of rows and any length.
 
         Args:
             elements: of each of the calls in a run.
@@ -54,8 +57,11 @@ class Runs:
 
 
 def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: list[Any]) -> Seens:
-    """What a step keeps, seen in runs. Where a pair's first layer gives NaN, what depends on it up to the pair's last
-    layer has it, as nothing else is reached."""
+    """Returns what a step keeps, seen in runs.
+
+    Where a pair's first layer gives NaN, what depends on it up to the pair's last layer has it, as nothing else is
+    reached.
+    """
     keeps = keras.config.backend() == "torch"
     kwargs = {"training": keeps} if model._call_has_training_arg else {}
 

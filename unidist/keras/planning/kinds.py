@@ -64,8 +64,10 @@ class Kinds:
 
 
 def _own(layer: Any) -> Iterator[tuple[str, Any]]:
-    """A layer's attributes but for unidist's own. A call that stands before its class's, as a runner's does, is that of
-    its class."""
+    """Yields a layer's attributes but for unidist's own.
+
+    A call that stands before its class's, as a runner's does, is that of its class.
+    """
     for name, value in vars(layer).items():
         if name.startswith("_unidist"):
             continue

@@ -40,8 +40,9 @@ def plan(
     sequence: int = 128,
     sequence_parallel: bool = False,
 ) -> Plan:
-    """The layouts of a model on a mesh, with reasons, bytes and the traffic of a step. Nothing is placed or sent, and
-    no device is needed. The model may have been built without values, inside of
+    """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
+
+    Nothing is placed or sent, and no device is needed. The model may have been built without values, inside of
     `keras.StatelessScope(initialize_variables=False)`. Keras gives it values as soon as any model is fitted while it is
     alive: delete it once it is planned, or call `keras.utils.clear_session()`.
 
@@ -81,7 +82,7 @@ def plan(
 
 
 def layouts_of(model: Any, strategy: Strategy, axes: Axes) -> Plan:
-    """The plan of a model of which the layouts alone are asked for: what a step sends and keeps is not looked at."""
+    """Plans a model's layouts alone: what a step sends and keeps is not looked at."""
     return _made(model, strategy, axes, None, None, 1, 1, None)
 
 

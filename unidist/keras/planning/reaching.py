@@ -1,4 +1,6 @@
-"""Reaching: at which candidates a change of one slice of a candidate's output arrives, and whether as that slice.
+"""Reaching: finds the candidates at which a change of one slice of an output arrives, and how.
+
+The question is whether it arrives as that slice.
 
 A change is looked for in the smallest layer around its source first, run alone on what it was called with: where that
 layer's own output stays the same nothing left it. Where it changes, the layer around it is next, up to the model.
@@ -24,7 +26,7 @@ from unidist.planner.facts import Reach
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was seen inside one layer; candidates by their place in it. `is_whole`: all that there is to see."""
+    """Holds what was seen inside one layer; candidates by their place in it. `is_whole`: all there is."""
 
     arrivals: tuple[tuple[int, int], ...] = ()
     spread: tuple[int, ...] = ()
@@ -33,7 +35,10 @@ class Answer:
 
 
 class Reacher:
-    """Finds the reaches of a model's candidates, for `parts` slices; `run`: the model's own, with nothing changed."""
+    """Finds the reaches of a model's candidates, for `parts` slices.
+
+    `run`: the model's own, with nothing changed.
+    """
 
     def __init__(self, runner: Runner, model: Any, parts: int, run: Trace) -> None:
         self.runner = runner
@@ -69,7 +74,10 @@ class Reacher:
             self._to_the_end = False
 
     def _find_around(self, layer: Any, outer: list[Any]) -> None:
-        """For each candidate the layers around it that were called, outermost first; of several, the first found."""
+        """Finds for each candidate the layers around it that were called, outermost first.
+
+        Of several, the first found.
+        """
         if id(layer) in self.runner.captured:
             outer = [*outer, layer]
         for child in children(layer):
@@ -116,8 +124,10 @@ class Reacher:
         return found
 
     def _ask(self, layer: Any, index: int, dim: int, ends: bool) -> Answer:
-        """Runs a layer with the first, the second and the last slice changed: a shift or a sum along the dim shows in
-        one of them. With `ends` it may end where the change has spread."""
+        """Runs a layer with the first, the second and the last slice changed.
+
+        A shift or a sum along the dim shows in one of them. With `ends` it may end where the change has spread.
+        """
         answers = []
         for part in sorted({0, 1, self.parts - 1}):
             answers.append(self._ask_part(layer, Change(index, dim, part, self.parts), ends))
@@ -136,7 +146,7 @@ class Reacher:
         arrived: dict[int, tuple[bool, int | None]] = {}
 
         def look(trace: Trace, members: Iterable[int]) -> bool:
-            """Whether it has spread."""
+            """Returns whether it has spread."""
             arrived.update((member, self._arrival(member, trace, clean, change)) for member in members)
             return any(arrived[member] == (True, None) for member in members)
 
@@ -159,7 +169,7 @@ class Reacher:
         )
 
     def _arrival(self, member: int, trace: Trace, clean: Trace, change: Change) -> tuple[bool, int | None]:
-        """Whether a change arrived at a candidate, and along which summed kernel dim as its slice alone."""
+        """Returns whether a change arrived at a candidate, and along which summed kernel dim as its slice."""
         taken, before = trace.taken.get(member, []), clean.taken.get(member, [])
         if len(taken) != len(before):
             return True, None
@@ -189,7 +199,7 @@ def _difference(a: Any, b: Any) -> Any:
 
 
 def _confined(found: Candidate, where: list[Any], change: Change) -> int | None:
-    """The summed kernel dim along which all differences are in the changed slice and nowhere else; None: in none."""
+    """Returns the summed kernel dim along which all differences are in the changed slice; None: in none."""
     for kernel_dim, dim in found.inputs.items():
         size = found.kernel.shape[kernel_dim]
         if size % change.parts:

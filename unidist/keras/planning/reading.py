@@ -44,7 +44,7 @@ def read(
     *,
     keeps: bool = True,
 ) -> Facts:
-    """What the planner must know of a model, found by running it on a few rows without its kernels.
+    """Reads what the planner must know of a model, by running it on a few rows without its kernels.
 
     Args:
         model: a built model; its variables need no values.
@@ -237,7 +237,10 @@ class _NoSlot:
 
 
 def _unbuilt(optimizer: Any) -> Any:
-    """Another optimizer with the same attributes. Its configuration would not do: a schedule may have none."""
+    """Returns another optimizer with the same attributes.
+
+    Its configuration would not do: a schedule may have none.
+    """
     twin: Any = object.__new__(type(optimizer))
     fresh = {"built": False, "_variables": [], "_trainable_variables": [], "_trainable_variables_indices": {}}
     vars(twin).update(vars(optimizer) | fresh | {"_track_variable": lambda variable: None})

@@ -1,4 +1,4 @@
-"""Running a model without its kernels: every candidate's output is random numbers, whatever its input is.
+"""Runs a model without its kernels: every candidate's output is random, whatever its input is.
 
 So a run needs no large variable, and a change of one candidate's output arrives at other candidates only through what
 stands between them.
@@ -31,7 +31,7 @@ from unidist.keras.planning.values import RandomValues
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is changed: one of `parts` slices of a candidate's output, along the output's dim of a kernel's dim."""
+    """Names what is changed: one of `parts` slices of a candidate's output, along a kernel's dim in it."""
 
     candidate: int
     dim: int
@@ -146,7 +146,7 @@ class Runner:
 
     @property
     def _saved(self) -> Saved | None:
-        """Of the run, if autograd is at work in it."""
+        """The Saved of the run, if autograd is at work in it."""
         seen = self._trace.seen
         return seen if isinstance(seen, Saved) else None
 
@@ -264,7 +264,7 @@ class Runner:
 
 
 def has_no_number(tensor: Any) -> bool:
-    """Whether a NaN is in a tensor."""
+    """Returns whether a NaN is in a tensor."""
     value = _numpy(tensor)
     return bool((value != value).any())
 

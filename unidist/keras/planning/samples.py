@@ -18,8 +18,10 @@ PLACES = 32  # of an image's side that is not fixed
 
 
 def counts(model: Any, given: Any) -> list[int]:
-    """Numbers of rows to try in turn: few; then as many as the user gave, as the model says, or as it was last given;
-    if nothing of that is known, more."""
+    """Returns numbers of rows to try in turn, few first.
+
+    Then come as many as the user gave, as the model says, or as it was last given; if nothing of that is known, more.
+    """
     described = tree.flatten(given if given is not None else described_by(model))
     fixed = [x.shape[0] for x in described if x is not None and len(x.shape) and x.shape[0] is not None]
     known = fixed[0] if fixed else sessions.of(model).rows
@@ -50,7 +52,10 @@ def sample(model: Any, given: Any, rows: int, length: int) -> Any:
 
 
 def parts(model: Any) -> list[Any]:
-    """The outermost models that say what they take: a model, or those inside of one that does not say, as of a GAN."""
+    """Returns the outermost models that say what they take.
+
+    They are the model, or those inside of one that does not say, as of a GAN.
+    """
     says = described_by(model) is not None or _built_for(model) is not None
     if says and model.built and isinstance(model, keras.Model):
         return [model]
@@ -65,12 +70,15 @@ def _built_for(model: Any) -> Any:
 
 
 def described_by(model: Any) -> Any:
-    """What a model says that it takes; None where it does not. Sequential holds its graph inside."""
+    """Returns what a model says that it takes; None where it does not. Sequential holds its graph inside."""
     return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
 
 
 def is_open(inputs: Any) -> bool:
-    """Whether a model's inputs leave a dim behind the batch open: then a sequence may have another length."""
+    """Returns whether a model's inputs leave a dim behind the batch open.
+
+    Then a sequence may have another length.
+    """
     return any(
         isinstance(x, keras.KerasTensor) and None in x.shape[1:] and len(x.shape) < 4 for x in tree.flatten(inputs)
     )

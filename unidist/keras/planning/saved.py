@@ -1,4 +1,4 @@
-"""What torch's autograd keeps of a run for backward, each memory once."""
+"""Finds what torch's autograd keeps of a run for backward, each memory once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Saved(Seen):
         return self.weight(torch.empty(tuple(variable.shape), dtype=dtype, device="meta"), variable)
 
     def of_layer(self, call: Callable[[Any], Any], x: Any, y: Any, activated: bool, marked: int | None) -> Any:
-        """What a layer gives, `y`, in place of what it would compute of x: kept is what it would keep.
+        """Returns what a layer gives, `y`, in place of what it would compute of x: kept is what it would keep.
 
         Args:
             call: the layer's.

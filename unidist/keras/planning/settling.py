@@ -1,5 +1,7 @@
-"""Settling: a strategy that finds its layouts by itself makes the plan of a model, once the model is whole; and which
-variables are to be placed then."""
+"""Settling: a strategy that finds its layouts by itself plans a model, once the model is whole.
+
+Then it knows which variables are to be placed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from unidist.keras.telling import warn
 
 
 def waits(model: Any, distribution: Any) -> bool:
-    """Whether a built model's distribution finds layouts by itself, and has not found those of this model."""
+    """Returns whether a built model's distribution finds layouts by itself, and not yet this model's."""
     found = getattr(distribution, "found", None)
     if found is None or not model.built or not model.variables:
         return False
@@ -21,7 +23,7 @@ def waits(model: Any, distribution: Any) -> bool:
 
 
 def settle(model: Any, distribution: Any) -> bool:
-    """Makes the plan of a built model, or those of its parts, where its distribution waits for one. Whether it did.
+    """Plans a built model, or its parts, where its distribution waits for that; returns whether it did.
 
     No collective: every process finds the same, from shapes and configurations alone.
 
@@ -42,7 +44,7 @@ def settle(model: Any, distribution: Any) -> bool:
 
 
 def to_place(model: Any, distribution: Any) -> list[Any]:
-    """Settles, and gives the variables that are not where the distribution wants them, slots after all others.
+    """Settles, and returns the variables that are not where the distribution wants them, slots last.
 
     Raises:
         LayoutError: the model cannot be run on random batches.
