@@ -1,4 +1,4 @@
-"""Autograd's entrances. A carrier stands above autograd, so what asks torch for gradients is served here.
+"""Autograd's entrances. A carrier stands above autograd, so requests for gradients are served here.
 
 All ranks are one program, and each move has its true adjoint. So the gradient of a whole value is partial: those of the
 ranks add up to it. A loss that is whole begins with a part of one on each rank that holds it, one that is partial with
@@ -34,7 +34,7 @@ Kwargs = dict[str, Any]
 
 
 def seed(y: ShardedTensor, gradient: Any) -> Tensor:
-    """What this rank's backward begins with."""
+    """Returns the gradient that this rank's backward begins with."""
     spec = y.spec
     if gradient is not None:
         return plain(_in_dual(y, gradient))
@@ -45,8 +45,11 @@ def seed(y: ShardedTensor, gradient: Any) -> Tensor:
 
 
 def _in_dual(x: ShardedTensor, gradient: Any) -> Tensor:
-    """A gradient in the dual layout of what it is the gradient of. One that is whole where a partial one is wanted is
-    shared by all: zeros on other ranks would meet infinite derivatives."""
+    """Returns a gradient in the dual layout of what it is the gradient of.
+
+    One that is whole where a partial one is wanted is shared by all: zeros on other ranks would meet infinite
+    derivatives.
+    """
     carrier = type(gradient) is ShardedTensor
     if carrier and gradient.spec is x.spec.dual:
         held: Tensor = gradient.local
@@ -185,8 +188,11 @@ def as_carriers(value: Any, space: Space, change: Callable[[Tensor], Tensor]) ->
 
 
 def applied(apply: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """A user's autograd.Function on wholes. Its backward is its own: it need not be linear, so it sees the gradient of
-    all ranks together, and each takes its share of what it gives."""
+    """Applies a user's autograd.Function on wholes.
+
+    Its backward is its own: it need not be linear, so it sees the gradient of all ranks together. Each rank takes its
+    share of what it gives.
+    """
     space = space_of((args, kwargs))
     assert space is not None
     is_plain = space.invariant
@@ -196,7 +202,7 @@ def applied(apply: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 class OwnGradient:
-    """A function with a gradient of its own making. Both are made of torch's operations, so both go by rules.
+    """A function with a gradient of its own making: both go by rules, as both are torch's operations.
 
     Args:
         function: gives a value, and a function that makes the gradients of the arguments, of these and of `upstream`,

@@ -74,7 +74,7 @@ EVERYWHERE = (torch, torch.Tensor, F, torch.special, torch.linalg)
 
 
 def functions(names: str, places: Sequence[Any] = EVERYWHERE) -> list[Any]:
-    """Those of these names that this torch has."""
+    """Returns the functions of these names that this torch has."""
     found = []
     for name in names.split():
         for place in places:

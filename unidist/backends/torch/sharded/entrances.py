@@ -64,7 +64,10 @@ CHECKPOINT = getattr(torch.utils.checkpoint, "CheckpointFunction", None)
 
 
 def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """The reentrant form runs a backward of its own within backward, on what it was given: the other form sees all."""
+    """Replaces the reentrant form of checkpoint by the other one, which sees all.
+
+    The reentrant form runs a backward of its own within backward, on what it was given.
+    """
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )

@@ -1,5 +1,7 @@
-"""Methods of carriers that are called most, past torch's parsing of arguments; and operators, which ask the other
-operand where torch does not know it."""
+"""Carriers' methods that are called most, past torch's parsing of arguments; and operators.
+
+Operators ask the other operand where torch does not know it.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ _NUMBERS = (Tensor, int, float, complex, np.generic, np.ndarray)
 
 
 def _operator(func: Any) -> Any:
-    """One of two operands. Where torch does not know the other, as a variable of Keras's, that one is asked, and comes
-    again with a tensor."""
+    """Makes an operator of two operands.
+
+    Where torch does not know the other, as a variable of Keras's, that one is asked, and comes again with a tensor.
+    """
 
     def operator(one: Any, other: Any) -> Any:
         return dispatch(func, (one, other), {}) if isinstance(other, _NUMBERS) else NotImplemented

@@ -24,7 +24,10 @@ def _differentiable(forward: Local, backward: Local, x: torch.Tensor) -> torch.T
 
 
 def carried(space: Space, x: torch.Tensor, have: States, want: States) -> torch.Tensor:
-    """A local tensor, in another layout. Gradients go back by the adjoint of each move. Sparse ones move in full."""
+    """Moves a local tensor into another layout.
+
+    Gradients go back by the adjoint of each move. Sparse ones move in full.
+    """
     if x.layout is not torch.strided and have != want:
         return carried(space, x.to_dense(), have, want).to_sparse(layout=x.layout)
     if space.invariant and (found := _by_algebra(space, x, have, want)) is not None:
@@ -141,7 +144,9 @@ _MAKERS: dict[str, Callable[[Space, Move], Local | tuple[Local, Local]]] = {
 
 
 def invariant(space: Space, x: torch.Tensor, axes: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A whole whose gradient comes whole to every rank, from code that sees no other ranks: each takes its share.
+    """Returns a whole whose gradient comes whole to every rank, from code that sees no others.
+
+    Each takes its share.
 
     Args:
         axes: over which it is whole; None: all.
@@ -180,7 +185,7 @@ def _by_algebra(
     from_invariant: bool = False,
     to_invariant: bool = False,
 ) -> torch.Tensor | None:
-    """A move in an invariant space as the algebra's, which programs have too; None where parts are no chunks."""
+    """Moves in an invariant space by the algebra, which programs have too; None where parts are no chunks."""
     src, dst = space.layout(have, not from_invariant), space.layout(want, not to_invariant)
     if src is None or dst is None or space.redistribute is None:
         return None
@@ -189,8 +194,11 @@ def _by_algebra(
 
 
 class _NoView(torch.autograd.Function):
-    """The same values, but not as a view. A view holds its base, and the base has a note of what it was fanned out to:
-    the two would hold each other, through Python and through C++, so that neither sees that nobody else does."""
+    """The same values, but not as a view.
+
+    A view holds its base, and the base has a note of what it was fanned out to. The two would hold each other, through
+    Python and through C++, so that neither sees that nobody else does.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -246,7 +254,10 @@ def _lean(x: torch.Tensor, want: States) -> torch.Tensor:
 
 
 def _fanned_once(space: Space, x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
-    """Who else takes the same tensor shares the sum of its gradients. A variable may be taken again in another step."""
+    """Fans a tensor out once: who else takes it shares the sum of its gradients.
+
+    A variable may be taken again in another step.
+    """
     if space.fan is not None and (together := space.fan(x)) is not None:
         return together
     known: dict[Any, torch.Tensor] = {} if x.is_leaf else vars(x).setdefault(_FANNED, {})

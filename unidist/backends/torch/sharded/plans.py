@@ -1,4 +1,4 @@
-"""The plan of a call: the layouts that it wants of its tensors, by its rule, and the layout of what comes."""
+"""The plan of a call: the layouts that its rule wants of its tensors, and the layout of what comes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 class Plan:
-    """What is known of calls with the same function, layouts, shapes and static arguments.
+    """Holds what is known of calls with the same function, layouts, shapes and static arguments.
 
     Attributes:
         wants: the layout of each tensor of the call; None where it cannot be done in place.
@@ -109,8 +109,10 @@ def name_of(func: Any) -> str:
 
 
 def _order(bound: Bound, tensors: list[Any]) -> list[int]:
-    """Which tensors of the call, in their order there, the operands are. A binding sees the arguments themselves; a
-    sum that was joined since stands for one."""
+    """Returns which tensors of the call, in their order there, the operands are.
+
+    A binding sees the arguments themselves; a sum that was joined since stands for one.
+    """
     if bound.operands is None:
         return list(range(len(tensors)))
     order: list[int] = []

@@ -1,4 +1,4 @@
-"""Space: a mesh seen from one rank, over which values are laid out; and Spec, a layout of a shape in it."""
+"""Space: a mesh seen from one rank, over which values are laid out. Spec: a layout of a shape in it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Spec:
 
     @property
     def dual(self) -> Spec:
-        """Of the gradient."""
+        """The spec of the gradient."""
         if self._dual is None:
             self._dual = self.space.spec(dual(self.states), self.shape)
         return self._dual
@@ -82,7 +82,7 @@ class Spec:
 
 
 class Full(NamedTuple):
-    """What a collective is noted with: the shape and dtype of its full tensor."""
+    """The shape and dtype of a full tensor, which a collective is noted with."""
 
     shape: Shape
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class Space:
         lines: tuple[Axes, ...] | None = None,
         invariant: bool = False,
     ) -> Space:
-        """That of a backend whose ranks hold torch tensors; asked in the rank's thread."""
+        """Returns the space of a backend whose ranks hold torch tensors; asked in the rank's thread."""
         return cls(mesh, backend.rank, backend.comm, backend.record, lines, backend.redistribute if invariant else None)
 
     def spec(self, states: States, shape: Shape) -> Spec:
@@ -158,7 +158,7 @@ class Space:
         return self.spec((WHOLE,) * len(self.sizes), shape)
 
     def spec_of(self, states: States, local: torch.Size) -> Spec:
-        """That of which this rank holds a part of that shape."""
+        """Returns the spec of a value whose part on this rank has that shape."""
         return self.spec(states, whole_shape(local, states))
 
     def keep(self, key: Any, plan: Any) -> None:
@@ -190,7 +190,10 @@ class Space:
         return layout_of(states, self.lines, fanned)
 
     def first(self, states: States) -> bool:
-        """Whether this rank's summand holds what is added once: the first place of each partial axis."""
+        """Returns whether this rank's summand holds what is added once.
+
+        It is the first place of each partial axis.
+        """
         return not any(place and state == PARTIAL for place, state in zip(self.places, states, strict=True))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What writes in place. The carrier keeps its layout, so that views of it see what was written."""
+"""Writes in place. The carrier keeps its layout, so that views of it see what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's functions are to the rules, by family. Importing it fills the table of binding.py."""
+"""Binds torch's functions to the rules, by family. Importing it fills the table of binding.py."""
 
 from unidist.backends.torch.sharded.bindings import dims as dims
 from unidist.backends.torch.sharded.bindings import drawing as drawing

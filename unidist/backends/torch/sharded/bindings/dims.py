@@ -199,7 +199,10 @@ over("glu", along(1, -1), linear=False, places=(F,))
 
 @binds("pad", (F,))
 def _pad(call: Call) -> Bound | None:
-    """A constant that is not 0 would be added by each rank's part of a sum. Other modes take no empty channels."""
+    """Binds pad.
+
+    A constant that is not 0 would be added by each rank's part of a sum. Other modes take no empty channels.
+    """
     x, pads = call.get(0, "input"), ints(call.get(1, "pad"))
     tensors = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
     if pads is None or not ndim(call) or len(tensors) != 1 or tensors[0] is not x:

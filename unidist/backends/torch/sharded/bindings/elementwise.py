@@ -50,7 +50,7 @@ bind("real imag", _elementwise("one"), (Tensor,))
 
 @binds("add sub subtract __add__ __radd__ __sub__ __rsub__ rsub add_ sub_ subtract_ __iadd__ __isub__")
 def _sum(call: Call) -> Bound:
-    """Of a sum's parts all numbers and whole summands count once."""
+    """Binds sums: of a sum's parts all numbers and whole summands count once."""
     if len(call.args) != 2:
         return Bound(partial(elementwise, linear="no"))
     if all(isinstance(value, Tensor) for value in call.args):
@@ -87,7 +87,7 @@ def _where(call: Call) -> Bound | None:
 
 @binds("mul multiply __mul__ __rmul__ mul_ multiply_ __imul__")
 def _product(call: Call) -> Bound:
-    """What is infinite times a part that is 0 is none."""
+    """Binds products: infinity times a part that is 0 is no part of the product."""
     finite = all(value - value == 0 for value in call.args if isinstance(value, NUMBERS))
     return Bound(partial(elementwise, linear="product" if finite else "no"))
 
@@ -123,7 +123,10 @@ def _to(call: Call) -> Bound | Composed | None:
 
 
 def _widened(func: Any, x: Any, *rest: Any, **kwargs: Any) -> Any:
-    """A cast to more bits. Backward rounds: of a whole, the gradients of all ranks together, as one device does."""
+    """Casts to more bits.
+
+    Backward rounds: of a whole, the gradients of all ranks together, as one device does.
+    """
     space, states = x.spec.space, x.spec.states
     whole = tuple(axis for axis, state in enumerate(states) if state == WHOLE)
     if not whole or not x.requires_grad or not torch.is_grad_enabled():
@@ -136,7 +139,7 @@ def _like_another(x: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
 
 
 def _holds(to: torch.dtype, of: torch.dtype) -> bool:
-    """Whether a sum of casts is the cast of the sum, but for what a float's own additions round."""
+    """Returns whether a sum of casts is the cast of the sum, but for what a float's additions round."""
     if to == of:
         return True
     if to.is_complex or of.is_complex:

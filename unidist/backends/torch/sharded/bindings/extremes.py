@@ -17,7 +17,7 @@ _differentiable = TorchOps().differentiable
 
 
 def extreme(name: str, dims: Dims, keeps: bool, x: ShardedTensor, *said: Any, **rest: Any) -> Any:
-    """Over dims of which one axis cuts one."""
+    """Binds an extreme over dims where one axis cuts one of them."""
     spec = x.spec.joined
     axis, cut = next(
         (axis, state) for axis, state in enumerate(spec.states) if isinstance(state, Cut) and state.dim in dims
@@ -42,8 +42,11 @@ def extreme(name: str, dims: Dims, keeps: bool, x: ShardedTensor, *said: Any, **
 
 
 def _share(name: str, part: Tensor, own: Tensor, dims: Dims, dim: int, gathered: Any) -> Any:
-    """torch divides a gradient among all that are equal. Ranks that tie divide it evenly: each takes as much more as it
-    holds more of them."""
+    """Returns the factor of a rank's gradient where ranks tie.
+
+    torch divides a gradient among all that are equal. Ranks that tie divide it evenly: each takes as much more as it
+    holds more of them.
+    """
     with torch.no_grad():
         count = (part == own).sum(dims, keepdim=True).to(own.dtype)
         every, counts = gathered(own.detach()), gathered(count)

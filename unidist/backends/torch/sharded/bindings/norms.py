@@ -1,4 +1,7 @@
-"""Norms of vectors. Over a cut dim they are made of sums and extremes; those of matrices see their two dims whole."""
+"""Norms of vectors: over a cut dim they are made of sums and extremes.
+
+Those of matrices see their two dims whole.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _NAMED = frozenset(("ord", "p", "dim", "axis", "keepdim", "dtype"))
 
 
 def _norm(order: Any, of_matrices: bool | None) -> Binding:
-    """`order`: that which is meant where none is said; `of_matrices`: None where two dims make it one of matrices."""
+    """Returns the binding of a norm.
+
+    `order`: that which is meant where none is said; `of_matrices`: None where two dims make it one of matrices.
+    """
 
     def binding(call: Call) -> Bound | Composed | None:
         given = {name for name, value in call.kwargs.items() if value is not None}

@@ -55,7 +55,7 @@ def _sum(call: Call) -> Bound | Composed | None:
 
 
 def _sum_of_cast(dims: Dims, keeps: bool, x: Any, *said: Any, dtype: torch.dtype, **rest: Any) -> Any:
-    """What is a part of a sum is cast by its own rule."""
+    """Sums a cast: a part of a sum is cast by its own rule."""
     return torch.sum(x.to(dtype), dims, keepdim=keeps, dtype=dtype)
 
 
@@ -117,7 +117,10 @@ binds("min")(_with_places("amin"))
 
 
 def _spread(name: str) -> Binding:
-    """var and std: (x, unbiased) and (x, dim, unbiased, keepdim) stand beside (x, dim, correction=, keepdim=)."""
+    """Binds var and std: (x, unbiased) and (x, dim, unbiased, keepdim) beside (x, dim, correction=, ...).
+
+    The last one takes keepdim= too.
+    """
 
     def binding(call: Call) -> Bound | Composed | None:
         if not _alone(call):

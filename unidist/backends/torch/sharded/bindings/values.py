@@ -1,4 +1,4 @@
-"""What a tensor says of itself, and what is made like it: no layout changes."""
+"""Binds what a tensor says of itself, and what is made like it: no layout changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kwargs = dict[str, Any]
 
 
 def _of_part(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What the part says is so of the whole."""
+    """Asks the part, whose answer is true of the whole."""
     return func(*(x.local if type(x) is ShardedTensor else x for x in args), **kwargs)
 
 
@@ -48,7 +48,7 @@ def _stride(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _new(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of its dtype and device, and the same on every rank."""
+    """Makes a tensor of its dtype and device, and the same on every rank."""
     x, given = args[0], [v.whole() if type(v) is ShardedTensor else v for v in args[1:]]
     out = func(x.local, *given, **kwargs)
     return as_whole(x.spec.space, out)
