@@ -131,7 +131,7 @@ def _has_rows(x: ShardedTensor) -> bool:
 
 
 def _goes_with(x: Any, cut: ShardedTensor) -> bool:
-    """Whether a tensor beside one with rows has the same ones, or none."""
+    """Returns whether a tensor beside one with rows has the same ones, or none."""
     if x.shape[0] != cut.shape[0]:
         return not features.carries_rows(x) or bool(x.spec.whole)
     return features.carries_rows(x) and bool(x.spec.states[0] == cut.spec.states[0])
@@ -143,7 +143,10 @@ def _is_of(count: int, x: Any) -> bool:
 
 @contextlib.contextmanager
 def _added(holders: tuple[Any, ...], here: Frame, rows: Rows) -> Iterator[None]:
-    """What is added to a model's losses inside is a mean over this shard's rows: a summand, by its share of them."""
+    """Makes what is added to a model's losses inside a summand.
+
+    It is a mean over this shard's rows, and counts by its share of them.
+    """
     before = [len(one._losses) for one in holders]
     yield
     if here.carried is not None or here.rows is not rows:
@@ -160,7 +163,7 @@ def _of_all(here: Frame, rows: Rows, loss: Any) -> Any:
 
 
 class Inward:
-    """What may look at several rows, in a call of native rows: it computes on carriers there.
+    """Computes on carriers in a call of native rows, for what may look at several rows.
 
     Attributes:
         looks: whether it has looked at other shards' rows; None: it was not called yet.
@@ -194,7 +197,10 @@ class Inward:
         return on_carriers(here, rows, functools.partial(self, here, rest), args, kwargs, constants=self._constants)
 
     def _rounded(self, space: Space) -> dict[int, torch.Tensor]:
-        """Keras rounds the bias of a layer in float8, and so its gradient: on carriers, the sum of all shards'."""
+        """Returns id -> the bias of a layer in float8, as a carrier; nothing for others.
+
+        Keras rounds that bias, and so its gradient: on carriers, the sum of all shards'.
+        """
         bias = getattr(self._subject, "bias", None)
         if bias is None or not overwritten(self._subject):
             return {}
@@ -210,7 +216,7 @@ def _inward_border(subject: Any) -> Inward:
 
 
 def on_carriers(here: Frame, rows: Rows, call: Call, *given: Any, constants: frozenset[int] = frozenset()) -> Any:
-    """What a call gives that sees the rows of all shards, amid native rows; `constants`: ids of what has none."""
+    """Calls with the rows of all shards, amid native rows; `constants`: ids of what has none."""
 
     def enter(x: Any) -> Any:
         has_rows = _is_of(rows.local, x) and not getattr(x, _ROWLESS, False)
@@ -223,7 +229,7 @@ def on_carriers(here: Frame, rows: Rows, call: Call, *given: Any, constants: fro
 
 
 def _left(here: Frame, rows: Rows, x: Any) -> Any:
-    """What leaves for a call of native rows."""
+    """Returns what leaves for a call of native rows."""
     if not features.carries_rows(x):
         return x
     state = Cut(0, rows.sizes)

@@ -1,4 +1,4 @@
-"""What stands before a layer's own call where a rank is at work."""
+"""Places what stands before a layer's own call where a rank is at work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unidist.keras.torch.context import Frame
 
 
 def around_call(layer: Any, stage: Stage, inside: Callable[[Frame, Call, Any, Any], Any]) -> Callable[[], None]:
-    """Lets inside(frame, rest, args, kwargs) stand at a stage of the layer's call; outside of frames it is as before.
+    """Lets inside(frame, rest, args, kwargs) stand at a stage of the layer's call, in frames alone.
 
     Returns:
         What takes it off again.

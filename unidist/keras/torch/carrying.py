@@ -1,4 +1,4 @@
-"""A step on carriers: to the code that runs in it a batch is the whole, of which each data shard holds its rows.
+"""A step on carriers: its code sees a batch as the whole, and each data shard holds its own rows.
 
 What may look at any rows (losses, metrics, steps, layers of the user's own) computes with ShardedTensors: each
 operation has a rule, or gathers. Layers of Keras that treat each row alone take their rows off them, compute natively,
@@ -42,8 +42,10 @@ def space_at(here: Frame) -> Space:
 
 @contextlib.contextmanager
 def step(here: Frame, batch: Any, apart: bool = False) -> Iterator[Any]:
-    """A step's batch on carriers; one that is not cut as it is: the whole, on each rank. `apart`: of such a batch each
-    tensor is cut by its own rows."""
+    """Carries a step's batch; one that is not cut stays as it is: the whole, on each rank.
+
+    `apart`: of such a batch each tensor is cut by its own rows.
+    """
     rows = here.rows
     with here.carrying_rows(rows or _NONE), events.for_purpose("losses"):
         is_cut = rows is not None or apart
@@ -72,7 +74,7 @@ def wrapped(here: Frame, rows: Rows, local: torch.Tensor) -> ShardedTensor:
 
 
 def summand(here: Frame, x: torch.Tensor) -> ShardedTensor:
-    """What ranks add up to."""
+    """Carries what ranks add up to."""
     return wrap(x, space_at(here).spec((PARTIAL,), x.shape))
 
 
@@ -80,7 +82,7 @@ def summand(here: Frame, x: torch.Tensor) -> ShardedTensor:
 
 
 def whole(x: Any) -> Any:
-    """What a carrier stands for; anything else as it is."""
+    """Returns what a carrier stands for; anything else as it is."""
     return x.whole() if type(x) is ShardedTensor else x
 
 
@@ -135,7 +137,7 @@ def agreed(here: Frame, logs: Any) -> Any:
 
 
 def settle_losses(model: Any) -> None:
-    """What was added to the losses of a model's layers is read behind the step as numbers."""
+    """Makes what was added to the losses of a model's layers numbers, which are read behind the step."""
     for layer in model._flatten_layers():
         if any(type(loss) is ShardedTensor for loss in layer._losses):
             found = plain(list(layer._losses))
@@ -144,7 +146,7 @@ def settle_losses(model: Any) -> None:
 
 
 def part_of(variable: Any, here: Frame, value: Any) -> Any:
-    """What the rank at work writes of a value into a variable: a summand, where ranks hold summands."""
+    """Returns what the rank at work writes of a value into a variable: a summand, where ranks hold such."""
     is_sum = bool(variable._storage.shardings.stored.layout.partial)
     value = features.whole(value)
     if type(value) is ShardedTensor:
@@ -153,7 +155,10 @@ def part_of(variable: Any, here: Frame, value: Any) -> Any:
 
 
 def rooted(here: Frame, root: Any) -> Any:
-    """What a gradient begins with: of a loss without rows, which all ranks have, each begins with its share."""
+    """Returns what a gradient begins with.
+
+    Of a loss without rows, which all ranks have, each begins with its share.
+    """
     if type(root) is ShardedTensor or not here.world.cuts_rows:
         return root
     return wrap(root, space_at(here).whole(root.shape))

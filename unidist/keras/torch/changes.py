@@ -1,4 +1,7 @@
-"""What a user may change of a model between two steps: its layers, and attributes by which they choose what to do."""
+"""Notices what a user may change of a model between two steps.
+
+Such are its layers, and attributes by which they choose what to do.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ _NOT_CHOSEN = frozenset(
 
 
 def attributes(layer: Any) -> dict[str, Any]:
-    """Those of a layer by which its call may choose. What a model of Keras's was compiled with is none of it."""
+    """Returns the attributes of a layer by which its call may choose.
+
+    What a model of Keras's was compiled with is none of it.
+    """
     kind: Any = type(layer)
     if _is_of_either(kind):
         # Its private attributes are Keras's, which sets them as it builds and calls the layer.
@@ -50,8 +56,10 @@ _is_of_either = functools.cache(is_of_either)
 
 @functools.cache
 def _read_in_calls(kind: Any) -> frozenset[str]:
-    """Names that the methods of a user's model read, but for those that its call uses for nothing: numbers that its
-    train_step counts choose nothing in its call."""
+    """Returns the names that the methods of a user's model read.
+
+    Those that its call uses for nothing are left out: numbers that its train_step counts choose nothing in its call.
+    """
     own = itertools.takewhile(lambda one: not is_of_either(one), kind.__mro__)
     methods = {name: value for one in own for name, value in vars(one).items() if name not in _NOT_IN_CALLS}
     codes = [inspect.unwrap(value).__code__ for value in methods.values() if isinstance(value, FunctionType)]
@@ -97,14 +105,14 @@ class Looked:
         self._functions: list[tuple[dict[str, Any], str, Any]] = []
 
     def changed(self, layers: Iterable[Any]) -> list[Any]:
-        """Those of a model's layers that are new, or have other attributes than before."""
+        """Returns a model's layers that are new, or have other attributes than before."""
         before = self._seen
         self.note(layers)
         now = self._seen.values()
         return [one for one, own in now if id(one) not in before or not _are_same(before[id(one)][1], own)]
 
     def call_other_functions(self) -> bool:
-        """Whether a layer that was looked at calls another function now. Cheap: asked at each step."""
+        """Returns whether a layer that was looked at calls another function now. Cheap: asked at each step."""
         return any(held.get(name) is not value for held, name, value in self._functions)
 
     def note(self, layers: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ ENDED, RAISED = -1, -2
 
 
 class LocalBatches(list[Any]):
-    """What an epoch iterator hands to a step: one batch that holds this rank's rows alone, and how many there are."""
+    """Holds what an epoch iterator hands to a step: a batch of this rank's rows alone, and their number."""
 
     def __init__(self, batches: list[Any], rows: Rows) -> None:
         super().__init__(batches)
@@ -65,10 +65,10 @@ class Shards:
 
 
 class Cutting:
-    """Whether a model's batches are cut over the data shards.
+    """Decides whether a model's batches are cut over the data shards.
 
     Tensors with different numbers of rows, as nodes, edges and graphs, have no rows to cut by: each rank computes the
-    whole batch. So it does with all later ones, of which some may have as many nodes as edges.
+    whole batch. So it does with all later ones: some of them may have as many nodes as edges.
     """
 
     def __init__(self, world: RankWorld, apart: bool = False) -> None:
@@ -107,7 +107,10 @@ def row_count(batch: Any) -> int:
 
 
 def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
-    """(start, length) of a rank's rows in a batch of `total`: torch.chunk's sizes, like every dim in unidist."""
+    """Returns (start, length) of a rank's rows in a batch of `total`.
+
+    Sizes are torch.chunk's, like every dim in unidist.
+    """
     if not world.data_axes:
         return 0, total
     return world.batch_sharding((total,)).region(rank)[0]
@@ -119,8 +122,10 @@ def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
 
 
 def cut(batch: Any, start: int, length: int | None, *, copy: bool = False) -> Any:
-    """The rows [start, start + length) of every array of a batch, with no length all; copied where ranks share this
-    process, because Keras multiplies masks into sample weights in place."""
+    """Returns the rows [start, start + length) of every array of a batch, with no length all.
+
+    They are copied where ranks share this process, because Keras multiplies masks into sample weights in place.
+    """
 
     def part(x: Any) -> Any:
         if x is None or not hasattr(x, "shape") or not len(x.shape):

@@ -51,8 +51,10 @@ def _hooks(device: str) -> list[Hook]:
 
 
 def _writing_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Python's numbers are written on a GPU, in the dtype that Keras gives them. Keras copies each from the host, which
-    waits for all that the GPU has yet to compute."""
+    """Writes Python's numbers on a GPU, in the dtype that Keras gives them.
+
+    Keras copies each from the host, which waits for all that the GPU has yet to compute.
+    """
 
     @functools.wraps(original)
     def convert_to_tensor(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,15 +70,17 @@ def _writing_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_numbers(x: Any) -> bool:
-    """Whether it is a number, or a few of one kind, as a shape is."""
+    """Returns whether it is a number, or a few of one kind, as a shape is."""
     if isinstance(x, (tuple, list)):
         return bool(x) and len({type(number) for number in x}) == 1 and _is_of_numbers(x[0])
     return type(x) in (bool, int, float)
 
 
 def filled(number: float, like: torch.Tensor) -> torch.Tensor:
-    """A number where a tensor is, in its dtype. It is written there: to copy it from the host would wait for all that
-    the device has yet to compute."""
+    """Returns a number where a tensor is, in its dtype.
+
+    It is written there: to copy it from the host would wait for all that the device has yet to compute.
+    """
     return torch.full((), float(number), dtype=like.dtype, device=like.device)
 
 

@@ -1,4 +1,4 @@
-"""What Keras's distribution API asks of a backend, for torch: the module that keras.distribution calls."""
+"""Answers what Keras's distribution API asks of a backend, for torch: keras.distribution calls it."""
 
 from __future__ import annotations
 

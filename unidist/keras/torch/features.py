@@ -1,4 +1,4 @@
-"""Features that model axes cut: between layers with cut kernels each rank holds some of a tensor's features.
+"""Features that model axes cut: between layers with cut kernels each rank holds some of them.
 
 A column layer gives a carrier of an invariant space: to the code that goes on with it, it is the whole. Each operation
 on it goes by its rule, and what needs all of it gathers. A row layer takes its part off again.
@@ -48,12 +48,12 @@ def _fanned_together(axes: Axes, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def carries_rows(x: Any) -> TypeGuard[ShardedTensor]:
-    """Whether a tensor carries the rows of all data shards."""
+    """Returns whether a tensor carries the rows of all data shards."""
     return type(x) is ShardedTensor and not x.spec.space.invariant
 
 
 def is_cut(x: Any) -> bool:
-    """Whether model axes cut a tensor's features, also those of this rank's rows."""
+    """Returns whether model axes cut a tensor's features, also those of this rank's rows."""
     return type(x) is ShardedTensor and (x.spec.space.invariant or type(x.local) is ShardedTensor)
 
 
@@ -85,7 +85,7 @@ def taken(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
 
 
 def comes_cut(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> bool:
-    """Whether each rank has its features along a dim, so that nothing is sent for them."""
+    """Returns whether each rank has its features along a dim, so that nothing is sent for them."""
     if carries_rows(x):
         x = x.local
     space = space_over(frame, axes)
@@ -96,9 +96,12 @@ def comes_cut(frame: Frame, x: torch.Tensor, dim: int, axes: Axes) -> bool:
 
 
 def fanned_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """I -> F over axes: nothing forward, all_reduce backward; of a part of a sequence S -> F: all_gather and
-    reduce_scatter. Layers that take one tensor (query, key and value; gate and up; what an encoder gives to each block
-    of a decoder) share it, and so the one all_reduce of their gradients."""
+    """Fans out, I -> F over axes: nothing forward, all_reduce backward.
+
+    Of a part of a sequence it is S -> F: all_gather and reduce_scatter. Layers that take one tensor share it, and so
+    the one all_reduce of their gradients. Such are query, key and value; gate and up; what an encoder gives to each
+    block of a decoder.
+    """
     if carries_rows(x):
         return wrap(fanned_out(frame, x.local, axes), x.spec)
     space = space_over(frame, axes)
@@ -108,13 +111,16 @@ def fanned_out(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def sequence_of(x: ShardedTensor) -> bool:
-    """Whether the places of a sequence are cut, and not features."""
+    """Returns whether the places of a sequence are cut, and not features."""
     (state,) = x.spec.states
     return isinstance(state, Cut) and state.dim == SEQUENCE and x.ndim > SEQUENCE + 1
 
 
 def shared(frame: Frame, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """A carrier of all features: S -> F of cut ones (all_gather, and reduce_scatter backward), else I -> F."""
+    """Returns a carrier of all features: S -> F of cut ones, else I -> F.
+
+    S -> F is an all_gather, and a reduce_scatter backward.
+    """
     if carries_rows(x):
         return wrap(shared(frame, x.local, axes), x.spec)
     space = space_over(frame, axes)
@@ -137,7 +143,7 @@ def whole(x: Any) -> Any:
 
 
 def on_parts(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """What a function of each element gives of a carrier's part, as the same carrier."""
+    """Applies a function of each element to a carrier's part, and returns the same carrier of it."""
     return wrap(function(x.local), x.spec)
 
 

@@ -1,5 +1,4 @@
-"""Operations in a model's steps that gather, for no rule cuts them, are counted; a warning names those that gather
-much."""
+"""Counts operations in a model's steps that gather, for no rule cuts them; warns of much gathering."""
 
 from __future__ import annotations
 

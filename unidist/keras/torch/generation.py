@@ -37,8 +37,10 @@ _originals: dict[str, Any] = {}
 
 
 def _slice_update(inputs: Any, start_indices: Any, updates: Any) -> Any:
-    """Keras writes at flat places, which no rule cuts. Along a dim that is updated as a whole each rank writes its own
-    part."""
+    """Replaces Keras's slice_update, which writes at flat places, which no rule cuts.
+
+    Along a dim that is updated as a whole each rank writes its own part.
+    """
     here, original = frame(), _originals["slice_update"]
     if here is not None and features.is_cut(inputs) and (axes := features.axes_of(inputs)):
         state = inputs.spec.states[0]

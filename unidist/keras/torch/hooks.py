@@ -53,7 +53,10 @@ def prepare() -> None:
 
 
 def table() -> Table:
-    """Outside of a frame and of a session of a distributed model all is as before; tests/keras checks every place."""
+    """Returns the table of hooks.
+
+    Outside of a frame and of a session of a distributed model all is as before; tests/keras checks every place.
+    """
     return Table(
         (
             *_of_distribution(),
@@ -81,8 +84,10 @@ def table() -> Table:
 
 
 def check(strategy: Strategy, layout_map: LayoutMap | None) -> None:
-    """There is no strategy that cannot be trained. Keras computes where the adapter does: its world may be one that the
-    program made after `use`."""
+    """Refuses nothing: there is no strategy that cannot be trained.
+
+    Keras computes where the adapter does: its world may be one that the program made after `use`.
+    """
     devices.settle()
 
 
@@ -133,8 +138,11 @@ def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) ->
 
 
 def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engine.Engine) -> bool:
-    """Whether somebody takes the logs of each step: a progress bar, a callback, or a method of the model's own, whose
-    numbers may be no metrics. Every process decides alike: by what all were given."""
+    """Returns whether somebody takes the logs of each step.
+
+    It may be a progress bar, a callback, or a method of the model's own, whose numbers may be no metrics. Every process
+    decides alike: by what all were given.
+    """
     if entrance not in ("fit", "evaluate"):
         return True
     callbacks = given.get("callbacks")
@@ -175,8 +183,10 @@ def _making_steps(original: Any, attribute: str, kind: str) -> Any:
 
 
 def _watching(original: Any) -> Any:
-    """A placed model that is called with gradients, outside of Keras's trainer, is prepared: its gradients are averaged
-    from the first backward on."""
+    """Prepares a placed model that is called with gradients, outside of Keras's trainer.
+
+    So its gradients are averaged from the first backward on.
+    """
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
@@ -205,8 +215,10 @@ def _post_track_variable(self: Any, variable: Any) -> None:
 
 
 def _naming(original: Any) -> Any:
-    """In a step of the user's own they have the values and gradients of the rank at work, whole where these are cut.
-    In the simulator parameters are its program's, so ranks have values everywhere."""
+    """Gives parameters, in a step of the user's own, the values and gradients of the rank at work.
+
+    They are whole where these are cut. In the simulator parameters are its program's, so ranks have values everywhere.
+    """
 
     @functools.wraps(original)
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What can be asked of a model on torch: place it, describe it, gather it."""
+"""Answers what can be asked of a model on torch: place it, describe it, gather it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from unidist.keras.torch.values.placing import is_placed
 
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
-    """Places a built model, its optimizer and its metrics, in place. Keras calls a model built whose layers it builds
-    from the first batch: without variables, or where layouts are found from all of them, it is placed then."""
+    """Places a built model, its optimizer and its metrics, in place.
+
+    Keras calls a model built whose layers it builds from the first batch. Without variables, or where layouts are found
+    from all of them, it is placed then.
+    """
     found = engine.engine_for(model, distribution)
     if model.variables and (placing.is_built(model) or not waits(model, distribution)):
         with found.session():
@@ -46,8 +49,10 @@ def rows(model: Any) -> list[Row]:
 
 
 def reasons(model: Any) -> Iterator[tuple[str, str]]:
-    """(name, whether it looks at several shards' rows) of what may, (name, how often) of operations that gather, and
-    (path, what it does) of each layer with cut weights."""
+    """Yields (name, whether it looks at several shards' rows) of what may look.
+
+    Then come (name, how often) of operations that gather, and (path, what it does) of each layer with cut weights.
+    """
     found = engine.engine_of(model)
     for border in found.borders if found is not None else ():
         yield border.name, border.why

@@ -15,8 +15,10 @@ WHOLE = Layout()
 
 
 def move(frame: Frame, x: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
-    """A tensor of the global `shape` from one layout to another; its gradient goes the other way. Of one that carries
-    rows, this rank's rows are moved."""
+    """Moves a tensor of the global `shape` from one layout to another; its gradient goes the other way.
+
+    Of one that carries rows, this rank's rows are moved.
+    """
     if type(x) is ShardedTensor:
         sizes = (n if m == whole else m for m, whole, n in zip(shape, x.shape, x.local.shape, strict=True))
         out = move(frame, x.local, tuple(sizes), src, dst)
@@ -56,8 +58,10 @@ def cut_dim(ndim: int, dim: int, axes: Axes) -> Layout:
 
 
 def rows_from(x: Any, start: int, length: int | None) -> Any:
-    """The rows [start, start + length) of an array or a tensor, sparse ones included, which torch does not slice. With
-    no length all of them."""
+    """Returns the rows [start, start + length) of an array or a tensor; with no length all of them.
+
+    It takes sparse ones too, which torch does not slice.
+    """
     if length is None:
         return x
     if not isinstance(x, torch.Tensor) or x.layout is torch.strided:

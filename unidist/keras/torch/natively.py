@@ -1,4 +1,4 @@
-"""What Keras distributes on torch by itself, from 3.16 on: it stands back where unidist does it.
+"""Makes what Keras distributes on torch by itself, from 3.16 on, stand back where unidist does it.
 
 Keras 3.16 has DistributedDataParallel and DTensors in its trainer and its variables. While unidist is in use, scripts
 with keras.distribution's classes get unidist's promises, and models outside of any scope are one process's own, as with
@@ -33,13 +33,18 @@ def _nothing(original: Any) -> Callable[..., None]:
 
 
 def _as_compiled(original: Any) -> Callable[[Any], bool]:
-    """Also under a distribution: one of unidist brings no dispatch mode, which torch.compile could not trace."""
+    """Returns whether a model is compiled, also under a distribution.
+
+    One of unidist brings no dispatch mode, which torch.compile could not trace.
+    """
     return lambda self: bool(self.jit_compile and not self.run_eagerly)
 
 
 def _by_backward(original: Any) -> Callable[[Any, Any], Any]:
-    """A model whose call is a program: its step calls `backward`, whose gradients are summed over the ranks. With
-    jit_compile=True Keras's would call torch.autograd.grad, unless it runs eagerly."""
+    """Makes the step of a compiled model call `backward`, so that gradients are summed over the ranks.
+
+    With jit_compile=True Keras's would call torch.autograd.grad, unless it runs eagerly.
+    """
 
     @functools.wraps(original)
     def train_step(self: Any, data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The simulator's program outside of steps: it has a whole parameter for each variable, which the ranks' shards follow.
+"""The simulator's program outside of steps: a whole parameter for each variable, for ranks to follow.
 
 On one device a program may read a variable, differentiate by it, keep its gradient, and write into its tensor. So does
 the main thread here, whatever its ranks store. Before they run, they get what it has written, and behind it has what
@@ -26,7 +26,7 @@ _ranks_run = False
 
 @dataclass
 class Outside:
-    """What the program has of a variable.
+    """Holds what the program has of a variable.
 
     Attributes:
         parameter: whole. Without memory, until somebody looks.
@@ -65,12 +65,12 @@ def move(before: Storage, now: Storage) -> None:
 
 
 def can_look(storage: Storage) -> bool:
-    """Whether no rank runs, and the variable has one value: no sum of what the ranks have."""
+    """Returns whether no rank runs, and the variable has one value: no sum of what the ranks have."""
     return not _ranks_run and not storage.shardings.stored.layout.partial
 
 
 def is_ahead(storage: Storage) -> bool:
-    """Whether the program's parameter counts, and not what ranks have: it was looked at, and no rank runs."""
+    """Returns whether the program's parameter counts, and not the ranks': looked at, and no rank runs."""
     return storage.outside.is_looked_at and not _ranks_run
 
 
@@ -115,7 +115,10 @@ def take(storage: Storage) -> None:
 
 
 def assembled(tensors: Mapping[int, torch.Tensor], sharding: Sharding) -> torch.Tensor:
-    """The whole of what all ranks have, without a step of theirs; that of the first rank where all have it whole."""
+    """Returns the whole of what all ranks have, without a step of theirs.
+
+    Where all have it whole it is the first rank's.
+    """
     first, layout, mesh = next(iter(tensors.values())), sharding.layout, sharding.mesh
     if not layout.dims and not layout.partial:
         return first

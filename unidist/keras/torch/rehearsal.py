@@ -1,5 +1,6 @@
-"""Rehearsal: a step of one rank on tensors without values, by the rules that a step goes by. What it would send is
-what a step sends, on any mesh, with no other device.
+"""Rehearsal: a step of one rank on tensors without values, by the rules that a step goes by.
+
+It would send what a step sends, on any mesh, with no other device.
 
 Only layers are rehearsed. Gradients are summed and stored values are fetched by closed forms (planner/predicting.py).
 """
@@ -42,7 +43,7 @@ def rehearse(
     batch: int,
     shared: Mapping[str, Axes],
 ) -> Ledger:
-    """What the layers of a model send in a training step of the mesh's first rank, forward and backward.
+    """Returns what a model's layers send in a training step of the first rank, forward and backward.
 
     Args:
         model: a built model. Its variables need no values, and are as before afterwards.
@@ -153,7 +154,10 @@ def _placed(variable: Any, sharding: Sharding, world: RankWorld) -> Iterator[Non
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Inside Keras computes on torch's meta device as on any other, and draws by no generator, which that has not."""
+    """Lets Keras, inside, compute on torch's meta device as on any other, and draw by no generator.
+
+    The meta device has none.
+    """
     draw = torch_random.torch_seed_generator
     torch_random.torch_seed_generator = lambda seed: None
     try:

@@ -1,4 +1,4 @@
-"""Saving under any strategy: the full values once, written by one process; every process helps to gather them."""
+"""Saves under any strategy: full values once, written by one process; all help to gather them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) ->
 
 
 def _save(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
-    """Process 0 writes, the others read along: each whole value is a collective. Returns when the file is there.
+    """Lets process 0 write and the others read along: each whole value is a collective.
+
+    Returns when the file is there.
 
     Args:
         write: saves the model.
@@ -117,7 +119,7 @@ def _save(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -
 
 
 def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:
-    """What `_save` does, for a writer of any kind.
+    """Does what `_save` does, for a writer of any kind.
 
     Args:
         model: None: no values are read, and the others only wait.

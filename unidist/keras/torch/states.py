@@ -24,8 +24,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def ready(model: Any) -> None:
-    """Places a built model, its optimizer and its metrics, if it is distributed. Nothing is under way then, and
-    gradients that wait for an accumulation are in the slots."""
+    """Places a built model, its optimizer and its metrics, if it is distributed.
+
+    Nothing is under way then, and gradients that wait for an accumulation are in the slots.
+    """
     found = engine.engine_of(model)
     if found is not None:
         with found.session():
@@ -33,7 +35,7 @@ def ready(model: Any) -> None:
 
 
 def processes(model: Any) -> Processes | None:
-    """Those that hold the model together, if there are several."""
+    """Returns the processes that hold the model together, if there are several."""
     world = engine.world_of_model(model)
     return None if world is None else data.processes(world)
 

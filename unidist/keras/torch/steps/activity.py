@@ -1,4 +1,4 @@
-"""Activity regularizers that look at several rows are given those of all shards, in calls of native rows."""
+"""Gives activity regularizers that look at several rows those of all shards, in native calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unidist.keras.torch.context import Rows
 
 
 def show_all_rows(model: Any) -> None:
-    """Lets the activity regularizers of a model's layers see the rows of all shards, where that may change them."""
+    """Lets a model's activity regularizers see the rows of all shards, where that may change them."""
     activity.given(model, lambda layer, name: _look)
 
 
@@ -24,8 +24,10 @@ def _look(own: Any, output: Any) -> Any:
 
 
 def _own_share(rows: Rows, loss: Any) -> Any:
-    """Of a loss of all rows what Keras makes it again: it divides by this shard's rows, and the losses of the shards
-    count by their rows."""
+    """Scales a loss of all rows so that Keras makes the same loss of it.
+
+    Keras divides by this shard's rows, and the losses of the shards count by their rows.
+    """
     if not isinstance(loss, torch.Tensor) or rows.local:
         return loss * rows.share
     # Keras divides by no rows: not a number in backward, which has to come to the collectives all the same.

@@ -1,4 +1,4 @@
-"""Random numbers that a step draws by itself, from generators of the process: those of Python, NumPy, torch and Keras.
+"""Random numbers that a step draws from the process's generators: Python's, NumPy's, torch's, Keras's.
 
 What such a step draws is whole: each rank draws all of it. So the generators must stand alike.
 """
@@ -65,7 +65,9 @@ class Generators:
 
 @contextlib.contextmanager
 def alike(world: RankWorld, may_draw: bool) -> Iterator[None]:
-    """A step is inside that may draw. In the simulator each rank has generators of its own, which begin alike.
+    """Lets a step inside draw alike on all ranks.
+
+    In the simulator each rank has generators of its own, which begin alike.
 
     Raises:
         DesyncError: it has drawn, and the generators of the processes had come apart before.

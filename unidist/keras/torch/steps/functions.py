@@ -1,4 +1,4 @@
-"""Functions of torch's that know nothing of tensors in parts: transforms, and those with a backward of the user's own.
+"""torch's functions that know nothing of parts: transforms, and those with the user's own backward.
 
 torch asks neither by `__torch_function__`. So they are given whole tensors: of carriers, and
 of variables that are cut, as a step of the user's own sees them (seen.py).
@@ -45,8 +45,10 @@ def hooks() -> Iterator[Hook]:
 
 
 def _applied_to_wholes(original: Any) -> Any:
-    """A function with a backward of the user's own may mix places in it. torch connects what it gives with what it was
-    given, of which a part has no gradient itself."""
+    """Applies a function with a backward of the user's own, which may mix places in it, to wholes.
+
+    torch connects what it gives with what it was given, and a part of that has no gradient itself.
+    """
     of_kind = entrances.of_apply(_Marked(vars(torch.autograd.Function)["apply"])).__get__
 
     @functools.wraps(original)
@@ -77,7 +79,10 @@ def _has_gradient(x: Any) -> bool:
 
 
 def _by_ours(original: Any) -> Callable[..., None]:
-    """Each `apply` makes such a context: also one that somebody has kept from before its replacement was there."""
+    """Checks each context that `apply` makes.
+
+    Somebody may have kept an `apply` from before its replacement was there.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any) -> None:  # noqa: N807 (torch's name)
@@ -97,8 +102,10 @@ def _by_ours(original: Any) -> Callable[..., None]:
 
 
 class _Marked:
-    """torch's own `apply`, noted as called by ours. It is bound to the class of the function: as a classmethod of
-    Python's or, from torch 2.14 on, of C's."""
+    """torch's own `apply`, noted as called by ours, and bound to the class of the function.
+
+    It is a classmethod of Python's or, from torch 2.14 on, of C's.
+    """
 
     def __init__(self, own: Any) -> None:
         self._bound = own.__get__

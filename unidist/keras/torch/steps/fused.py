@@ -1,5 +1,6 @@
-"""Adam's update, and SGD's with momentum, as torch's fused kernels: memory is read and written once, where Keras's goes
-over it ten times and three times.
+"""Updates as Adam and as SGD with momentum by torch's fused kernels, which go over memory once.
+
+Keras's go over it ten times and three times.
 
 The numbers are Keras's up to rounding. Adam's step size holds Keras's bias corrections already, so torch's own are
 turned off, by a count of steps that is infinite. Keras's momentum holds steps and torch's gradients: a step down its
@@ -27,7 +28,10 @@ Kernel = Callable[[Any, list[list[torch.Tensor]], Any], None]
 
 
 def takes(optimizer: Any) -> bool:
-    """Whether a kernel makes an optimizer's update: that of Keras's Adam or AdamW, or of its SGD with momentum."""
+    """Returns whether a kernel makes an optimizer's update.
+
+    It does for Keras's Adam or AdamW, and for its SGD with momentum.
+    """
     return _kernel(optimizer) is not None
 
 
@@ -41,7 +45,7 @@ def _kernel(optimizer: Any) -> Kernel | None:
 
 
 def update(optimizer: Any, frame: Frame, pairs: list[Pair], learning_rate: Any) -> list[Pair]:
-    """Updates variables and their slots by (gradient, variable); gives back those that the kernel cannot take."""
+    """Updates variables and slots by (gradient, variable); returns those that the kernel cannot take."""
     kernel = _kernel(optimizer)
     if kernel is None:
         return pairs
@@ -97,7 +101,7 @@ def _sgd(optimizer: Any, columns: list[list[torch.Tensor]], learning_rate: Any) 
 
 
 def _own(frame: Frame, variable: Any) -> torch.Tensor:
-    """What `variable.value` is in an optimizer, found at once."""
+    """Returns what `variable.value` is in an optimizer, found at once."""
     return variable._storage.own(frame) if placing.is_placed(variable) else variable.value  # type: ignore[no-any-return]
 
 
@@ -112,7 +116,7 @@ def _slots(optimizer: Any, variable: Any) -> list[Any]:
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
-    """Whether the kernel takes them. It does not look at strides: it would write elsewhere."""
+    """Returns whether the kernel takes them. It does not look at strides: it would write elsewhere."""
     first = tensors[0]
     return (
         first.dtype in _DTYPES.get(first.device.type, ())

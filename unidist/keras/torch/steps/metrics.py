@@ -50,8 +50,10 @@ def _unmerged(model: Any, here: Frame) -> Any:
 
 
 def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """id -> value summed over the data axes, for those of the variables whose values ranks have in parts, or with other
-    last bits: one collective a dtype."""
+    """Returns id -> value summed over the data axes, of variables that ranks have in parts.
+
+    Those with other last bits count too: one collective a dtype.
+    """
     own = [v for v in variables if isinstance(v, DistributedVariable) and id(v) not in here.overrides]
     apart = [v for v in own if v._storage.layout.partial or _drifts(here, v)]
     with events.for_purpose("metrics"):
@@ -60,7 +62,7 @@ def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 
 def _drifts(here: Frame, variable: Any) -> bool:
-    """Whether ranks that compute the same may get other values of it, where nothing is summed."""
+    """Returns whether ranks that compute the same may get other values, where nothing is summed."""
     if not here.world.drifting or here.world.data_axes:
         return False
     is_real: bool = variable._storage.leaf(here.rank).is_floating_point()

@@ -1,4 +1,4 @@
-"""Optimizers whose `apply` is the user's own: it may look at all gradients, or at whole ones, and is given whole ones.
+"""Gives whole gradients to optimizers whose `apply` is the user's own: it may look at all of them.
 
 What Keras does behind it is done with parts again (optimizers.py).
 """
@@ -53,5 +53,5 @@ def _whole(frame: Frame, grad: Any, variable: Any) -> Any:
 
 
 def is_own_step(model: Any, name: str) -> bool:
-    """Whether a step of a model is not Keras's."""
+    """Returns whether a step of a model is not Keras's."""
     return name in vars(model) or getattr(type(model), name) is not getattr(TorchTrainer, name)

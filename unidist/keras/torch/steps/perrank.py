@@ -1,4 +1,4 @@
-"""Containers that hold something else for each rank at work: for what Keras keeps on the layer object itself."""
+"""Containers that hold something else for each rank at work, for what Keras keeps on the layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ def _rank() -> int:
 
 
 class PerRankList:
-    """A list of losses for each rank, and one for no rank: where none is at work it has, behind a step, the numbers of
-    the first rank, which all have."""
+    """A list of losses for each rank, and one for no rank.
+
+    Where none is at work it has, behind a step, the numbers of the first rank, which all have.
+    """
 
     def __init__(self) -> None:
         self._lists: dict[int, list[Any]] = {}

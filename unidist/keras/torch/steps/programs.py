@@ -1,4 +1,4 @@
-"""Programs: a model's call as torch.compile's program, one graph forward and one backward (`jit_compile=True`).
+"""Programs: makes a model's call torch.compile's program, a graph each way (`jit_compile=True`).
 
 torch.compile would look into Keras's and unidist's Python, which holds much that it cannot take, and break the step
 into many programs. Here the whole call is entered into its graph as one function of the batch and the variables that
@@ -45,17 +45,17 @@ _NOT_OF_STAND_INS = (
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether the model's call runs as a program, in a trainer's session."""
+    """Returns whether the model's call runs as a program, in a trainer's session."""
     return bool(getattr(model, "jit_compile", False))
 
 
 def is_owner(layer: Any) -> bool:
-    """Whether a program is the call of a layer."""
+    """Returns whether a program is the call of a layer."""
     return _ATTRIBUTE in vars(layer)
 
 
 def install_programs(model: Any, backend: Any, *, by_layer: bool = False) -> None:
-    """Lets the model be called by programs in the steps of a trainer, while it is compiled with jit_compile=True.
+    """Lets the model be called by programs in a trainer's steps, while compiled with jit_compile=True.
 
     Args:
         model: the model.
@@ -147,7 +147,10 @@ class Shape:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What another program is needed for. Keys of dicts and classes of containers are in the text alone."""
+        """The key of a program: another one needs another program.
+
+        Keys of dicts and classes of containers are in the text alone.
+        """
         return (repr(self.structure), *((type(leaf), leaf) for leaf in self.leaves), self.masked)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -172,7 +175,7 @@ def _with_masks(structure: Any) -> list[torch.Tensor]:
 
 
 class Program:
-    """The call of a model, or of a layer of it, for one structure and shape of its arguments. One for each rank."""
+    """The call of a model, or of a layer of it, for one structure and shape of its arguments. One a rank."""
 
     def __init__(self, model: Any, owner: Any, function: Callable[..., Any], given: Shape) -> None:
         self.function = function
@@ -234,8 +237,9 @@ class Program:
     def look(
         self, frame: Frame, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> list[torch.dtype | None]:
-        """Of each variable that is fetched the dtype in which the call reads it, if that is always another than its
-        own. Nothing is fetched for it.
+        """Returns the dtype in which the call reads each fetched variable, where it always is another.
+
+        None where it is the variable's own. Nothing is fetched for it.
 
         Raises:
             CapabilityError: it looks at several rows.
@@ -289,8 +293,9 @@ class Program:
 
 
 def _check(model: Any, call: Call, args: Any, kwargs: Any) -> None:
-    """Calls a model, or a layer of it, once before it becomes a program, which computes with each shard's own rows
-    alone. All ranks come to it together: the call may send.
+    """Calls a model, or a layer, once before it becomes a program, which computes with own rows alone.
+
+    All ranks come to it together: the call may send.
 
     Raises:
         CapabilityError: a layer or an operation looks at several rows.
@@ -314,8 +319,10 @@ def _dtype_of(storage: Storage, reads: Sequence[torch.dtype]) -> torch.dtype | N
 
 
 def _cast(frame: Frame, storage: Storage, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """What a program is given of a value: of a fetched one that it reads in another dtype, that. A cast of its own it
-    would keep for backward, whole."""
+    """Returns what a program is given of a value: a fetched one in the dtype that it reads.
+
+    A cast of its own it would keep for backward, whole.
+    """
     if dtype is None or value.dtype == dtype:
         return value
     cast = value.to(dtype)

@@ -1,5 +1,6 @@
-"""Reducer: gradients are summed over the data axes in flat buckets, while backward still runs: by all_reduce where each
-data rank keeps the whole sum, by reduce_scatter where each keeps its part.
+"""Reducer: sums gradients over the data axes in flat buckets, while backward still runs.
+
+It does so by all_reduce where each data rank keeps the whole sum, by reduce_scatter where each keeps its part.
 
 Source of the method: PyTorch DistributedDataParallel (Li et al., VLDB 2020): buckets in the order in which backward
 fills them, a small first one, launched strictly in order so that all ranks agree.
@@ -64,8 +65,10 @@ def _first(watching: list[Reducer], at_work: Reducer | None) -> Reducer:
 
 
 def _is_used(bucket: Bucket, views: list[torch.Tensor]) -> list[bool]:
-    """Of each member whether any rank has a gradient of it: this one, or another, which the sum shows. Read at once,
-    since a read waits for the device."""
+    """Returns whether any rank has a gradient of each member: this one, or another, as the sum shows.
+
+    Read at once, since a read waits for the device.
+    """
     asked = [k for k, had in enumerate(bucket.had) if not had and id(bucket.members[k].leaf) not in bucket.left]
     used = list(bucket.had)
     if asked:
@@ -184,8 +187,10 @@ class Reducer:
             self.buckets.append(kind(self.world, self.rank, current))
 
     def _order(self) -> None:
-        """Buckets of several kinds are launched in the order in which backward fills them: none waits for another that
-        is full at the end alone."""
+        """Orders buckets of several kinds as backward fills them.
+
+        So none waits for another that is full at the end alone.
+        """
         filled = {id(member): k for k, member in enumerate(reversed(self.watched))}
         self.buckets.sort(key=lambda bucket: (bucket.members[0].late, filled[id(bucket.members[-1])]))
 
@@ -222,8 +227,10 @@ class Reducer:
             self._set_aside()
 
     def _set_aside(self) -> None:
-        """What an earlier backward left is reduced already: it must not be summed again, whether or not more of it
-        comes."""
+        """Sets aside what an earlier backward left, which is reduced already.
+
+        It must not be summed again, whether or not more of it comes.
+        """
         for member in [m for bucket in self.buckets for m in bucket.members if id(m.leaf) not in bucket.left]:
             if member.target.grad is not None:
                 # Not what the bucket will be reduced into: that was given away (_hand_out).

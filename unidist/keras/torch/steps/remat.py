@@ -1,4 +1,4 @@
-"""Rematerialization: what a layer computes again in backward is what it computed, and it writes nothing a second time.
+"""Rematerialization: a layer computes in backward what it computed before, and writes nothing twice.
 
 Backward may run in another thread (autograd has one for each accelerator), outside of any layer, and after other calls
 have drawn random numbers. So the recomputation gets the frame and Keras's thread-local state of its call, and reads
@@ -76,7 +76,7 @@ class _Call:
 
 
 class _Past(StatelessScope):  # type: ignore[misc]
-    """Variables read as they were before a call, all others as they are around; what is written goes nowhere."""
+    """Reads variables as they were before a call, all others as they are around; writes go nowhere."""
 
     def __init__(self, before: dict[int, Any]) -> None:
         super().__init__(initialize_variables=False)

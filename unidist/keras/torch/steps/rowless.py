@@ -70,7 +70,7 @@ def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[
 
 
 def _reshaping(original: Any) -> Callable[..., Any]:
-    """No rows of so many entries can be given another shape too: torch finds no size for what is left open."""
+    """Gives no rows of so many entries another shape: torch finds no size for what is left open."""
 
     @functools.wraps(original)
     def reshape(x: Any, newshape: Any) -> Any:

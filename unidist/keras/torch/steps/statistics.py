@@ -55,8 +55,10 @@ def _next(self: Any, ordered: bool = True) -> Any:
 
 
 def keep_seeds_on_host(model: Any) -> None:
-    """Puts the states of a model's random generators where torch's own are seeded from: read from a GPU, each dropout
-    would wait for all that it has yet to compute."""
+    """Puts the states of a model's random generators where torch's own are seeded from.
+
+    Read from a GPU, each dropout would wait for all that it has yet to compute.
+    """
     for generator in {id(g): g for layer in model._flatten_layers() for g in layer._seed_generators}.values():
         if placing.is_placed(generator.state):
             for shard in generator.state._storage.shards.values():
@@ -70,8 +72,10 @@ def _where(state: Any) -> AbstractContextManager[Any]:
 
 
 def _dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-    """Where a rank is at work, every dropout draws by its seed: without one Keras would take torch's own random
-    numbers, unknown to ranks: replicas would drop different units."""
+    """Draws every dropout by its seed, where a rank is at work.
+
+    Without one Keras would take torch's own random numbers, unknown to ranks: replicas would drop different units.
+    """
     here = frame()
     if here is not None and features.is_cut(inputs) and noise_shape is None and not here.exact:
         axes = features.axes_of(inputs)

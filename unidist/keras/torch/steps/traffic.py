@@ -1,5 +1,4 @@
-"""Traffic: what one rank moves for a model's variables in a step: gradients to where they are kept, values to where
-layers need them."""
+"""Traffic: moves a rank's gradients to where they are kept, and values to where layers need them."""
 
 from __future__ import annotations
 
@@ -25,7 +24,9 @@ from unidist.keras.torch.world import RankWorld
 
 
 class Traffic:
-    """The reducers and fetchers of this process's ranks for one model; `in_parts`: under sequence parallelism.
+    """The reducers and fetchers of this process's ranks for one model.
+
+    `in_parts`: under sequence parallelism.
 
     Raises:
         CapabilityError: the model computes in a way that stored shards do not go with.
@@ -70,7 +71,7 @@ class Traffic:
             fetcher.close()
 
     def _make_ready(self) -> None:
-        """What carries the groups' tensors is made now: amid a backward it would hold up the gradients' thread."""
+        """Makes what carries the groups' tensors now: amid a backward it would hold up gradients' thread."""
         for rank in self.world.ranks:
             buckets, units = self._reducers[rank].buckets, self._fetchers[rank].units
             groups = [b.group for b in buckets] + [u.buffer.group for u in units]
@@ -98,7 +99,7 @@ class Traffic:
                 reducer.is_paused, reducer.is_holding = False, True
 
     def shared(self, frame: Frame) -> SharedWeights | None:
-        """What sums the gradients of weights that are used on parts of sequences, for one step."""
+        """Returns what sums gradients of weights used on parts of sequences, for one step."""
         if not self._in_parts:
             return None
         storages = [v._storage for v in self.model.trainable_variables if isinstance(v, DistributedVariable)]
@@ -122,9 +123,10 @@ class Traffic:
     # accumulation -------------------------------------------------------------------------------------------------
 
     def _accumulates(self) -> bool:
-        """Whether this step's gradients may wait on their ranks for those of later steps: nothing is sent. Not where
-        somebody looks at them in between, nor where values are stored as shards: whole gradients would be kept there.
-        Nor where Keras takes the largest of some, and not their sum.
+        """Returns whether this step's gradients may wait on their ranks for later ones: nothing is sent.
+
+        Not where somebody looks at them in between, nor where values are stored as shards: whole gradients would be
+        kept there. Nor where Keras takes the largest of some, and not their sum.
         """
         optimizer = getattr(self.model, "optimizer", None)
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
@@ -136,8 +138,10 @@ class Traffic:
         return bool((int(self.model.optimizer._iterations.value) + 1) % steps)
 
     def flush(self, frame: Frame) -> None:
-        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it. It waits no
-        more, so the next step's zero_grad forgets it."""
+        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it.
+
+        It waits no more, so the next step's zero_grad forgets it.
+        """
         reducer = self._reducers[frame.rank]
         if not reducer.is_holding:
             return

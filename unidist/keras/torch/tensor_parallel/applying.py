@@ -1,5 +1,6 @@
-"""Calls of layers with cut weights: column, row and vocabulary rules move activations; all else gathers its weights
-for the call, and their gradients flow back to the shards.
+"""Calls layers with cut weights: column, row and vocabulary rules move activations.
+
+All else gathers its weights for the call, and their gradients flow back to the shards.
 
 Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row rules and the vocabulary-parallel lookup.
 """
@@ -72,14 +73,16 @@ def install_rule(rule: Rule) -> None:
 
 
 def share(layer: Any, axes: Axes) -> None:
-    """Lets ranks work apart with all that a layer gives, as attention does with keys of few heads: it is joined, and
-    the gradients of all ranks are summed."""
+    """Lets ranks work apart with all that a layer gives, as attention does with keys of few heads.
+
+    It is joined, and the gradients of all ranks are summed.
+    """
     if _SHARES not in vars(layer):
         object.__setattr__(layer, _SHARES, install_share(layer, axes))
 
 
 def install_share(layer: Any, axes: Axes) -> Callable[[], None]:
-    """What takes it off again."""
+    """Returns what takes it off again."""
 
     def inside(frame: Frame, rest: Call, args: Any, kwargs: Any) -> Any:
         y = rest(*args, **kwargs)
@@ -128,7 +131,10 @@ def _column(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwa
 
 
 def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Kernel cut by its inputs: the product is partial, P -> I (all_reduce forward, nothing backward), or P -> S."""
+    """Computes with a kernel cut by its inputs: the product is partial, P -> I, or P -> S.
+
+    P -> I is an all_reduce forward, and nothing backward.
+    """
     layer = rule.layer
     rule.note_taken(features.comes_cut(frame, inputs, rule.in_dim, rule.axes))
     inputs = features.taken(frame, inputs, rule.in_dim, rule.axes)
@@ -140,7 +146,7 @@ def _row(rule: Rule, frame: Frame, rest: Call, inputs: Any, *args: Any, **kwargs
 
 
 def _joined(rule: Rule, frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout) -> torch.Tensor:
-    """What the ranks' tensors make together: on every rank, or of sequences each rank's part of it."""
+    """Joins the ranks' tensors: on every rank, or of sequences each rank's part of it."""
     if rule.in_parts and sequence.can_be_cut(frame, shape, rule.axes):
         return sequence.cut(frame, y, shape, src, rule.axes)
     return move(frame, y, shape, src, WHOLE)
@@ -153,8 +159,10 @@ def _product(layer: Any, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 def _bias_of_column(rule: Rule, frame: Frame, ndim: int) -> torch.Tensor:
-    """Biases align with the output from the end. One that is the same all along the output's cut dim stays whole, and
-    the ranks' gradients of it add up."""
+    """Returns a column's bias: biases align with the output from the end.
+
+    One that is the same all along the output's cut dim stays whole, and the ranks' gradients of it add up.
+    """
     layer = rule.layer
     dim = layer.bias.ndim + (rule.out_dim % ndim - ndim)
     if dim >= 0 and layer.bias.shape[dim] == layer._kernel.shape[rule.dim]:

@@ -1,4 +1,4 @@
-"""Rules: what a layer with sharded weights does, found by the layouts of its weights (applying.py does it).
+"""Rules: find what a layer with sharded weights does, by their layouts (applying.py does it).
 
 Source: Megatron-LM (Shoeybi et al., arXiv:1909.08053) for the column and row rules and the vocabulary-parallel lookup.
 """
@@ -43,12 +43,12 @@ class Rule:
     reason: str = ""
 
     def is_at_home(self, frame: Frame) -> bool:
-        """Whether a rank works on the mesh that the weights are on: a model may call one that another mesh has."""
+        """Returns whether a rank works on the mesh of the weights: a model may call one on another mesh."""
         world = frame.world
         return self.world is world or (self.world.mesh, self.world.data_axes) == (world.mesh, world.data_axes)
 
     def note_taken(self, is_cut: bool) -> None:
-        """Of a row, how its inputs came in a call."""
+        """Notes how the inputs of a row came in a call."""
         self.comes_cut = is_cut and self.comes_cut is not False
 
     @property
@@ -68,7 +68,7 @@ def make_rule(layer: Any) -> Rule | None:
 
 
 def told(rule: Rule) -> str:
-    """What a layer with cut weights does, in a sentence."""
+    """Says what a layer with cut weights does, in a sentence."""
     if rule.kind != "gather" and (more := more_than_its_kernel(rule.layer)):
         what = f"{rule.kind}: its own operations go by rules, for it {more}"
         return what if by_rules(rule) else _gathered(f"it {more}")
@@ -82,8 +82,10 @@ def told(rule: Rule) -> str:
 
 
 def by_rules(rule: Rule) -> bool:
-    """Whether a layer with more than its kernel computes with carriers of its weights: its low-rank kernels are added
-    to the kernel as it is."""
+    """Returns whether a layer with more than its kernel computes with carriers of its weights.
+
+    Its low-rank kernels are added to the kernel as it is.
+    """
     return rule.kind in ("column", "row") and has_low_rank(rule.layer)
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between a row layer and the next column layer each rank holds a part of the sequence.
+"""Sequence parallelism: from a row layer to the next column layer a rank holds a part of the sequence.
 
 A row layer's sum is reduce_scattered along dim 1 (P -> S) and not all_reduced, and a column layer all_gathers what it
 takes (S -> F): together as many bytes, and in between normalizations, dropout and residual sums work on 1/n of the
@@ -42,7 +42,7 @@ def cut(frame: Frame, y: torch.Tensor, shape: tuple[int, ...], src: Layout, axes
 
 
 def check(model: Any) -> None:
-    """Raises CapabilityError where layers are computed again in backward, which torch does not do with parts."""
+    """Raises CapabilityError where layers are computed again in backward: torch does not so with parts."""
     for layer in model._flatten_layers():
         mode = getattr(layer, "_remat_mode", None)
         if mode is not None and mode.mode is not None:
@@ -63,7 +63,10 @@ def give_whole(model: Any) -> None:
 
 
 def can_be_cut(frame: Frame, shape: tuple[int, ...], axes: Axes) -> bool:
-    """Whether a tensor has a sequence to cut: a dim between rows and features, with a place for each rank."""
+    """Returns whether a tensor has a sequence to cut.
+
+    That is a dim between rows and features, with a place for each rank.
+    """
     at = features.SEQUENCE
     return len(shape) > at + 1 and shape[at] >= frame.world.mesh.axis_size(axes)
 

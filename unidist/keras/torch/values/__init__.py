@@ -1,1 +1,1 @@
-"""Values on torch: where variables are stored, the buffers that shards move in, and how files see them."""
+"""Values on torch: stores variables, moves their shards in buffers, and shows them to files."""

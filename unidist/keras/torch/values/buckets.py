@@ -84,11 +84,11 @@ class Bucket:
         self.left: set[int] = set()
 
     def give_away(self) -> None:
-        """What was reduced belongs to whoever has it now: the next launch has memory of its own."""
+        """Gives what was reduced to whoever has it now: the next launch has memory of its own."""
         raise NotImplementedError
 
     def grads(self) -> list[torch.Tensor | None]:
-        """What is to be reduced."""
+        """Returns what is to be reduced."""
         return [None if id(m.leaf) in self.left else m.leaf.grad for m in self.members]
 
     def take(self, place: int) -> None:
@@ -104,7 +104,10 @@ class Bucket:
 
 
 class WholeBucket(Bucket):
-    """P -> I: every rank keeps the sums. A gradient is a view of the buffer from when it has been copied into it."""
+    """Keeps the sums on every rank, P -> I.
+
+    A gradient is a view of the buffer from when it has been copied into it.
+    """
 
     def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
         super().__init__(world, rank, members)

@@ -40,7 +40,7 @@ class Cut:
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether the parts are equal pieces of the tensor's memory, one after the other."""
+        """Is true where the parts are equal pieces of the tensor's memory, one after the other."""
         return self.is_even and prod(self.shape[: self.dim]) == 1
 
     def part_shape(self, place: int) -> tuple[int, ...]:
@@ -52,7 +52,10 @@ class Cut:
 
 
 def is_nested(whole: Sharding, parts: Sharding) -> bool:
-    """Whether `parts` cuts what `whole` holds further along one dim at most, by axes behind those that cut it."""
+    """Returns whether `parts` cuts what `whole` holds further along one dim at most.
+
+    It must do so by axes behind those that cut it.
+    """
     axes = [a for a in parts.layout.sharded_axes if a not in whole.layout.sharded_axes]
     dims = {parts.layout.dim_of(axis) for axis in axes}
     behind = [a for dim in dims if dim is not None for a in parts.layout.dim_axes(dim)[-len(axes) :]]
@@ -61,7 +64,9 @@ def is_nested(whole: Sharding, parts: Sharding) -> bool:
 
 
 def cut_between(whole: Sharding, parts: Sharding, rank: int) -> tuple[Axes, Cut] | None:
-    """The axes that cut in `parts` but not in `whole`, and how they cut this rank's tensor; None where none do.
+    """Returns the axes that cut in `parts` but not in `whole`, and how they cut this rank's tensor.
+
+    None where none do.
 
     Args:
         whole, parts: nested, as the strategies' layouts of a variable are.
@@ -94,7 +99,7 @@ class Moving:
 
 
 def _is_large(whole: torch.Tensor) -> bool:
-    """Whether it is better not copied."""
+    """Returns whether it is better not copied."""
     large = whole.numel() * whole.element_size() >= LOOSE_BYTES
     return large and whole.device.type == "cpu" and whole.is_contiguous()
 
@@ -143,8 +148,10 @@ class FlatBuffer:
     # moving -------------------------------------------------------------------------------------------------------
 
     def reduce(self, row: torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> Moving:
-        """Starts to sum the places' whole tensors (None: zeros); `row` gets this place's parts. P -> S over the axes;
-        sends (n-1)/n of the bytes. The tensors must stay as they are until the wait."""
+        """Starts to sum the places' whole tensors (None: zeros): P -> S over the axes.
+
+        `row` gets this place's parts. Sends (n-1)/n of the bytes. The tensors must stay as they are until the wait.
+        """
         handles, held = [], []
         buffer = self._buffer() if self.packed else None
         for k in self.loose:
@@ -160,9 +167,11 @@ class FlatBuffer:
         return Moving(handles, buffer, held)
 
     def gather(self, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> Moving:
-        """Starts to join the places' parts: loose ones into `wholes` (`parts` may be their memory), the others into
-        the buffer, from which `take` puts them there after the wait. Parts of another dtype are cast. S -> I over
-        the axes; sends (n-1)/n of the bytes."""
+        """Starts to join the places' parts: S -> I over the axes.
+
+        Loose ones go into `wholes` (`parts` may be their memory), the others into the buffer, from which `take` puts
+        them there after the wait. Parts of another dtype are cast. Sends (n-1)/n of the bytes.
+        """
         handles, held = [], []
         buffer = self._buffer() if self.packed else None
         for k in self.loose:

@@ -1,5 +1,6 @@
-"""What layers give of their weights. A table of positions is given as it is, as a view of the table; what was fetched
-for a layer is let go behind it.
+"""Copies what layers give of fetched weights: these are let go behind the layer.
+
+A table of positions is given as it is, as a view of the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def owned(frame: Frame, given: Any) -> Any:
-    """What a layer gives, in memory that is not let go."""
+    """Returns what a layer gives, in memory that is not let go."""
     fetcher = frame.fetcher
     if fetcher is None or is_in_transforms():
         return given

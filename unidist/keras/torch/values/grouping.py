@@ -15,7 +15,7 @@ from unidist.keras.torch.values.storage import Storage
 
 @dataclass(slots=True)
 class Members:
-    """What will be a unit.
+    """The members of a unit that will be.
 
     Attributes:
         axes: over which they are gathered.

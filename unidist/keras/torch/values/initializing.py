@@ -1,4 +1,4 @@
-"""Initial values in little memory: Keras's random functions on torch hold up to eight copies of a variable at once.
+"""Initial values in little memory: Keras's random functions hold up to eight copies of a variable.
 
 Inside a scope a rank may hold its shards and two whole variables, no more; so the same numbers, bit for bit, are made
 in place and piece by piece.

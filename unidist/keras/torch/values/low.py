@@ -1,6 +1,7 @@
-"""Stored shards in the dtype of computation: under a mixed policy layers read weights in 16 bits, so 16 bits are what
-is gathered, and what is there while a layer computes. Gradients are summed in the dtype of the weights, as on one
-device.
+"""Stored shards in the dtype of computation: gathers 16 bits where layers read 16 bits.
+
+So it is under a mixed policy, and 16 bits are there while a layer computes. Gradients are summed in the dtype of the
+weights, as on one device.
 
 Source of the method: `param_dtype` of PyTorch FSDP's mixed precision (Zhao et al., arXiv:2304.11277).
 """
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def expected(layer: Any, variable: Any) -> torch.dtype | None:
-    """The dtype in which a layer will read its variable, where that has fewer bits than the variable's own.
+    """Returns the dtype in which a layer will read its variable, where that has fewer bits than its own.
 
     An expectation: whatever reads it in another way gets it as it is stored. A regularizer always does.
     """
@@ -61,7 +62,7 @@ class LowValue:
         return self.unit.values[self.place]
 
     def read(self) -> torch.Tensor:
-        """What a layer computes with; fetched from the other data ranks if need be."""
+        """Returns what a layer computes with; fetched from the other data ranks if need be."""
         self.unit.need()
         return _Read.apply(self.leaf, self.value)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -71,8 +71,10 @@ def shardings_of(variable: Any, distribution: UnidistDistribution, is_weight: bo
 
 
 def _without_idle_axes(layouts: VariableLayouts, strategy: Strategy) -> VariableLayouts:
-    """Without data axes of one place in the dims, as keras_hub's maps have on a mesh without data parallelism: such a
-    shard is the whole, and nothing is fetched or reduced for it."""
+    """Drops data axes of one place from the dims, as keras_hub's maps have without data parallelism.
+
+    Such a shard is the whole, and nothing is fetched or reduced for it.
+    """
     idle = {axis for axis in strategy.data_axes if strategy.mesh.axis_size(axis) == 1}
 
     def lean(layout: Layout) -> Layout:
@@ -119,7 +121,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
 
 
 def is_built(model: Any) -> bool:
-    """Whether Keras has nothing left of a model to build from a first batch."""
+    """Returns whether Keras has nothing left of a model to build from a first batch."""
     return bool(model.variables) and all(layer.built for layer in model._flatten_layers())
 
 
@@ -141,9 +143,11 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
 
 def move_model(model: Any, distribution: UnidistDistribution) -> None:
-    """Moves the placed variables of a model, and its optimizer's slots, to where the strategy says now: one by one,
-    so that one whole variable exists at a time. What a trainer is prepared for stays: its rules, its buckets and its
-    optimizer's slots are of this place. A collective of the mesh."""
+    """Moves a model's placed variables, and its optimizer's slots, to where the strategy says now.
+
+    They go one by one, so that one whole variable exists at a time. What a trainer is prepared for stays: its rules,
+    its buckets and its optimizer's slots are of this place. A collective of the mesh.
+    """
     world = world_of(distribution)
     trained = _trained(model)
     for variable in model.variables:
@@ -168,7 +172,9 @@ def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
 
 
 def check_meshes(model: Any) -> None:
-    """What a model trains is on one mesh. A part that it does not train, as a teacher, may be on another.
+    """Checks that what a model trains is on one mesh.
+
+    A part that it does not train, as a teacher, may be on another.
 
     Raises:
         LayoutError: its layers were distributed over two, or what a layer needs would be fetched over another.
@@ -193,7 +199,7 @@ def check_meshes(model: Any) -> None:
 
 
 def equalize(variables: Iterable[Any], world: RankWorld) -> None:
-    """Makes replicas equal on all processes: unseeded initial values are rank 0's along each replicated axis."""
+    """Makes replicas equal on all processes: unseeded initial values are rank 0's on replicated axes."""
     if world.is_virtual:
         return
     for variable in variables:
@@ -222,8 +228,10 @@ def _optimizer_variables(model: Any) -> list[Any]:
 
 
 def hooks() -> tuple[Hook, ...]:
-    """New variables of the torch backend are placed as soon as they have a value: at most one whole value exists at a
-    time."""
+    """Returns hooks that place new variables of the torch backend as soon as they have a value.
+
+    So at most one whole value exists at a time.
+    """
     why = "a variable is placed as soon as it has a value"
     return (
         Hook(backend.Variable, "__init__", _placing, why),

@@ -1,4 +1,4 @@
-"""What backward needs of fetched values: torch's hooks on saved tensors fetch them again, where it lets them."""
+"""Fetches values that backward needs again, by torch's hooks on saved tensors, where it lets them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def alias(saved: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def besides(fetcher: Fetcher) -> Iterator[None]:
-    """Inside of hooks that keep what backward needs in a way of their own, fetched values are still kept by the
-    fetcher: another way would open them without fetching them."""
+    """Keeps fetched values by the fetcher, inside of hooks that keep what backward needs otherwise.
+
+    Another way would open them without fetching them.
+    """
     other: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if other is None:
         yield
@@ -41,7 +43,10 @@ def besides(fetcher: Fetcher) -> Iterator[None]:
 
 
 def is_in_transforms() -> bool:
-    """Whether torch.func is computing. Its tensors have no memory of their own, and none of what it reads may go."""
+    """Returns whether torch.func is computing.
+
+    Its tensors have no memory of their own, and none of what it reads may go.
+    """
     found: bool = torch._C._are_functorch_transforms_active()
     return found
 
@@ -55,7 +60,10 @@ def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without(fetcher: Fetcher) -> Iterator[None]:
-    """Inside torch takes no hooks, as in torch.func's derivatives. What has been fetched stays until the step's end."""
+    """Takes the hooks off inside, where torch takes none, as in torch.func's derivatives.
+
+    What has been fetched stays until the step's end.
+    """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or hooks[1] != fetcher.opened:
         yield

@@ -1,4 +1,6 @@
-"""What torch sees of a layer's variables: parameters that hold shards, and in a state dict DTensors if asked for.
+"""Shows a layer's variables to torch: parameters that hold shards, and DTensors in a state dict.
+
+DTensors are there if asked for.
 
 `use("torch", tensor="dtensor")` makes `model.state_dict()` one of DTensors, which say where each shard belongs, so that
 torch.distributed.checkpoint writes them and reads them under any layout. Layers compute with native shards all the

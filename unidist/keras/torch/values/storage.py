@@ -58,7 +58,7 @@ class Shardings:
 
 
 class Storage:
-    """Where a variable is. Three parameters for each rank; some or all may be one:
+    """Keeps a variable in three parameters for each rank; some or all may be one:
 
     - shards: the stored value,
     - leaves: what layers compute with, whole over the data axes, where gradients arrive,
@@ -101,22 +101,22 @@ class Storage:
 
     @property
     def is_replica(self) -> bool:
-        """Whether each rank stores something of the whole shape: the value, or its part of a sum."""
+        """Is true where each rank stores something of the whole shape: the value, or its part of a sum."""
         return not self.shardings.stored.layout.dims
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank stores a part of the value."""
+        """Is true where each rank stores a part of the value."""
         return bool(self.shardings.stored.layout.dims) and not self.shardings.stored.layout.partial
 
     def is_others(self, frame: Frame) -> bool:
-        """Whether it is a sum over data shards, and another rank adds to it what all ranks know."""
+        """Returns whether it is a sum over data shards, and another rank adds to it what all ranks know."""
         axes = tuple(axis for axis, op in self.shardings.stored.layout.partial if op == "sum")
         return bool(axes) and not self.world.is_first(frame.rank, axes)
 
     @property
     def has_part_of_gradient(self) -> bool:
-        """Whether a loop of the user's own has made a gradient of it, of which this process keeps a part."""
+        """Is true where a user's loop has made a gradient, and this process keeps a part of it."""
         is_cut = bool(self.shardings.state.layout.dims) and not self.world.is_virtual
         return is_cut and self.own(None).grad is not None
 
@@ -222,7 +222,7 @@ class Storage:
     # reading ------------------------------------------------------------------------------------------------------
 
     def local(self, frame: Frame | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """What a layer computes with on the rank at work; fetched from the other data ranks if need be.
+        """Returns what a layer computes with on the rank at work; fetched from other data ranks if need be.
 
         Args:
             dtype: in which it is about to be read. What is returned is in this dtype or in its own.
@@ -254,20 +254,20 @@ class Storage:
         return inputs[id(self)]
 
     def rank_at_work(self, frame: Frame | None) -> int:
-        """That of a frame; outside of frames this process's (first) one."""
+        """Returns the rank of a frame; outside of frames this process's (first) one."""
         return self.world.ranks[0] if frame is None else frame.rank
 
     def own(self, frame: Frame | None) -> torch.nn.Parameter:
-        """What an optimizer sees on the rank at work: the part that has the gradient."""
+        """Returns what an optimizer sees on the rank at work: the part that has the gradient."""
         return self.states[self.rank_at_work(frame)]
 
     def parameter(self) -> torch.nn.Parameter:
-        """What torch sees of the variable: this process's stored shard, or that of the simulator's program."""
+        """Returns what torch sees of the variable: this process's stored shard, or the simulator program's."""
         return self.outside.parameter if self.world.runs_several else self.settled(self.world.ranks[0])
 
     @property
     def outside(self) -> outside.Outside:
-        """What the simulator's program has of it."""
+        """The parameter and gradient that the simulator's program has of it."""
         if self._outside is None:
             self._outside = outside.Outside.like(self.shards[self.world.ranks[0]], self.shardings.stored.shape)
         return self._outside
@@ -296,7 +296,7 @@ class Storage:
 
     @contextlib.contextmanager
     def in_use(self, frame: Frame) -> Iterator[None]:
-        """What a layer computes with stays where it is inside."""
+        """Keeps what a layer computes with where it is, inside."""
         with contextlib.ExitStack() as stack:
             for unit in self.gathered_by(frame.rank):
                 stack.enter_context(unit.in_use())

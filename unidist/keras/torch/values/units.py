@@ -1,4 +1,4 @@
-"""Units: variables of neighbouring layers that are gathered over the data axes together, as one flat buffer.
+"""Units: variables of neighbouring layers that are gathered over the data axes in one flat buffer.
 
 Variables that are stored as shards (ZeRO-3, FSDP) are fetched when a layer reads them, let go behind it, and fetched
 again when backward opens what it saved of them. Variables that are stored whole but updated in parts (ZeRO-1, 2) are
@@ -105,8 +105,10 @@ class Unit:
             self.is_here = False
 
     def note_cast(self, leaf: torch.nn.Parameter, cast: torch.Tensor) -> None:
-        """A leaf's value in the dtype of computation, which backward may save instead: it is freed and made anew with
-        the leaf."""
+        """Notes a leaf's value in the dtype of computation, which backward may save instead.
+
+        It is freed and made anew with the leaf.
+        """
         if torch.is_grad_enabled() and not saved.is_in_transforms():
             self._casts.append((leaf, cast.data))
             self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
@@ -120,15 +122,17 @@ class Unit:
                 cast.copy_(leaf.data)
 
     def forget_casts(self, of: torch.Tensor | None = None) -> None:
-        """Of a leaf, or all."""
+        """Forgets the casts of a leaf, or all."""
         gone = [cast for leaf, cast in self._casts if of is None or leaf is of]
         self._casts = [(leaf, cast) for leaf, cast in self._casts if of is not None and leaf is not of]
         for cast in gone:
             self.fetcher.by_memory.pop(cast.untyped_storage()._cdata, None)
 
     def write(self, storage: Storage, value: torch.Tensor) -> None:
-        """What is gathered becomes this, where it is there. What a layer made in low precision of it before, and
-        backward may have saved, stays as it was, as on one device."""
+        """Writes a value into what is gathered of a storage, where it is there.
+
+        What a layer made in low precision of it before, and backward may have saved, stays as it was, as on one device.
+        """
         place = self.storages.index(storage)
         held = self.values[place]
         if not held.untyped_storage().size():
@@ -145,8 +149,10 @@ class Unit:
     # reading ------------------------------------------------------------------------------------------------------
 
     def need(self) -> None:
-        """The values are to be read now. Read outside of their layer's call, or by torch.func, they stay to the end of
-        the step."""
+        """Fetches the values, which are to be read now.
+
+        Read outside of their layer's call, or by torch.func, they stay to the end of the step.
+        """
         if self.is_kept:
             self.finish()
             return
@@ -230,7 +236,7 @@ class Fetcher:
             following.start()
 
     def _next(self) -> Unit | None:
-        """What was needed after this in the last step of the same kind; all ranks know it alike."""
+        """Returns what was needed after this in the last step of the kind; all ranks know it alike."""
         done = len(self._seen)
         if done < len(self._before) and self._before[done - 1] is self._seen[-1]:
             return self._before[done]
@@ -251,7 +257,7 @@ class Fetcher:
             self.release()
 
     def opened(self, kept: torch.Tensor) -> torch.Tensor:
-        """What was saved for backward, fetched again."""
+        """Returns what was saved for backward, fetched again."""
         memory = kept.untyped_storage()._cdata
         unit = self.by_memory.get(memory)
         if unit is None:

@@ -1,4 +1,4 @@
-"""DistributedVariable: a Keras variable. Each rank holds a shard of it (or a replica, or a partial sum)."""
+"""DistributedVariable: a Keras variable. Each rank holds a shard, a replica or a partial sum of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class PlacedLayout(TensorLayout):  # type: ignore[misc]
 
 
 class DistributedVariable(backend.Variable):  # type: ignore[misc]
-    """A placed Keras variable. It looks whole: `shape`, `value`, `numpy()` and `assign` are those of the full value.
+    """A placed Keras variable, which looks whole to everybody outside of a rank's frame.
+
+    `shape`, `value`, `numpy()` and `assign` are those of the full value.
 
     Inside a rank's frame, layers that have a rule and the optimizer see the rank's shard; everybody else sees the
     gathered value, through which gradients flow back to the shards. Variables become this class in place: layers,
@@ -120,7 +122,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         return outside.look(storage) if outside.can_look(storage) else storage.whole(None)
 
     def local(self, frame: Frame) -> torch.Tensor:
-        """What a rank holds of it while it computes, in the dtype of computation."""
+        """Returns what a rank holds of it while it computes, in the dtype of computation."""
         return self.computed(frame, self._local(frame))
 
     def whole(self, frame: Frame) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Walks over a model's whole values, which are collectives: who breaks off owes the others the rest of the walk."""
+"""Walks over a model's whole values, which are collectives: who breaks off owes the others the rest."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def going_on() -> Iterator[None]:
 
 
 def is_again() -> bool:
-    """Whether this is a walk that broke off before, and is gone to its end for the others."""
+    """Returns whether this is a walk that broke off before, and is gone to its end for the others."""
     return bool(_walk.is_again)
 
 
 def was_read() -> bool:
-    """Whether the value that the walk has come to was read before it broke off. Called once for each value."""
+    """Returns whether the walk's value was read before it broke off. Called once for each value."""
     _walk.met += 1
     return bool(_walk.met <= _walk.read)
