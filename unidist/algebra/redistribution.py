@@ -59,8 +59,6 @@ class Redistribution:
 def redistribution(src: Sharding, dst: Sharding) -> Redistribution:
     """Returns the steps from `src` to `dst`: fewest bytes, fewest for the gradient, fewest collectives.
 
-    The bytes are those sent, the moves are collectives.
-
     An axis leaves its state only for the one it is wanted in, for I on the way, and, where it is sharded at either
     end, for other dims that the mesh divides: nothing is sharded, summed or masked that need not be. The way is found
     by Dijkstra's method over the layouts that remain, once for all shapes, and cached.

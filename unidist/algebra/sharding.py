@@ -71,8 +71,10 @@ class Sharding:
         return tuple(n for _, n in self.region(rank))
 
     def pieces(self, rank: int, dim: int, axes: Axes) -> tuple[int, ...]:
-        """The lengths along `dim` of the parts into which `axes` (its minor axes) cut this rank's share,
-        one for each place of the group."""
+        """Returns the lengths along `dim` of the parts of this rank's share, one for each place of the group.
+
+        `axes`, the dim's minor axes, cut the share into them.
+        """
         held = [axis for axis in self.layout.dim_axes(dim) if axis not in axes]
         _, length = _cut(self.mesh, tuple(held), self.shape[dim], self.mesh.coordinate(rank))
         lengths = [length]

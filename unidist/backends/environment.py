@@ -74,7 +74,7 @@ class Launcher:
 
     @property
     def always(self) -> tuple[str, ...]:
-        """The variables without one of which it has not started a process."""
+        """The variables that it always sets: without one of them it has not started a process."""
         return (self.index, self.count, *(self.address if len(self.address) == 1 else ()))
 
     @property

@@ -87,9 +87,6 @@ class Share:
 
         Where rows are exchanged, the others of the team take part, and each of its ranks writes its part of them. Else
         this process holds them and writes all.
-
-        Where rows are exchanged, with the others of the team, each of whose ranks writes its part of them; else it
-        holds them and writes all.
         """
         if self.is_exchanged:
             yield from self._exchanged()

@@ -125,7 +125,7 @@ class FileSpec:
 
     @property
     def told(self) -> tuple[str, int, str]:
-        """The JSON of which another process makes it again (`file_told`)."""
+        """The JSON from which another process makes it again (`file_told`)."""
         return self.name, self.size, self.header[8:].decode()
 
 

@@ -21,8 +21,6 @@ _Look = TypeVar("_Look", bound=Callable[[Any, Any], Any])
 def given(model: Any, look_of: Callable[[Any, str], _Look]) -> list[_Look]:
     """Lets activity regularizers of a model's layers be called through a function, where rows may mix.
 
-    They are those of its layers.
-
     Args:
         look_of: (layer, name) -> the function; asked once for each layer.
 

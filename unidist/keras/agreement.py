@@ -234,7 +234,7 @@ def _sample(values: Array | None) -> Array | None:
 
 
 def stride(size: int) -> int:
-    """Returns the number of values of which one is compared."""
+    """Returns the stride at which values are compared: one of so many."""
     return max(1, -(-size // SAMPLE))
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Driver(Protocol):
-    """What a module `driver` has. `prepare` comes first; all others are called while the table is on.
+    """A module `driver`: `prepare` comes first; all others are called while the table is on.
 
     Attributes:
         RUNS_PROGRAMS: whether a step is one compiled program, with its collectives inside.
@@ -46,8 +46,10 @@ class Driver(Protocol):
         """
 
     def table(self) -> Table:
-        """Gives the attributes of the framework that the driver replaces. Asked once; the caller turns them on and
-        off."""
+        """Gives the attributes of the framework that the driver replaces.
+
+        Asked once; the caller turns them on and off.
+        """
 
     def leave(self) -> None:
         """Lets go of the world: `unidist.shutdown` calls it, behind the table."""
@@ -71,7 +73,10 @@ class Driver(Protocol):
         """Gives a row for each variable of a model, then of its optimizer: `unidist.describe`."""
 
     def reasons(self, model: Any) -> Iterable[tuple[str, str]]:
-        """Gives (path or name, what it does and why) of layers with cut weights, and of what sees several rows."""
+        """Gives (path or name, what it does and why) of layers with cut weights.
+
+        What sees several rows is named too.
+        """
 
     def gather_weights(self, model: Any) -> Iterable[tuple[str, Array]]:
         """Gives (path, full value) of every weight, on every process. A collective."""
@@ -85,12 +90,15 @@ class Driver(Protocol):
         batch: int,
         shared: dict[str, Axes],
     ) -> Ledger | str:
-        """Gives what layers send in a step, for `unidist.plan`; or why that can only be estimated. Nothing is sent."""
+        """Gives what layers send in a step, for `unidist.plan`; or why it can only be estimated.
+
+        Nothing is sent.
+        """
 
     # files
 
     def ready(self, model: Any) -> None:
-        """Places a built model that is distributed, and ends what is under way, before a checkpoint looks at it."""
+        """Places a built model that is distributed, and ends what is under way: for a checkpoint."""
 
     def processes(self, model: Any) -> Processes | None:
         """Gives the processes that hold a model together, where there are several."""

@@ -1,5 +1,7 @@
-"""Batches where a process has its own rows alone; and data where each process was given its own part
-(auto_shard_dataset=False): all go through it in step."""
+"""Batches where a process has its own rows alone; and data where each process was given its own part.
+
+All go through such data in step (auto_shard_dataset=False).
+"""
 
 from __future__ import annotations
 

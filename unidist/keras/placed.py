@@ -59,7 +59,7 @@ class Placed:
         return self.distribution is distribution and self.layouts is not None
 
     def __reduce__(self) -> tuple[type[Placed], tuple[()]]:
-        """Makes a copy of which nothing is known."""
+        """Copies as a new record: nothing is known of a copy."""
         return Placed, ()
 
 

@@ -289,8 +289,10 @@ def keras_mesh(mesh: Mesh) -> Any:
 
 
 def keras_layout(layout: Layout, shape: tuple[int, ...], mesh: Mesh, device_mesh: Any) -> Any:
-    """Keras's TensorLayout of a Layout; where a dim has several axes, which TensorLayout cannot say, the
-    backend's native layout, which Keras takes as well."""
+    """Returns Keras's TensorLayout of a Layout, or the backend's native layout.
+
+    The latter where a dim has several axes, which TensorLayout cannot say. Keras takes it as well.
+    """
     if any(len(axes) > 1 for axes in layout.dims):
         return session.backend().layout(Sharding(mesh, layout, shape))
     dims = [layout.dim_axes(dim) for dim in range(len(shape))]

@@ -165,8 +165,10 @@ def applied(model: Any, distribution: Any) -> None:
 
 
 def said(entries: Iterable[tuple[str, str]]) -> None:
-    """Logs what layers do: each of them, and in a few lines those that gather, together where they do the
-    same."""
+    """Logs what layers do: each of them, and those that gather in a few lines.
+
+    Layers that do the same are named together.
+    """
     names: dict[str, list[str]] = {}
     for name, text in entries:
         names.setdefault(text, []).append(name)

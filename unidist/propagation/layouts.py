@@ -60,7 +60,7 @@ def local_shape(shape: Shape, states: States, places: Sequence[int]) -> Shape:
 
 
 def whole_shape(local: Iterable[int], states: States) -> Shape:
-    """The global shape of which a rank holds a part of this shape."""
+    """Returns the global shape where a rank holds a part of this shape."""
     out = list(local)
     for _, cut in cuts(states):
         out[cut.dim] = sum(cut.sizes)

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _leave() -> None:
-    """Ends as Python does, but for what would be taken apart then: of frameworks that takes a quarter of a second."""
+    """Ends as Python does, but takes nothing apart: of frameworks that takes a quarter of a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

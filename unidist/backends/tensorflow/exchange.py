@@ -49,11 +49,9 @@ _one_at_a_time = threading.Lock()
 
 @lru_cache(maxsize=4096)
 def _program(kind: Kind, op: ReduceOp, mesh: dtensor.Mesh) -> Callable[[Any], Any]:
-    """Makes a program.
+    """Makes a program of one kind, in which each rank gives and gets a tensor.
 
     gather [o,g,L] -> [n,L]; reduce [o,g,L] -> [L]; scatter [o,g,n,C] -> [C]; swap [o,g,nC] -> [n,C]; each.
-
-    Swap is [o,g,nC] -> [n,C].
     """
 
     def gather(x: Any) -> Any:

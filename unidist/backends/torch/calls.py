@@ -52,8 +52,10 @@ class Calls:
         self._seen: dict[Key, _Seen] = {}
 
     def begin(self, key: Key) -> tuple[int, dict[str, int]]:
-        """The next call. Gives its number, and for each purpose that of its text in this process's record
-        (unidist.flight)."""
+        """Begins the next call. Gives its number, and for each purpose that of its text in the record.
+
+        The record is this process's (unidist.flight).
+        """
         self.number = number = self.number + 1
         found = self._seen.get(key)
         if found is None:

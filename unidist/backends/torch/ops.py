@@ -37,8 +37,11 @@ class TorchOps:
         return torch.tensor(array, device=self.device)
 
     def to_numpy(self, x: torch.Tensor) -> Array:
-        """A copy as a NumPy array. bfloat16 keeps its type where ml_dtypes is installed (Keras brings it), and
-        otherwise widens to float32, which holds every bfloat16 exactly."""
+        """Returns a copy as a NumPy array.
+
+        bfloat16 keeps its type where ml_dtypes is installed (Keras brings it). Otherwise it widens to float32, which
+        holds every bfloat16 exactly.
+        """
         values = x.detach().cpu()
         if values.dtype != torch.bfloat16:
             return np.array(values.numpy())

@@ -140,7 +140,7 @@ def disagreement(rank: int, posts: Posts) -> DesyncError | None:
 
 
 def stuck(posts: Posts) -> frozenset[int]:
-    """The ranks none of which can go on, whatever the others do."""
+    """Returns the ranks that cannot go on, whatever the others do."""
     left = {rank for rank, post in posts.items() if post.waits}
     while True:
         free = {rank for rank in left if not all(left & set(missing(wait, posts)) for wait in posts[rank].waits)}

@@ -155,7 +155,7 @@ def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
 
 
 def rows_of_counts(distribution: Any, counts: tuple[int, ...]) -> int:
-    """The rows of a batch of which process p has counts[p]. Processes may hold the same ones."""
+    """Returns the rows of a batch where process p has counts[p]. Processes may hold the same ones."""
     places = rows_by_process(layouts.of_batch((1,), distribution))
     return sum(dict(zip(places, counts, strict=True)).values())
 

@@ -125,8 +125,10 @@ def _reduce_scatter(cut: Cut, gradient: Any) -> Any:
 
 
 def stacked(cut: Cut, value: Any) -> Any:
-    """A whole value fanned out: a stack of it, each data shard holding its own. I -> F; the adjoint is
-    reduce_scatter: P -> S."""
+    """Fans a whole value out, I -> F: a stack of it, each data shard holding its own.
+
+    The adjoint is reduce_scatter: P -> S.
+    """
     return _stacking(cut)(value)
 
 

@@ -132,7 +132,7 @@ def making_function(original: Any) -> Any:
 
 
 def _making_and_compiling(original: Any) -> Any:
-    """Wraps it from Keras 3.16 on, which compiles the step itself.
+    """Wraps JAXTrainer._make_function from Keras 3.16 on, which compiles the step itself.
 
     Several steps on a stack of batches are one program there. Under a distribution each step is a program, and places
     its own batch.

@@ -73,8 +73,6 @@ def adapting(original: Any) -> Any:
     """Wraps Keras's get_data_adapter: gives a part of the data where each process has one, else all of it.
 
     All must see the same then.
-
-    All must see the same whole.
     """
 
     @functools.wraps(original)
@@ -147,7 +145,7 @@ def _shards(mesh: Mesh, axes: Axes) -> _Shards:
 
 
 def rows_of_counts(distribution: UnidistDistribution, counts: tuple[int, ...]) -> int:
-    """The rows of a batch of which process p has counts[p]. Processes may hold the same ones.
+    """Returns the rows of a batch where process p has counts[p]. Processes may hold the same ones.
 
     Raises:
         DesyncError: those that do were given different numbers of rows.

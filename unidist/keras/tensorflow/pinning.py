@@ -113,7 +113,7 @@ def _of_matrices(original: Any) -> Any:
 
 
 def _of_segments(original: Any) -> Any:
-    """Pins segments: a row's gradient is looked up in that of its segment.
+    """Wraps an operation on segments: a row's gradient is looked up in that of its segment.
 
     The layer before may want it cut by its features.
     """
@@ -126,7 +126,7 @@ def _of_segments(original: Any) -> Any:
 
 
 def _sorting(original: Any) -> Any:
-    """Gathers all entries of a vector, which has no other rows."""
+    """Wraps top_kv2: of a vector, whose only rows are its entries, all are gathered."""
 
     @functools.wraps(original)
     def top_kv2(input: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,9 +177,10 @@ def _unpacking(original: Any) -> Any:
 
 
 def _convolving(original: Any) -> Any:
-    """Makes a convolution's gradient whole where an op behind it has no rule, as averages of pools.
+    """Wraps a convolution, whose gradient is brought to the layout of its result.
 
-    DTensor fails where a convolution of it is to be cut.
+    Where an op behind it has no rule, as averages of pools, the gradient comes whole. DTensor fails where a convolution
+    of it is to be cut.
     """
 
     @functools.wraps(original)

@@ -225,8 +225,10 @@ def loading(original: Any) -> Any:
 
 
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
-    """Builds and places an optimizer that is none of the model's own: a train_step may have several; Keras
-    knows one. While a step is traced, outside of its program."""
+    """Builds and places an optimizer that is none of the model's own.
+
+    A train_step may have several; Keras knows one. While a step is traced this is done outside of its program.
+    """
     distribution = next((found for v in variables if (found := placed.of(v).distribution) is not None), None)
     if distribution is None or (optimizer.built and all(map(_is_spread, optimizer.variables))):
         return

@@ -134,8 +134,10 @@ class _Spec:
 
 
 def slicing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """tf.strided_slice, by which a tensor is indexed. On a mesh: of whole values where shards will not do,
-    with new axes added afterwards."""
+    """Wraps tf.strided_slice, by which a tensor is indexed.
+
+    On a mesh it works on whole values where shards will not do. New axes are added afterwards.
+    """
 
     @functools.wraps(original)
     def strided_slice(input_: Any, begin: Any, end: Any, strides: Any = None, *args: Any, **options: Any) -> Any:

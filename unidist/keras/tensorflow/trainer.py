@@ -59,7 +59,10 @@ def building(original: Any) -> Any:
 
 
 def _undrawn(steps: Iterator[Any]) -> Iterator[Any]:
-    """Yields what Keras builds from as if it were unread: a shuffle draws for it, Keras alone would not."""
+    """Yields the steps that Keras builds from, and puts back the random numbers that reading them draws.
+
+    A shuffle draws for a first batch, and Keras alone builds without one.
+    """
     before = seeds.state()
     for step in steps:
         seeds.restore(before)
@@ -186,9 +189,6 @@ class _Program:
 
 def pack(value: Any, distribution: UnidistDistribution) -> Any:
     """Puts an array of a batch on the mesh: its rows over the data axes, or whole if they do not divide.
-
-    So it is with the last rows of an epoch. Every number is then computed from all of them, so the results are the
-    same.
 
     So it is with the last rows of an epoch. Every number is then computed from all of them, so the results are the
     same.

@@ -167,7 +167,10 @@ def _gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -
 
 
 def _until_the_end(original: Any) -> Any:
-    """Ends Keras's steps with any iterator: with others than tf.data's they take an ended one for a batch."""
+    """Lets Keras's steps end with any iterator.
+
+    With others than tf.data's own they would take one that has ended for a batch.
+    """
 
     @functools.wraps(original)
     def _make_function(self: Any, step_function: Any) -> Any:
