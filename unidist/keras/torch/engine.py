@@ -104,8 +104,11 @@ class Engine:
             )
         placing.check_meshes(model)
         fresh = not self._prepared
-        if fresh and settle(model, self.distribution):
-            placing.move_model(model, self.distribution)
+        if fresh:
+            with attributes.as_before(needs.parts_of(model)):
+                is_settled = settle(model, self.distribution)
+            if is_settled:
+                placing.move_model(model, self.distribution)
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
@@ -123,7 +126,7 @@ class Engine:
             is_native = lambda layer: programs.is_owner(layer) or (in_parts and layer is model)  # noqa: E731
             self.borders = borders.give(model, is_native, self._exact)
         self._has_own_code = needs.own_code(model)
-        self._apart = attributes.with_own(needs.parts_of(model))
+        self._apart = needs.parts_of(model)
         self._looked.note(model._flatten_layers())
         self._prepared = self._state()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,3 +83,39 @@ class PerRankSet:
 
     def __len__(self) -> int:
         return len(self._own())
+
+
+class PerRankIterator:
+    """Gives each rank the same elements of an iterator. Where none is at work it gives what the first would be given,
+    and then all have had that."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._given: deque[Any] = deque()  # to one rank, and not to all
+        self._first = 0  # how many all have had
+        self._had: dict[int, int] = {}
+
+    def __iter__(self) -> PerRankIterator:
+        return self
+
+    def __next__(self) -> Any:
+        here = frame()
+        if here is None or not here.world.runs_several:
+            return self._given.popleft() if self._given else next(self._iterator)
+        had = self._had.setdefault(here.rank, 0)
+        if had - self._first == len(self._given):
+            self._given.append(next(self._iterator))
+        found = self._given[had - self._first]
+        self._had[here.rank] = had + 1
+        while self._given and min(self._had.get(rank, 0) for rank in here.world.ranks) > self._first:
+            self._given.popleft()
+            self._first += 1
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def is_iterator(value: Any) -> bool:
+    """Says whether what one rank takes of it another would miss."""
+    return isinstance(value, Iterator) and not isinstance(value, (PerRankIterator, io.IOBase))
