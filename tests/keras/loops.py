@@ -138,6 +138,42 @@ def clipped(kind: str | None, zero: int, by: str) -> Result:
     return {"weights": _weights(model, kind), "norms": norms}
 
 
+def thawed(kind: str | None, zero: int, by: str) -> Result:
+    """A loop on each process's own rows, before and behind some layers are trained that were frozen: `by` Keras's
+    `layers`, or by torch's `parameters`. A fit before it trains the others alone."""
+    import torch
+
+    fresh()
+    x, y = rows(12)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    count = 1 if kind is None else unidist.process_count()
+    own = slice(None) if kind is None else slice(unidist.process_index(), None, count)
+
+    def freeze(layer: keras.Layer, frozen: bool) -> None:
+        layer.trainable = not frozen or by == "parameters"
+        for one in layer.parameters() if by == "parameters" else ():
+            one.requires_grad_(not frozen)
+
+    with scope(None if kind is None else strategy(kind, RULES, zero=zero)):
+        model = plain()
+        frozen = [layer for layer in model.layers if layer.weights][:-1]
+        for layer in frozen:
+            freeze(layer, True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        if by == "layers":
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+    for step in range(4):
+        if step in (1, 2):
+            freeze(frozen[2 - step], False)
+        model.zero_grad()
+        loss(torch.as_tensor(y[own]), model(torch.as_tensor(x[own]), training=True)).backward()
+        trained = [v for v in model.trainable_variables if v.value.grad is not None]
+        optimizer = keras.optimizers.SGD(0.1)
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in trained], trained)
+    return {"weights": _weights(model, kind)}
+
+
 def outside(kind: str | None, zero: int, by: str, own: bool = False) -> Result:
     """Before and behind two fits: a loop in which torch's optimizer, Keras's or the loop itself (`data`) writes the
     weights, and gradients of inputs and weights. `own`: as a DistributedSampler deals the rows out."""

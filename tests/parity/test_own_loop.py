@@ -113,6 +113,14 @@ def test_gradients_are_clipped_by_norms_of_whole_variables(
             same(found, wanted)
 
 
+@pytest.mark.parametrize(("zero", "by"), [(0, "layers"), (0, "parameters"), (1, "layers"), (3, "layers")])
+def test_layers_may_become_trainable_amid_a_loop(zero: int, by: str, alone: Alone, worlds: Worlds) -> None:
+    program = "tests.keras.loops:thawed"
+    wanted = alone.world("torch").call(program, None, zero, by)[0]
+    for found in worlds.get("torch-2").call(program, "dp", zero, by):
+        same(found, wanted)
+
+
 def test_gradients_of_gradients_are_one_devices_in_the_simulator(worlds: Worlds) -> None:
     assert worlds.get("sim-torch").call("tests.keras.loops:penalized") == [""]
 

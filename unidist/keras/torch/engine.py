@@ -58,7 +58,7 @@ class Engine:
         self._has_own_code = self.runs_eagerly = False
         self._attributes = attributes.PerRank(self.world)
         self._prepared: tuple[Any, ...] = ()
-        self._ready: int | None = None
+        self._ready = False
         self.logs_are_read = True
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ class Engine:
         if self.runs_eagerly:
             eagerly.tell(self.model, self.world)
         token = context.engine_at_work.set(self)
-        self._ready = None
+        self._ready = False
         before, self.logs_are_read = self.logs_are_read, logs_are_read
         try:
             with self.distribution.scope(), ending.noting():
@@ -151,7 +151,7 @@ class Engine:
             slots,
             len(weights),
             len(model.metrics_variables),
-            tuple(v.trainable for v in weights),
+            tuple(v.is_trained if placing.is_placed(v) else v.trainable for v in weights),
         )
 
     def _set_rules(self, changed: list[Any]) -> None:
@@ -195,6 +195,10 @@ class Engine:
             found += list(model._compile_loss.metrics)
         return [tracker for tracker in found if tracker is not None]
 
+    def is_behind(self) -> bool:
+        """Whether a variable trains by now whose gradient nobody reduces."""
+        return self.traffic is not None and self.traffic.misses_some()
+
     def _watch_gradients(self) -> None:
         if self.traffic is not None:
             self.settle()
@@ -206,11 +210,11 @@ class Engine:
 
     def step(self, function: Callable[[Any], Any], batches: Any, *, kind: str) -> Any:
         """Keras's step function on each rank's rows; of kind "train", "test" or "predict" (outputs are joined)."""
-        if self._ready != self.world.made_trainable or self._looked.call_other_functions():
+        if not self._ready or self.is_behind() or self._looked.call_other_functions():
             if self._prepared and kind == "train":
                 self._build(batches)
             self.prepare()
-            self._ready = self.world.made_trainable
+            self._ready = True
             if kind == "train":
                 stateful.refuse_in_parts(self.model, self.distribution)
         with self._attributes.apart(self._apart):
@@ -272,7 +276,7 @@ class StepFunction:
         self.function = function
         self.kind = kind
         # The model may be another by now, as one that a callback has compiled again.
-        engine._ready = None
+        engine._ready = False
 
     def __call__(self, batches: Any) -> Any:
         return self.engine.step(self.function, batches, kind=self.kind)
@@ -298,9 +302,12 @@ def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
 
 
 def prepare_for_loop(model: Any, given: Any) -> None:
-    """Watches the gradients of a placed model that nobody has trained yet, in real processes; not in a graph."""
+    """Watches the gradients of a placed model that nobody has trained yet, or of variables that train since; in real
+    processes; not in a graph."""
     known = sessions.of(model)
-    if known.engine is not None or known.is_seen or context.engine_at_work.get() is not None or not model.built:
+    found: Engine | None = known.engine
+    is_known = known.is_seen if found is None else not found.is_behind()
+    if is_known or context.engine_at_work.get() is not None or not model.built:
         return
     if any(isinstance(x, keras.KerasTensor) for x in tree.flatten(given)):
         return

@@ -40,7 +40,6 @@ class RankWorld:
         self._until = _left
         self.is_virtual = backend.is_virtual
         self.rehearses = not backend.carries_values  # what a step would send is asked for (rehearsal.py)
-        self.made_trainable = 0  # how often a variable has become trainable whose gradient nobody reduced
         self.spaces: dict[tuple[int, Axes], Any] = {}  # by rank and axes, once it has had carriers
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
 
@@ -120,8 +119,8 @@ class RankWorld:
             _adopt(made[self.ranks[0]])
         return results[self.ranks[0]]  # type: ignore[return-value]
 
-    def note_trainable(self, path: str) -> None:
-        """A variable has become trainable whose gradient nobody reduces: whoever trains looks again before a step.
+    def check_trainable(self, path: str) -> None:
+        """Lets a variable become trainable whose gradient nobody reduces: whoever trains looks again before a step.
 
         Raises:
             CapabilityError: a step is under way.
@@ -131,7 +130,6 @@ class RankWorld:
                 f"variable {path!r} was not trainable when this training began, and becomes so amid a step: set "
                 "trainable=True on its layer before fit, or in a callback"
             )
-        self.made_trainable += 1
 
     def check(self) -> None:
         """

@@ -180,7 +180,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _written(thing: Any) -> frozenset[str]:
-    """Names what a call of Keras's writes on its layer and reads again, with other layers' weights fetched in between."""
+    """Names what a call of Keras's writes on its layer and reads again, with weights fetched in between."""
     if isinstance(thing, DropoutRNNCell):
         return frozenset(("_dropout_mask", "_recurrent_dropout_mask"))
     mode = getattr(thing, "_remat_mode", None)

@@ -43,6 +43,11 @@ class Traffic:
         trainable = self._watched = [v._storage for v in model.trainable_variables]
         for storage in trainable:
             storage.watchers += 1
+        self._frozen = [
+            v._storage.leaf(world.ranks[0])
+            for v in model.variables
+            if isinstance(v, DistributedVariable) and not v.is_trained
+        ]
         for layer in model._flatten_layers():
             for variable in overwritten(layer):
                 variable._storage.is_overwritten = True
@@ -58,6 +63,10 @@ class Traffic:
             self._undo.append(use_in_calls(layer, [v._storage for v in own]))
         self.fetches = bool(fetched)
         self._has_modules = eagerly.has_modules(model)
+
+    def misses_some(self) -> bool:
+        """Whether a variable trains that did not when gradients were first watched."""
+        return any(leaf.requires_grad for leaf in self._frozen)
 
     def close(self) -> None:
         """Stops watching and fetching."""

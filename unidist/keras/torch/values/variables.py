@@ -192,11 +192,15 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        is_news = bool(value) and not self.trainable
+        if value and not self.trainable and not self._storage.watchers:
+            self._storage.world.check_trainable(self.path)
         self._trainable = bool(value)
         self._storage.set_trainable(self._trainable)
-        if is_news and not self._storage.watchers:
-            self._storage.world.note_trainable(self.path)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients: torch may freeze it by itself."""
+        return self._storage.leaf(self._storage.world.ranks[0]).requires_grad
 
     @property
     def constraint(self) -> Any:
