@@ -1,5 +1,5 @@
-"""What the code of a step writes elsewhere than into variables: closures, globals, other objects, iterators. In the
-simulator it comes to one device's values, and what is left there of a batch is whole."""
+"""What the user's own code writes: closures, globals, other objects, iterators, weights amid a call. In the simulator
+it comes to one device's values, and what a step leaves of its batch is whole."""
 
 from __future__ import annotations
 
@@ -203,12 +203,57 @@ def what_a_layer_counts() -> Any:
     return trained(error, layer), layer.calls
 
 
+def parameters_that_torch_freezes() -> Any:
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(8, "tanh", name="a"), layers.Dense(3, name="b")])
+    model.compile("sgd", "mse")
+    found = []
+    for frozen in (True, False, True):
+        for parameter in model.layers[0].parameters():
+            parameter.requires_grad_(not frozen)
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    return found
+
+
+class Centred(layers.Layer):
+    """Begins with the mean of what it is first given."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=shape[-1:], initializer="zeros")
+        self.has_begun = False
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training and not self.has_begun and x.device.type != "meta":
+            self.has_begun = True
+            with torch.no_grad():
+                self.mean.assign(ops.mean(x, axis=0))
+        return x - self.mean
+
+
+def a_weight_that_a_call_writes() -> Any:
+    return trained(error, Centred())
+
+
+def gradients_of_gradients() -> Any:
+    def compute(model: Any, x: Any, y: Any) -> Any:
+        loss, values = error(model, x, y), [v.value for v in model.trainable_variables]
+        gradients = torch.autograd.grad(loss, values, create_graph=True)
+        kernel, bias, *_ = [value - 0.1 * gradient for value, gradient in zip(values, gradients, strict=True)]
+        slopes.append(gradients[0])
+        return loss + ops.mean((x @ kernel + bias) ** 2) + 0.1 * sum(ops.sum(g**2) for g in gradients)
+
+    slopes: list[Any] = []
+    return trained(compute), read(slopes)
+
+
 PROGRAMS = (
     *(a_closures_list, a_closures_number, globals_of_a_module, an_object, an_attribute, a_layers_attribute, a_hook),
     *(generators_of_random_numbers, iterators, what_a_layer_counts),
+    *(parameters_that_torch_freezes, a_weight_that_a_call_writes, gradients_of_gradients),
 )
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras says so of what torch has frozen
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_it_has_the_values_of_one_device(program: Callable[[], Any], kind: str) -> None:

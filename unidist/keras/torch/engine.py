@@ -94,7 +94,7 @@ class Engine:
         """Places what is not placed yet, gives rules to layers and watches gradients. Cheap when nothing changed."""
         model = self.model
         changed = self._looked.changed(model._flatten_layers())
-        if not changed and self._state() == self._prepared:
+        if not changed and not self.is_behind() and self._state() == self._prepared:
             return
         stateful.refuse(model, self.distribution)
         if self._exact and programs.is_compiled(model) and needs.draws(model):
@@ -151,7 +151,7 @@ class Engine:
             slots,
             len(weights),
             len(model.metrics_variables),
-            tuple(v.is_trained if placing.is_placed(v) else v.trainable for v in weights),
+            tuple(v.trainable for v in weights),
         )
 
     def _set_rules(self, changed: list[Any]) -> None:

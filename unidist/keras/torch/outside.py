@@ -89,6 +89,16 @@ def ranks_running() -> Iterator[None]:
             take(storage)
 
 
+def follow_torch(storage: Storage) -> bool:
+    """Takes over from the program's parameter whether a variable is trained: torch's own way to freeze it."""
+    rank, world = storage.world.ranks[0], storage.world
+    # Not by parameter(), which would wait for what is under way.
+    own = storage.parameters()[-1] if world.runs_several else storage.shards[rank]
+    if own.requires_grad != storage.leaf(rank).requires_grad:
+        storage.set_trainable(own.requires_grad)
+    return own.requires_grad
+
+
 def give(storage: Storage) -> None:
     """The ranks get what the program has written: into the tensor, by whatever way, and as its gradient."""
     outside = storage.outside

@@ -105,7 +105,7 @@ class ShardedTensor(_Tensor):  # type: ignore[misc]
     def whole(self) -> torch.Tensor:
         """The value as a plain tensor, gathered where that needs it: all ranks must ask. Others are given the same one:
         clone it before writing into it."""
-        return left(self) if self.spec.space.invariant else moved(self, (WHOLE,) * len(self.spec.states))
+        return left(self) if self.spec.space.invariant else plain(moved(self, (WHOLE,) * len(self.spec.states)))
 
     def redistribute(self, spec: Spec) -> ShardedTensor:
         """This value in another layout, of the same shape. A tensor of its own."""

@@ -139,9 +139,7 @@ def as_before(roots: list[Any]) -> Iterator[None]:
 
 def _whole(x: Any) -> Any:
     """Gathers a value with its gradient: a later step may go back through it."""
-    out = x
-    while type(out) is ShardedTensor:
-        out = out.whole()
+    out = x.whole()
     mask = get_keras_mask(x)
     if mask is not None:
         set_keras_mask(out, _whole(mask))

@@ -16,7 +16,7 @@ from unidist.errors import CapabilityError
 from unidist.keras.interception import Hook
 from unidist.keras.needs import own_code
 from unidist.keras.stateful import refuse_in_a_loop
-from unidist.keras.torch import carrying, context
+from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import norms, seen
 from unidist.keras.torch.values.storage import Storage
@@ -131,15 +131,22 @@ def _check_options(options: dict[str, Any]) -> None:
         )
 
 
+def _carried(frame: Frame, grad: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """A gradient with a graph, of a variable that model axes cut, as the whole: each rank has that of its part."""
+    cuts = [(dim, axes) for dim, axes in enumerate(storage.layout.dims) if axes]
+    if len(cuts) > 1:
+        raise CapabilityError(
+            f"torch.autograd.grad(..., create_graph=True) of {storage.path!r}, of which several dims are cut: its "
+            "gradient cannot be differentiated again. Leave the variable whole in the layout map"
+        )
+    ((dim, axes),) = cuts
+    return features.given(frame, grad, dim, storage.sharding.shape[dim], axes)
+
+
 def _reduced(frame: Frame, grad: Any, storage: Storage) -> torch.Tensor | None:
     """A summand of each rank, as it is summed. One that has a graph stays a carrier, which can be differentiated."""
     if grad is None or grad.requires_grad:
-        if grad is not None and storage.layout.dims:
-            raise CapabilityError(
-                f"torch.autograd.grad(..., create_graph=True) of {storage.path!r}, whose values are cut over a model "
-                "axis: its gradient cannot be differentiated again. Leave the variable whole in the layout map"
-            )
-        return grad  # type: ignore[no-any-return]
+        return grad if grad is None or not storage.is_sharded else _carried(frame, grad, storage)
     state = storage.shardings.state
     part = _sum(grad.local if type(grad) is ShardedTensor else grad, storage, frame.rank, state)
     return seen.Gradient.of(storage, part) if state.layout.dims else part

@@ -11,6 +11,7 @@ import torch
 from unidist.errors import CapabilityError
 from unidist.keras.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
 from unidist.keras.known import overwritten
+from unidist.keras.torch import outside
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.steps import eagerly
 from unidist.keras.torch.steps.reducer import Reducer
@@ -43,11 +44,8 @@ class Traffic:
         trainable = self._watched = [v._storage for v in model.trainable_variables]
         for storage in trainable:
             storage.watchers += 1
-        self._frozen = [
-            v._storage.leaf(world.ranks[0])
-            for v in model.variables
-            if isinstance(v, DistributedVariable) and not v.is_trained
-        ]
+        placed = [v for v in model.variables if isinstance(v, DistributedVariable)]
+        self._trained = {v._storage: outside.follow_torch(v._storage) for v in placed}
         for layer in model._flatten_layers():
             for variable in overwritten(layer):
                 variable._storage.is_overwritten = True
@@ -65,8 +63,9 @@ class Traffic:
         self._has_modules = eagerly.has_modules(model)
 
     def misses_some(self) -> bool:
-        """Whether a variable trains that did not when gradients were first watched."""
-        return any(leaf.requires_grad for leaf in self._frozen)
+        """Whether a variable trains by now that did not when gradients were first watched."""
+        now = [outside.follow_torch(storage) for storage in self._trained]
+        return any(is_trained and not was for is_trained, was in zip(now, self._trained.values(), strict=True))
 
     def close(self) -> None:
         """Stops watching and fetching."""

@@ -174,6 +174,8 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         if frame is not None and frame.wholes and (read := frame.wholes.get(id(self._storage))) is not None:
             with torch.no_grad():
                 read.copy_(value)
+        if frame is not None and not self._storage.shardings.stored.layout.partial:
+            frame.overrides.pop(id(self), None)  # what was gathered for a call is of before
         return value
 
     def _check_shape(self, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -196,11 +198,6 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._storage.world.check_trainable(self.path)
         self._trainable = bool(value)
         self._storage.set_trainable(self._trainable)
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has gradients: torch may freeze it by itself."""
-        return self._storage.leaf(self._storage.world.ranks[0]).requires_grad
 
     @property
     def constraint(self) -> Any:
