@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -172,6 +173,23 @@ def thawed(kind: str | None, zero: int, by: str) -> Result:
         with torch.no_grad():
             optimizer.apply([v.value.grad for v in trained], trained)
     return {"weights": _weights(model, kind)}
+
+
+def frozen_and_moved() -> tuple[bool, bool]:
+    """Whether a kernel is cut behind a fit that finds layouts, and whether it was trained, which torch had frozen."""
+    fresh()
+    x, y = rows(12)
+    with unidist.ModelParallel().scope():
+        model = plain()
+        layer = next(layer for layer in model.layers if layer.weights)
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+        before = layer.get_weights()[0]
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Gradients do not exist")
+            model.fit(x, y, shuffle=False, verbose=0)
+    return layer.weights[0]._storage.is_sharded, bool(np.any(layer.get_weights()[0] != before))
 
 
 def outside(kind: str | None, zero: int, by: str, own: bool = False) -> Result:

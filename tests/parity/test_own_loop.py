@@ -113,6 +113,10 @@ def test_gradients_are_clipped_by_norms_of_whole_variables(
             same(found, wanted)
 
 
+def test_what_torch_has_frozen_stays_so_where_layouts_are_found(worlds: Worlds) -> None:
+    assert worlds.get("torch-2").call("tests.keras.loops:frozen_and_moved") == [(True, False)] * 2
+
+
 @pytest.mark.parametrize(("zero", "by"), [(0, "layers"), (0, "parameters"), (1, "layers"), (3, "layers")])
 def test_layers_may_become_trainable_amid_a_loop(zero: int, by: str, alone: Alone, worlds: Worlds) -> None:
     program = "tests.keras.loops:thawed"

@@ -16,6 +16,7 @@ from unidist.keras import strategy as strategies
 from unidist.keras.compat import backend, in_stateless_scope
 from unidist.keras.interception import Hook
 from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.torch import outside
 from unidist.keras.torch.context import frame, left
 from unidist.keras.torch.values import torch_optimizers
 from unidist.keras.torch.values.storage import Shardings, Storage
@@ -164,7 +165,7 @@ def _move(variable: Any, world: RankWorld, shardings: Shardings) -> None:
     before = variable._storage
     value = before.whole(None).detach()
     held = Storage(world, shardings, variable.path)
-    held.fill(value, trainable=variable._trainable)
+    held.fill(value, trainable=outside.follow_torch(before))
     held.follow(before)
     for parameter in (*before.shards.values(), *before.leaves.values(), *before.states.values()):
         torch_optimizers.note_replaced(parameter, variable.path)
