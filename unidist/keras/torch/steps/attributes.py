@@ -1,6 +1,8 @@
-"""Gives each rank of the simulator its own of what the user's code writes in a step: attributes of models, layers,
-losses, metrics, optimizers and other objects, variables of closures, globals. All ranks have the one object, and each
-has its own values on it, as each process has. So it is with what a call of Keras's own layers writes, and reads again.
+"""Gives each rank of the simulator its own of what the user's code writes in a step.
+
+That is attributes of models, layers, losses, metrics, optimizers and other objects, variables of closures, globals. All
+ranks have the one object, and each has its own values on it, as each process has. So it is with what a call of Keras's
+own layers writes, and reads again.
 
 A rank that goes on finds them as it has left them. The program, outside of steps, has those of the first rank. What it
 changes there is changed for all ranks. What a step has left there of its batch is whole by then, on all ranks.

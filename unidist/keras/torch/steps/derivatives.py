@@ -132,7 +132,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _carried(frame: Frame, grad: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """A gradient with a graph, of a variable that model axes cut, as the whole: each rank has that of its part."""
+    """Makes a gradient with a graph the whole, where model axes cut its variable."""
     cuts = [(dim, axes) for dim, axes in enumerate(storage.layout.dims) if axes]
     if len(cuts) > 1:
         raise CapabilityError(

@@ -86,8 +86,10 @@ class PerRankSet:
 
 
 class PerRankIterator:
-    """Gives each rank the same elements of an iterator. Where none is at work it gives what the first would be given,
-    and then all have had that."""
+    """Gives each rank the same elements of an iterator.
+
+    Where none is at work it gives what the first would be given, and then all have had that.
+    """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator

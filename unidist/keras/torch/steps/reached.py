@@ -1,4 +1,4 @@
-"""Finds where the user's own code may write in a step: attributes of objects, variables of closures, globals."""
+"""Finds where code of the user's may write: attributes of objects, variables of closures, globals."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _of_function(function: FunctionType, path: tuple[Any, ...]) -> Iterator[Plac
 
 
 def _behind(one: Any, path: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Finds what is behind a thing: members, what a method or a partial is made of, the functions of a class."""
+    """Finds what is behind a thing: members, parts of a method or a partial, functions of a class."""
     found: list[Any] = []
     if isinstance(one, (*CONTAINERS, tuple)):
         return [(value, (*path, name)) for name, value in items(one)]

@@ -63,7 +63,7 @@ class Traffic:
         self._has_modules = eagerly.has_modules(model)
 
     def misses_some(self) -> bool:
-        """Whether a variable trains by now that did not when gradients were first watched."""
+        """Says whether a variable trains by now that did not when gradients were first watched."""
         now = [outside.follow_torch(storage) for storage in self._trained]
         return any(is_trained and not was for is_trained, was in zip(now, self._trained.values(), strict=True))
 

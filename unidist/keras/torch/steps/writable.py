@@ -56,8 +56,10 @@ def members(value: Any) -> Iterable[Any]:
 
 
 def leaves(values: Any, named: dict[Any, Any]) -> Iterator[tuple[Any, Any, tuple[Any, ...], Any]]:
-    """Finds what is in `named`, of these values, and in containers there. Gives where it can be replaced, under which
-    name, the path to it, and itself."""
+    """Finds what is in `named`, of these values, and in containers there.
+
+    Gives where it can be replaced, under which name, the path to it, and itself.
+    """
     waiting: list[tuple[Any, Any, tuple[Any, ...], Any]] = [
         (values, name, (name,), value) for name, value in named.items()
     ]
