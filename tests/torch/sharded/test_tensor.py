@@ -120,23 +120,69 @@ def test_writes_are_seen_by_views(world: World) -> None:
     world.run(program)
 
 
-def test_a_copy_where_torch_gives_a_view_is_neither_stale_nor_written_to(world: World) -> None:
+TAKEN = {
+    "slice": lambda x: x[1:3],
+    "diagonal": torch.diagonal,
+    "view of a view": lambda x: x.view(-1)[3:7],
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "turned": lambda x: x[1:3].t(),
+    "row": lambda x: x[0],
+}
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_what_is_written_into_a_view_is_written_into_the_tensor(
+    world: World, state: State, name: str, invariant: bool
+) -> None:
+    """Also where the layout made the view a copy; views of one copy know of each other."""
+    wanted, take = X.clone(), TAKEN[name]
+    view = take(wanted)
+    view.mul_(2)
+    view[0] = -1.0
+
     def program(space: Space) -> None:
-        x = carrier(space) * 1
-        for taken in (x[1:3], x.diagonal(), x.view(-1)[3:7], x.narrow(0, 1, 2)):
-            with pytest.raises(CapabilityError, match="write into the tensor"):
-                taken.add_(1)
-        with pytest.raises(CapabilityError, match="write into the tensor"):
-            x[1:3].t().add_(1)  # a view of the copy
+        if invariant:
+            space = Space.of(world.backend, space.mesh, invariant=True)
+        x = carrier(space, state) * 1
+        x.exp()  # somebody has joined a sum
+        view = take(x)
+        view.mul_(2)
+        view[0] = -1.0
+        torch.testing.assert_close((x * 1).whole(), wanted)
+        torch.testing.assert_close(view + 0 if type(view) is Tensor else view.whole(), take(wanted))
+
+    world.run(program)
+
+
+def test_what_is_written_into_a_copy_of_a_copy_is_written_into_the_tensor() -> None:
+    wanted = X.clone()
+    wanted.view(-1)[:7].mul_(2)
+
+    def program(space: Space) -> None:
+        x: Any = distribute(X, space.spec((chunked(0, 5, 2), chunked(1, 4, 2)), X.shape)) * 1
+        taken = x.view(-1)[:7]
+        taken.mul_(2)
+        torch.testing.assert_close(x.whole(), wanted)
+        x.add_(1)
+        with pytest.raises(CapabilityError, match="take it after the write"):
+            taken.sum()
+
+    World(a=2, b=2).run(program)
+
+
+def test_a_copy_where_torch_gives_a_view_is_not_stale(world: World) -> None:
+    def program(space: Space) -> None:
         partial = carrier(space, PARTIAL) * 1
         partial.exp()
         view = partial.t()  # of the sum that was joined
-        with pytest.raises(CapabilityError, match="write into the tensor"):
-            view.add_(1)
         partial.add_(1)
-        with pytest.raises(CapabilityError, match="take it after the write"):
-            view.sum()
+        for use in (view.sum, lambda: view.add_(1)):
+            with pytest.raises(CapabilityError, match="take it after the write"):
+                use()
         torch.testing.assert_close(partial.t().whole(), X.t() + 1)
+        x = carrier(space) * 1
         taken = x[1:3]
         taken.sum()
         x.add_(1)
@@ -144,6 +190,15 @@ def test_a_copy_where_torch_gives_a_view_is_neither_stale_nor_written_to(world: 
             taken.sum()
         x[1:3] = x[1:3] + 1
         assert float(x[1, 0]) == pytest.approx(float(X[1, 0]) + 2)
+
+    world.run(program)
+
+
+def test_a_copy_of_what_has_a_gradient_is_not_written_to(world: World) -> None:
+    def program(space: Space) -> None:
+        x = carrier(space).requires_grad_(True) * 1
+        with pytest.raises(CapabilityError, match="write into the tensor"):
+            x[1:3].add_(1)
 
     world.run(program)
 

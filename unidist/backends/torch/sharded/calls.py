@@ -13,11 +13,13 @@ from unidist.backends.torch.sharded.moving import plain_in
 from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
+    Origin,
     ShardedTensor,
-    copied_from,
+    aside_of,
     current,
     left,
     moved,
+    origin_of,
     plain,
     replaced,
     shares,
@@ -93,15 +95,17 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
         return _across(func, args, kwargs, tensors, in_place)
     if plan.wants is None:
         return NotImplemented
-    if plan.native:
+    if plan.native and any(x.requires_grad for x in tensors):
         with nullcontext() if plan.gathers is None else space.gathering(plan.gathers):
             given = replaced((args, kwargs), ShardedTensor, left)
         return func(*given[0], **given[1])
-    return _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
+    out = _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
+    return replaced(out, ShardedTensor, _left_whole) if plan.native else out
 
 
 def _left_whole(x: ShardedTensor) -> Any:
-    return left(x) if x.spec.whole else x
+    """A whole as a plain tensor, but for a view: what is written into that goes back."""
+    return left(x) if x.spec.whole and origin_of(x) is None else x
 
 
 def _across(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], in_place: bool) -> Any:
@@ -195,13 +199,13 @@ def _parts(space: Space, plan: Plan, tensors: list[Any]) -> list[Tensor]:
 
 def _marked(result: ShardedTensor, plan: Plan, tensors: list[Any], parts: list[Tensor]) -> ShardedTensor:
     """A result that has the memory of a part in another layout is no view of the carrier that torch would see."""
-    for x, part in zip(tensors, parts, strict=True):
+    for x, part, want in zip(tensors, parts, plan.wants or (), strict=True):
         if type(x) is not ShardedTensor:
             continue
-        if x.aside is not None and x.aside.origin is not None and shares(result.local, part):
-            copied_from(result, *x.aside.origin)  # a view of a copy
+        if (origin := origin_of(x)) is not None and shares(result.local, x.local):
+            aside_of(result).origin = origin  # a view of a copy
         elif part is not x.local and (plan.aliases or shares(result.local, part)):
-            copied_from(result, x.local, version(x.local))
+            aside_of(result).origin = Origin(x, part, want)
     return result
 
 

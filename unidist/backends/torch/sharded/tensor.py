@@ -24,7 +24,7 @@ class Aside:
     Attributes:
         moved: the part in other layouts that somebody has asked for, with the version of the part then.
         joined: the carrier without partial sums, once somebody has joined it: nobody shall pay again.
-        origin: a part, and its version, from which this one was copied though torch would give a view.
+        origin: where it was copied from though torch would give a view.
     """
 
     __slots__ = ("gradient", "joined", "moved", "origin")
@@ -32,7 +32,7 @@ class Aside:
     def __init__(self) -> None:
         self.moved: dict[States, tuple[int, torch.Tensor]] = {}
         self.joined: tuple[int, ShardedTensor] | None = None
-        self.origin: tuple[torch.Tensor, int] | None = None
+        self.origin: Origin | None = None
         self.gradient: ShardedTensor | None = None
 
 
@@ -162,7 +162,7 @@ def from_local(local: torch.Tensor, spec: Spec) -> ShardedTensor:
 def distribute(x: torch.Tensor, spec: Spec) -> ShardedTensor:
     """A carrier of a tensor that every rank holds alike. Of a sum the first place holds all."""
     part = carried(spec.space, x, (WHOLE,) * len(spec.states), spec.states)
-    return wrap(part.clone() if _shares(part, x) and not spec.whole else part, spec)
+    return wrap(part.clone() if shares(part, x) and not spec.whole else part, spec)
 
 
 def version(x: torch.Tensor) -> int:
@@ -189,7 +189,7 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
             w in (h, WHOLE) and (w == h or h == PARTIAL) for h, w in zip(spec.states, want, strict=True)
         ):
             joined = wrap(out, spec.space.spec(want, spec.shape))
-            copied_from(joined, x.local, now)  # who takes a view of it takes none of x
+            aside_of(joined).origin = Origin(x, out, want)  # who takes a view of it takes one of a copy
             aside.joined = now, joined
     return out
 
@@ -248,6 +248,50 @@ def usable(kept: torch.Tensor, source: torch.Tensor) -> bool:
     return kept.requires_grad or not (source.requires_grad and torch.is_grad_enabled())
 
 
+class Origin:
+    """Where a copy was taken from though torch would give a view. All views of the copy share it.
+
+    Args:
+        source: the carrier, which may be a copy itself. It is not kept alive.
+        part: what was copied, of which the views are.
+        states: the layout of that.
+    """
+
+    __slots__ = ("_behind", "_copied", "_local", "_part", "_spec", "_version")
+
+    def __init__(self, source: ShardedTensor, part: torch.Tensor, states: States) -> None:
+        self._local, self._spec, self._part = source.local, source.spec, part
+        self._copied, self._behind = source.spec.space.spec(states, source.spec.shape), origin_of(source)
+        self._version = version(source.local)
+
+    def check(self, x: ShardedTensor) -> None:
+        """Raises CapabilityError where the source was written to since."""
+        if self._behind is not None:
+            self._behind.check(x)
+        if version(self._local) != self._version:
+            raise CapabilityError(
+                f"this tensor of shape {tuple(x.shape)} was taken as a view of one that was written to since, but its "
+                "layout made it a copy: take it after the write"
+            )
+
+    def check_writing(self, x: ShardedTensor) -> None:
+        """Raises CapabilityError where what is written into a view cannot be given back."""
+        self.check(x)
+        if not shares(x.local, self._part) or (self._local.requires_grad and torch.is_grad_enabled()):
+            raise CapabilityError(
+                f"this tensor of shape {tuple(x.shape)} is a copy where torch would give a view, for it needs parts of "
+                "other ranks: write into the tensor that it was taken from, as x[...] = value"
+            )
+
+    def give_back(self) -> None:
+        """What was written into a view is written into the source."""
+        with torch.no_grad():
+            self._local.copy_(_carried(self._copied, self._part, self._spec.states))
+        self._version = version(self._local)
+        if self._behind is not None:
+            self._behind.give_back()
+
+
 def current(x: ShardedTensor) -> ShardedTensor:
     """A carrier that has something aside: without its sums, where somebody has joined them.
 
@@ -256,32 +300,25 @@ def current(x: ShardedTensor) -> ShardedTensor:
     """
     aside = x.aside
     assert aside is not None
-    if aside.origin is not None and version(aside.origin[0]) != aside.origin[1]:
-        raise CapabilityError(
-            f"this tensor of shape {tuple(x.shape)} was taken as a view of one that was written to since, but its "
-            "layout made it a copy: take it after the write"
-        )
+    if aside.origin is not None:
+        aside.origin.check(x)
     joined = aside.joined
     if joined is not None and joined[0] == version(x.local) and usable(joined[1].local, x.local):
         return joined[1]
     return x
 
 
-def copied_from(x: ShardedTensor, origin: torch.Tensor, version: int) -> None:
-    """Marks a carrier as a copy of what torch would give a view of."""
-    aside_of(x).origin = origin, version
+def origin_of(x: Any) -> Origin | None:
+    return x.aside.origin if type(x) is ShardedTensor and x.aside is not None else None
 
 
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the two have memory in common."""
     if type(one) is ShardedTensor or type(other) is ShardedTensor:
         one, other = (x.local if type(x) is ShardedTensor else x for x in (one, other))
-        return _shares(one, other)
+        return shares(one, other)
     mine = one.untyped_storage().data_ptr()
     return mine != 0 and mine == other.untyped_storage().data_ptr()
-
-
-shares = _shares
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:

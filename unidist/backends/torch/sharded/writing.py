@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded.moving import plain_in
-from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, current, moved, replaced
+from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, current, moved, origin_of, replaced
 from unidist.errors import CapabilityError
 
 Planned = Callable[..., Any]
@@ -28,16 +28,24 @@ def writes(func: Any) -> bool:
 
 
 def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Planned) -> Any:
-    """Raises CapabilityError where what is written to is a copy that torch would have as a view."""
-    if kwargs.get("out") is not None:
-        return _into_out(func, args, kwargs, planned)
+    """Raises CapabilityError where what is written to is a copy that torch would have as a view, and keeps it."""
+    is_said = kwargs.get("out") is not None
+    target = kwargs["out"] if is_said else args[0] if args else kwargs["input"]
+    origins = []
+    for one in _carriers(target):
+        if (origin := origin_of(one)) is not None:
+            origin.check_writing(one)
+            origins.append(origin)
+    out = _into_out(func, args, kwargs, planned) if is_said else _in_place(func, args, kwargs, target, planned)
+    for origin in dict.fromkeys(origins):
+        origin.give_back()
+    return out
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, planned: Planned) -> Any:
     if kwargs.get("inplace"):
-        target = args[0] if args else kwargs["input"]
         put(target, planned(func, args, {**kwargs, "inplace": False}))
         return target
-    target = args[0]
-    for one in _carriers(target):
-        _check(one)
     if type(target) is ShardedTensor:
         found = planned(func, args, kwargs, in_place=True)
         if found is not NotImplemented:
@@ -68,7 +76,6 @@ def _into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned:
     result = planned(func, args, rest) if _carriers([args, *rest.values()]) else func(*args, **rest)
     several = isinstance(target, (tuple, list))
     for one, value in zip(target if several else (target,), result if several else (result,), strict=True):
-        _check(one)
         put(one, value)
     return target
 
@@ -89,14 +96,6 @@ def put(target: Any, value: Any) -> None:
     else:
         part = plain_in(target.spec.space, value, states)
     target.local.copy_(part)
-
-
-def _check(x: Any) -> None:
-    if type(x) is ShardedTensor and x.aside is not None and x.aside.origin is not None:
-        raise CapabilityError(
-            f"this tensor of shape {tuple(x.shape)} is a copy where torch would give a view, for it needs parts of "
-            "other ranks: write into the tensor that it was taken from, as x[...] = value"
-        )
 
 
 def _carriers(value: Any) -> list[ShardedTensor]:
