@@ -141,6 +141,21 @@ def sharpness(model: Any, weights: Weights, data: Any) -> None:
         applied(model, weights, [v.value.grad for v in weights])
 
 
+def sharpness_in_place(model: Any, weights: Weights, data: Any) -> None:
+    """The same, written into the values: what was fetched before is of others."""
+    with torch.no_grad():
+        steps = [0.05 * v.value.grad for v in weights]
+        for v, step in zip(weights, steps, strict=True):
+            v.value.add_(step)
+            v.value.abs()  # read behind the write
+    model.zero_grad()
+    model.loss_of(data).backward()
+    with torch.no_grad():
+        for v, step in zip(weights, steps, strict=True):
+            v.value.view(-1).sub_(step.view(-1))
+        applied(model, weights, [v.value.grad for v in weights])
+
+
 def before_last(model: Any, weights: Weights, gradients: Any) -> None:
     """Of this step and the one before; each rank has its own."""
     frame = context.frame()
@@ -224,6 +239,7 @@ CASES: dict[str, dict[str, Any]] = {
     "data set": updating(lambda v: setattr(v.value, "data", v.value.data - 0.1 * v.value.grad)),
     "rescaled": {"end": rescale},
     "sharpness": {"end": lambda model, weights, gradients: None, "then": sharpness},
+    "sharpness in place": {"end": lambda model, weights, gradients: None, "then": sharpness_in_place},
     "of two steps": {"end": before_last},
     "every third": {"begin": lambda model, weights: None, "end": every_third},
     "forgotten": {"begin": forget},

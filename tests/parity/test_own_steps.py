@@ -19,7 +19,7 @@ CASES = (
     *("precise", "clamped in place", "to unit in place", "data", "by mask", "views", "set", "foreach", "finite"),
     *("one vector", "torch's norm", "torch's value", "decay", "assigned", "subtracted", "in place", "its data"),
     *("data set", "rescaled", "sharpness", "of two steps", "forgotten", "zeros", "parameters", "logged", "asked"),
-    *("measuring", "inheriting", "every third", "counted"),
+    *("measuring", "inheriting", "every third", "counted", "sharpness in place"),
 )
 # What is wrong without a cut as well.
 UNCUT = ("of two steps", "every third", "asked", "parameters", "logged", "counted")

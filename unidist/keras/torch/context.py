@@ -17,7 +17,6 @@ from unidist.keras.compat import AutocastScope, get_device
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
     from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
-    from unidist.keras.torch.values.seen import Seen
     from unidist.keras.torch.values.units import Fetcher
     from unidist.keras.torch.world import RankWorld
 
@@ -84,15 +83,13 @@ class Frame:
         reads: if somebody asks, id of a place -> the dtypes in which these values are read.
         is_tracing: a program is being traced.
         local: variables read as the part that this rank updates (in optimizers).
-        updating_whole: variables read whole, from the parts that optimizers write to.
-        wholes: id of a storage -> its whole value, while one variable is updated; None: gathered for each read.
+        by_rules: variables read as carriers of those parts, and take what goes by rules.
         accumulating: this step's gradients stay on their rank until the accumulation is full.
         keeps_gradients: what leaves hold waits to be reduced with this step's gradients.
         backward_done: gradients are there, and Keras's step hands them to the optimizer: read outside of a layer, a
             variable is the part that has the gradient.
         own_step: the step is the user's own: outside of layers a cut variable reads whole, and so does its gradient.
         exact: layers draw one device's random numbers.
-        lent: whole tensors of which such a step has views, and their versions (seen.py).
         is_making_gradients: a gradient that began in this step is on its way to the variables.
         shared: under sequence parallelism, the weights that are whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
@@ -109,14 +106,12 @@ class Frame:
     reads: dict[int, list[torch.dtype]] | None = None
     is_tracing: bool = False
     local: bool = False
-    updating_whole: bool = False
-    wholes: dict[int, torch.Tensor] | None = None
+    by_rules: bool = False
     accumulating: bool = False
     keeps_gradients: bool = False
     backward_done: bool = False
     own_step: bool = False
     exact: bool = False
-    lent: list[tuple[Seen, torch.Tensor, int]] = field(default_factory=list)
     is_making_gradients: bool = False
     shared: SharedWeights | None = None
     seed_place: int = 0
@@ -143,16 +138,15 @@ class Frame:
 
     def reading_shards(self) -> AbstractContextManager[None]:
         """Every variable reads as the part that this rank updates and has its shape."""
-        return self._having(local=True, updating_whole=False)
+        return self._having(local=True, by_rules=False)
 
-    def updating_wholes(self) -> AbstractContextManager[None]:
-        """Every variable reads whole and is assigned whole, between an optimizer's steps: collectives."""
-        return self._having(local=False, updating_whole=True)
+    def updating_by_rules(self) -> AbstractContextManager[None]:
+        """Every variable reads as a carrier of the part that this rank updates: what looks at whole ones sees those."""
+        return self._having(local=False, by_rules=True)
 
-    def updating_one(self) -> AbstractContextManager[None]:
-        """As `updating_wholes`, for one variable and its slots: each is gathered once, and what is assigned is written
-        into the tensor that was read, as on one device."""
-        return self._having(local=False, updating_whole=True, wholes={})
+    def stepping(self) -> AbstractContextManager[None]:
+        """Variables read as in a step of the user's own."""
+        return self._having(own_step=True)
 
     def carrying_rows(self, rows: Rows) -> AbstractContextManager[None]:
         """Tensors carry which rows this rank holds. Random numbers are one device's."""

@@ -30,7 +30,7 @@ from unidist.keras.torch.steps import (
 from unidist.keras.torch.steps.perrank import PerRankList, PerRankSet
 from unidist.keras.torch.steps.traffic import Traffic
 from unidist.keras.torch.tensor_parallel import applying, rules, sequence
-from unidist.keras.torch.values import placing, seen
+from unidist.keras.torch.values import placing
 
 
 class Engine:
@@ -230,7 +230,6 @@ class Engine:
             with self._at_work(frame, shards, kind) as own:
                 with self._on_carriers(frame, own) as batch:
                     out = carrying.plain(function([batch]))
-                    seen.settle()
                 return out if kind == "predict" else carrying.agreed(frame, out)
 
         draws = drawing.alike(self.world, self._exact or self._has_own_code)

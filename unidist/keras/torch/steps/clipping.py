@@ -30,10 +30,8 @@ def hooks() -> Iterator[Hook]:
     yield Hook(torch.nn.utils, "clip_grads_with_norm_", _of_parts, why, imported=True, needed=own_code)
 
 
-def _held(tensors: Any) -> list[torch.Tensor]:
-    """What this rank has of them."""
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    return [one.held() if isinstance(one, seen.Seen) else one for one in given]
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _of_parts(original: Any) -> Callable[..., Any]:
@@ -41,7 +39,7 @@ def _of_parts(original: Any) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = _held(parameters)
+        given = [one.held() if isinstance(one, seen.Value) else one for one in _listed(parameters)]
         own: dict[int, torch.Tensor] = {}
         frame = context.frame()
         for storage in list(norms.placed):
@@ -58,8 +56,8 @@ def _of_wholes(original: Any) -> Callable[..., torch.Tensor]:
     def total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        given = _held(tensors)
         owners = _owners()
+        given = [one.local if id(getattr(one, "local", None)) in owners else one for one in _listed(tensors)]
         cut = [(one, owners[id(one)]) for one in given if id(one) in owners]
         if not cut:
             found: torch.Tensor = original(given, norm_type, error_if_nonfinite, foreach)

@@ -107,8 +107,8 @@ def _averaged(grad: torch.Tensor | None, storage: Storage, of: torch.Tensor) -> 
     if not isinstance(of, seen.Value):
         return _sum(grad, storage, rank, storage.sharding) / shards
     if not storage.is_kept:
-        return seen.Gradient.of(storage, grad)  # of what this process stores, and averaged where it was gathered
-    return seen.Gradient.of(storage, _sum(grad, storage, rank, storage.shardings.state) / shards)
+        return seen.carried(storage, grad)  # of what this process stores, and averaged where it was gathered
+    return seen.carried(storage, _sum(grad, storage, rank, storage.shardings.state) / shards)
 
 
 def _sum(grad: torch.Tensor, storage: Storage, rank: int, target: Sharding) -> torch.Tensor:
@@ -149,4 +149,4 @@ def _reduced(frame: Frame, grad: Any, storage: Storage) -> torch.Tensor | None:
         return grad if grad is None or not storage.is_sharded else _carried(frame, grad, storage)
     state = storage.shardings.state
     part = _sum(grad.local if type(grad) is ShardedTensor else grad, storage, frame.rank, state)
-    return seen.Gradient.of(storage, part) if state.layout.dims else part
+    return seen.carried(storage, part) if state.layout.dims else part

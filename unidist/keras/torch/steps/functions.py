@@ -23,7 +23,6 @@ from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.steps import remat
 from unidist.keras.torch.structures import mapped
 from unidist.keras.torch.values import saved, seen
-from unidist.keras.torch.values.seen import Seen
 
 # Of torch.func: what gives a function, and what computes at once.
 _TRANSFORMS = ("grad", "grad_and_value", "jacrev", "jacfwd", "hessian")
@@ -63,7 +62,7 @@ def _applied_to_wholes(original: Any) -> Any:
             if kind is CustomGradientFunction:
                 return OwnGradient(args[0])(space, tuple(map(seen.whole, args[1:])))
             args = tuple(wrap(x, space.whole(x.shape)) if _has_gradient(x) else x for x in args)
-        return called(*(seen.whole(x) if isinstance(x, Seen) else x for x in args))
+        return called(*map(seen.whole, args))
 
     return classmethod(apply)
 

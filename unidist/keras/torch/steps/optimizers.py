@@ -9,10 +9,11 @@ from keras import optimizers
 
 from unidist import events
 from unidist.algebra import Layout, Sharding
+from unidist.backends.torch.sharded import ShardedTensor
 from unidist.keras.compat import BaseOptimizer, Ftrl, LossScaleOptimizer, TorchParallelOptimizer, in_stateless_scope
 from unidist.keras.interception import Hook, kept
 from unidist.keras.needs import of_scaled_losses
-from unidist.keras.torch import carrying, context
+from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.steps import fused
 from unidist.keras.torch.values import norms, placing, seen
@@ -52,8 +53,6 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = context.frame()
     if frame is None:
         return _apply_outside(self, grads, trainable_variables)
-    seen.settle()
-    grads = [carrying.whole(g) for g in grads]
     _settle(frame, trainable_variables if trainable_variables is not None else self._trainable_variables)
     # What is read behind it is a value, no longer what has a gradient.
     frame.backward_done = False
@@ -85,10 +84,10 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
     """A gradient of the whole variable, as a step of the user's own may make it, cut to the part that this rank
     updates."""
     if grad is None or not placing.is_placed(variable):
-        return grad
+        return carrying.whole(grad)
     storage = variable._storage
     state = storage.shardings.state
-    if isinstance(grad, seen.Seen):
+    if isinstance(grad, (seen.Value, ShardedTensor)):
         return seen.part_of(grad, storage)
     if grad.shape == storage.own(frame).shape or tuple(grad.shape) != state.shape:
         return grad
@@ -140,7 +139,6 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
     world = next((v._storage.world for v in targets if placing.is_placed(v)), None)
     if world is None or world.runs_several or in_stateless_scope():
         return _originals["apply"](self, grads, trainable_variables)
-    seen.settle()
     given = grads
     if len(targets) == len(grads):
         pairs = zip(grads, targets, strict=True)
@@ -154,8 +152,7 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
 
 def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
     """Keras's update one variable after the other. Its elementwise optimizers have a faster one for torch; so those
-    that come here, but Ftrl, may look at whole variables: each is gathered, with its slots, updated alike on every
-    rank, and cut again."""
+    that come here, but Ftrl, may look at whole variables: they see carriers of the parts, and go by rules."""
     frame = context.frame()
     if frame is None or not frame.local or type(self) is Ftrl:
         return _originals["update"](self, grads, trainable_variables, learning_rate)
@@ -163,8 +160,8 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
         if not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
             self.update_step(grad, variable, learning_rate)
             continue
-        with frame.updating_one(), events.for_purpose("whole variable"):
-            self.update_step(variable._storage.joined(grad), variable, learning_rate)
+        with frame.updating_by_rules():
+            self.update_step(seen.carried(variable._storage, grad), variable, learning_rate)
     return None
 
 
@@ -190,7 +187,7 @@ def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_r
 
 def _check_finite(self: Any, grads: Any) -> Any:
     """Whether all gradients are finite, on every rank. The simulator's program has whole ones."""
-    finite = _originals["finite"](self, [g.part if isinstance(g, seen.Gradient) else g for g in grads])
+    finite = _originals["finite"](self, [g.local if features.is_cut(g) else g for g in grads])
     placed = [v for v in self._trainable_variables if placing.is_placed(v)]
     axes = tuple(dict.fromkeys(a for v in placed for a in v._storage.shardings.state.layout.sharded_axes))
     world = placed[0]._storage.world if axes else None

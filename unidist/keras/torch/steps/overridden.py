@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unidist import events
 from unidist.errors import CapabilityError
 from unidist.keras import overridden
 from unidist.keras.compat import TorchTrainer
 from unidist.keras.torch import context
-from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import placing, seen
 
 
@@ -25,9 +23,9 @@ def install(model: Any) -> None:
 def _with_wholes(optimizer: Any, call: Callable[..., Any], grads: Any, trainable_variables: Any = None) -> Any:
     given = trainable_variables if trainable_variables is not None else getattr(optimizer, "_trainable_variables", [])
     targets = list(given)
-    cut = [v for v in targets if placing.is_placed(v) and v._storage.shardings.state.layout.dims]
+    cut = {id(v): v for v in targets if placing.is_placed(v) and v._storage.shardings.state.layout.dims}
     frame = context.frame()
-    if frame is None and all(v._storage.world.runs_several for v in cut):
+    if frame is None and all(v._storage.world.runs_several for v in cut.values()):
         return call(grads, trainable_variables)
     if frame is None or frame.accumulating:
         methods = " and ".join(overridden.overridden(optimizer))
@@ -37,19 +35,12 @@ def _with_wholes(optimizer: Any, call: Callable[..., Any], grads: Any, trainable
             f"{type(optimizer).__name__} overrides {methods}, which is not given whole gradients {where}: override "
             f"update_step, which is asked for each variable, or {remedy}"
         )
-    with events.for_purpose("whole variable"):
-        wholes = [_whole(frame, g, v) for g, v in zip(grads, targets, strict=True)] if targets else grads
-        with frame.updating_wholes():
-            return call(wholes, trainable_variables)
-
-
-def _whole(frame: Frame, grad: Any, variable: Any) -> Any:
-    if grad is None or not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
-        return grad
-    if isinstance(grad, seen.Seen):
-        return grad.whole()
-    # A part may have the shape of the whole on one rank, where the others have none: all must gather it.
-    return variable._storage.joined(grad) if grad.shape == variable._storage.own(frame).shape else grad
+    # In a step of the user's own they are whole already, or carriers.
+    if targets and (frame.local or not frame.own_step):
+        pairs = zip(grads, targets, strict=True)
+        grads = [seen.carried(v._storage, g) if g is not None and id(v) in cut else g for g, v in pairs]
+    with frame.updating_by_rules() if frame.local else frame.stepping():
+        return call(grads, trainable_variables)
 
 
 def is_own_step(model: Any, name: str) -> bool:

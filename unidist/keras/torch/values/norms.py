@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -54,26 +54,6 @@ def of_wholes(numbers: Sequence[torch.Tensor], storages: Sequence[Storage], op: 
         for k, value in zip(members, whole.unbind(), strict=True):
             found[k] = value
     return found
-
-
-_NORMS = (torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm)
-
-
-def norm_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """Which norm of all elements of its first argument a function gives; None where it gives anything else."""
-    p = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
-    if func not in _NORMS or len(args) > 2 or set(kwargs) - {"p", "ord"}:
-        return None
-    if p is None or (p == "fro" and func is not torch.linalg.norm):
-        return 2.0
-    # With an order torch.linalg.norm gives that of a matrix.
-    return float(p) if isinstance(p, (int, float)) and func is not torch.linalg.norm else None
-
-
-def of_part(part: torch.Tensor, storage: Storage, p: float) -> torch.Tensor:
-    """The norm of a whole tensor, of which this rank has the part that it updates."""
-    with torch.no_grad():
-        return next(of_parts([(part, storage)], p))
 
 
 def _summand(grad: torch.Tensor, p: float) -> torch.Tensor:

@@ -206,6 +206,13 @@ class Storage:
             self.units[rank].finish()
         return self.shards[rank]
 
+    def lent(self, rank: int) -> torch.nn.Parameter:
+        """The stored value for somebody who may write into it."""
+        for unit in self.gathered_by(rank):
+            unit.finish()
+            unit.is_lent = True
+        return self.settled(rank)
+
     def gathered_by(self, rank: int) -> list[Unit]:
         """The units that it is in."""
         units = [self.units[rank]] if rank in self.units else []
@@ -322,14 +329,6 @@ class Storage:
         if frame is None and walks.was_read():
             return torch.empty(stored.shape, dtype=shard.dtype, device=shard.device)
         return self._moved(shard, stored, differentiable)
-
-    def updated(self, frame: Frame) -> torch.Tensor:
-        """The whole value between an optimizer's steps, from the parts that optimizers have written to."""
-        return self.joined(self.own(frame)) if self.shardings.state.layout.dims else self.own(frame)
-
-    def joined(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor; each rank has the part that it updates: of the variable, or its gradient."""
-        return self._moved(part, self.shardings.state, False)
 
     def _moved(self, shard: torch.Tensor, sharding: Sharding, differentiable: bool) -> torch.Tensor:
         fanned = tuple(a for a in sharding.layout.sharded_axes if a in self.world.data_axes)

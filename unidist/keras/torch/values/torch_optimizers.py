@@ -66,7 +66,7 @@ def _check(optimizer: Any, args: Any, kwargs: Any) -> None:
                     f"updates: it would find none. {_REMEDY}, or keep states whole (zero=0)"
                 )
     for one in given.values():
-        if isinstance(one, seen.Seen):
+        if isinstance(one, seen.Value):
             raise CapabilityError(
                 f"{name} was given {one!r}, which is cut among the ranks: its states would be whole. {_REMEDY}"
             )

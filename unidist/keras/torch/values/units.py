@@ -41,6 +41,7 @@ class Unit:
     Attributes:
         values: what is gathered: the storages' leaves, or values beside them in the dtype of computation.
         is_kept: its leaves are the stored values and are never freed.
+        is_lent: somebody may write into the parts. What was gathered before is gathered again.
 
     Args:
         low: the dtype of computation, for values of their own.
@@ -64,6 +65,8 @@ class Unit:
         self.is_pinned = False
         self._coming: Moving | None = None
         self._casts: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.is_lent = False
+        self._versions: list[int] = []  # of the parts, when they were gathered
 
     # moving -------------------------------------------------------------------------------------------------------
 
@@ -76,6 +79,7 @@ class Unit:
         with torch.no_grad(), events.for_purpose("parameters"):
             self._give_memory(self.buffer.loose)
             # `.data`: what backward saved of them must not look as if it had been changed.
+            self._versions = [part._version for part in self.parts]
             self._coming = self.buffer.gather(self.parts, [value.data for value in self.values])
         self.is_here = False
 
@@ -135,14 +139,18 @@ class Unit:
         """
         place = self.storages.index(storage)
         held = self.values[place]
-        if not held.untyped_storage().size():
-            return
+        if held.untyped_storage().size():
+            self._renew(place)
+            self.values[place].data.copy_(value)
+            self._versions[place] = self.parts[place]._version
+
+    def _renew(self, place: int) -> None:
+        """A value is about to become another."""
+        held = self.values[place]
         if not self.is_low:
             self.forget_casts(held)
-            held.data.copy_(value)
             return
         self.values[place] = new = torch.empty_like(held)
-        new.copy_(value)
         del self.fetcher.by_memory[held.untyped_storage()._cdata]
         self.fetcher.by_memory[new.untyped_storage()._cdata] = self
 
@@ -158,6 +166,11 @@ class Unit:
             return
         if not self.users or saved.is_in_transforms():
             self.is_pinned = True
+        if self.is_lent and self._versions != [part._version for part in self.parts]:
+            self.finish()
+            for place in range(len(self.values)) if self.is_here else ():
+                self._renew(place)
+            self.is_here = False
         if not self.is_here or self.fetcher.last is not self:
             self.fetcher.fetch(self)
 

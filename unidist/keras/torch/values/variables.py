@@ -97,12 +97,9 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         override = frame.overrides.get(id(self))
         if override is not None:
             return override
-        if frame.updating_whole:
-            if frame.wholes is None or not storage.shardings.state.layout.dims:
-                return storage.updated(frame)
-            if id(storage) not in frame.wholes:
-                frame.wholes[id(storage)] = storage.updated(frame)
-            return frame.wholes[id(storage)]
+        if frame.by_rules:
+            own = storage.own(frame)
+            return seen.carried(storage, own.detach()) if storage.shardings.state.layout.dims else own
         if frame.local:
             return storage.own(frame)
         if frame.carried is not None and storage.shardings.stored.layout.partial:
@@ -153,9 +150,14 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._storage.assign_parts(lambda index: self._convert_to_tensor(value.part(index), dtype=self._dtype))
             return value
         frame = context.frame()
+        if frame is not None and frame.by_rules and not in_stateless_scope():
+            value = self._convert_to_tensor(value, dtype=self._dtype)
+            with torch.no_grad():
+                self._storage.own(frame).copy_(seen.part_of(value, self._storage))
+            return value
         if frame is not None and frame.carried is not None:
             value = carrying.part_of(self, frame, value)
-        value = seen.whole(self._convert_to_tensor(value, dtype=self._dtype))
+        value = carrying.whole(seen.whole(self._convert_to_tensor(value, dtype=self._dtype)))
         if frame is not None and frame.written:
             frame.note_write(self)
         if in_stateless_scope():
@@ -171,9 +173,6 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
             self._storage.world.check()
             self._check_shape(shape, self._shape)
             self._storage.assign(value)
-        if frame is not None and frame.wholes and (read := frame.wholes.get(id(self._storage))) is not None:
-            with torch.no_grad():
-                read.copy_(value)
         if frame is not None and not self._storage.shardings.stored.layout.partial:
             frame.overrides.pop(id(self), None)  # what was gathered for a call is of before
         return value
@@ -201,7 +200,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     @property
     def constraint(self) -> Any:
-        """In an optimizer a constraint gets the whole value and gives this rank's part back."""
+        """In an optimizer a constraint sees the whole value and gives this rank's part back."""
         frame, found = context.frame(), self._constraint
         if frame is None or not frame.local or found is None or not self._storage.shardings.state.layout.dims:
             return found
@@ -212,9 +211,8 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         backend.Variable.constraint.fset(self, value)
 
     def _constrained(self, frame: Frame, constraint: Any) -> torch.Tensor:
-        with frame.updating_wholes():
-            whole = constraint(self._storage.updated(frame))
-        return whole[self._storage.shardings.state.slices(frame.rank)]  # type: ignore[no-any-return]
+        with frame.updating_by_rules():
+            return seen.part_of(constraint(self.value), self._storage)
 
     @property
     def regularizer(self) -> Any:
