@@ -24,7 +24,6 @@ from unidist.propagation.layouts import (
     layout_of,
     local_shape,
     offset,
-    states_of,
     whole_shape,
 )
 from unidist.propagation.moves import cost, moves
@@ -61,18 +60,16 @@ def test_parts_of_one_add_up_without_rounding(places: int) -> None:
 
 def test_states_are_those_of_the_algebra() -> None:
     mesh = Mesh({"data": 2, "model": 2})
-    for layout in (
-        Layout("data", None),
-        Layout(None, "model", partial="data"),
-        Layout(fanout="data"),
-        Layout("model", "data"),
+    rows, columns = chunked(0, 5, 2), chunked(1, 4, 2)
+    for states, layout in (
+        ((rows, WHOLE), Layout("data")),
+        ((PARTIAL, columns), Layout(None, "model", partial="data")),
+        ((WHOLE, PARTIAL), Layout(partial="model")),
+        ((columns, rows), Layout("model", "data")),
     ):
-        states = states_of(Sharding(mesh, layout, (5, 4)))
-        assert layout_of(states, mesh.axis_names) == Layout(*layout.dims, partial=dict(layout.partial))
-    with pytest.raises(LayoutError, match="together"):
-        states_of(Sharding(mesh, Layout(("data", "model")), (5,)))
-    with pytest.raises(LayoutError, match="partial by max"):
-        states_of(Sharding(mesh, Layout(partial={"data": "max"}), (5,)))
+        assert layout_of(states, mesh.axis_names) == layout
+        fanned = [axis for axis, state in zip(mesh.axis_names, states, strict=True) if state == WHOLE]
+        assert layout_of(states, mesh.axis_names, fanned=True).fanout == tuple(fanned)
 
 
 @pytest.mark.parametrize(
@@ -119,14 +116,12 @@ def test_a_cut_comes_before_what_makes_a_value_larger() -> None:
 def test_costs_are_those_of_the_algebra() -> None:
     """Where parts are even and one axis moves, a plan of the algebra sends the same bytes."""
     mesh = Mesh({"data": 2})
-    for have, want in itertools.permutations(
-        (Layout("data"), Layout(None, "data"), Layout(partial="data"), Layout(fanout="data")), 2
-    ):
-        if want.partial:
+    for have, want in itertools.permutations((chunked(0, 4, 2), chunked(1, 6, 2), PARTIAL, WHOLE), 2):
+        if want == PARTIAL:
             continue
-        src, dst = Sharding(mesh, have, (4, 6)), Sharding(mesh, want, (4, 6))
+        src, dst = (Sharding(mesh, layout_of((one,), ("data",), fanned=True), (4, 6)) for one in (have, want))
         sent = sum((step.bytes(8, 0) for step in redistribution(src, dst).steps), Fraction(0))
-        assert cost((4, 6), 8, states_of(src), states_of(dst), (2,)) == sent
+        assert cost((4, 6), 8, (have,), (want,), (2,)) == sent
 
 
 # The choice -------------------------------------------------------------------------------------------------------

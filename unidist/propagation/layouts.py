@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
-from unidist.algebra import Axes, Layout, Sharding
+from unidist.algebra import Axes, Layout
 from unidist.algebra.sharding import chunk
 from unidist.errors import LayoutError
 
@@ -86,30 +86,6 @@ def fraction(place: int, places: int) -> float:
     """A place's part of one: powers of two that add up to it, so that nothing is rounded."""
     full = 1 << (places.bit_length() - 1)
     return 1 / (2 * full) if place < 2 * (places - full) else 1 / full
-
-
-def states_of(sharding: Sharding) -> States:
-    """The states of the algebra's layout: its I and F are both WHOLE.
-
-    Raises:
-        LayoutError: several axes cut one dim, or an axis is partial by another op than sum.
-    """
-    mesh, layout = sharding.mesh, sharding.layout
-    states: list[State] = []
-    for axis in mesh.axis_names:
-        dim, op = layout.dim_of(axis), layout.op_of(axis)
-        if op not in (None, "sum"):
-            raise LayoutError(f"axis {axis!r} of {layout} is partial by {op}: a value's layout knows sums alone")
-        if dim is not None and len(layout.dim_axes(dim)) > 1:
-            raise LayoutError(
-                f"axes {layout.dim_axes(dim)} of {layout} cut dim {dim} together: give the mesh one axis of their "
-                "product"
-            )
-        if dim is not None:
-            states.append(chunked(dim, sharding.shape[dim], mesh.axis_size(axis)))
-        else:
-            states.append(PARTIAL if op else WHOLE)
-    return tuple(states)
 
 
 def layout_of(states: States, lines: Sequence[str | Axes], fanned: bool = False) -> Layout:

@@ -39,16 +39,6 @@ class Rows:
         return sum(self.sizes)
 
     @property
-    def even(self) -> bool:
-        """Whether all shards hold as many."""
-        return len(set(self.sizes)) == 1
-
-    @property
-    def least(self) -> int:
-        """Rows of the shard that holds fewest."""
-        return min(self.sizes)
-
-    @property
     def share(self) -> float:
         return self.local / self.total if self.total else 0.0
 

@@ -129,19 +129,6 @@ def share_random_state(world: RankWorld) -> None:
         several.align_seeds()
 
 
-def check_alike(world: RankWorld, number: int, what: str) -> None:
-    """
-    Raises:
-        DesyncError: the data shards' numbers differ.
-    """
-    found = of_shards(world, number)
-    if len(set(found)) > 1:
-        raise DesyncError(
-            f"{what} differ between the processes. Draw from a keras.random.SeedGenerator that the model has, and give "
-            "random rows as data"
-        )
-
-
 @functools.lru_cache(maxsize=64)
 def processes(world: RankWorld) -> Processes | None:
     """Those that train a model together, in their order and not the mesh's, if there are several. One that a mesh

@@ -75,11 +75,6 @@ class Spec:
         """Without partial sums."""
         return self.space.spec(tuple(WHOLE if s == PARTIAL else s for s in self.states), self.shape)
 
-    @property
-    def sharding(self) -> Sharding:
-        """The algebra's, in torch.chunk's sizes."""
-        return Sharding(self.space.mesh, layout_of(self.states, self.space.lines), tuple(self.shape))
-
 
 class Full(NamedTuple):
     """The shape and dtype of a full tensor, which a collective is noted with."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Sharding
 from unidist.backends.torch.sharded.moving import carried, unshared
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.errors import CapabilityError, LayoutError
@@ -68,11 +67,6 @@ class ShardedTensor(_Tensor):  # type: ignore[misc]
     dispatch: Handler
     gradient_of: Callable[[Any], Any]
     set_gradient: Callable[[Any, Any], None]
-
-    @property
-    def sharding(self) -> Sharding:
-        """The algebra's, in torch.chunk's sizes."""
-        return self.spec.sharding
 
     @property
     def requires_grad(self) -> bool:

@@ -58,7 +58,7 @@ def _summed(original: Any) -> Callable[..., Any]:
         if is_making or is_within:
             return original(outputs, inputs, *args, **kwargs)
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        of = _storages_in_a_loop(given) if frame is None else _storages(frame, given)
+        of = _storages(frame, given)
         if not any(of) and (frame is None or frame.carried is None):
             return original(outputs, inputs, *args, **kwargs)
         options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
@@ -81,21 +81,18 @@ def _summed(original: Any) -> Callable[..., Any]:
     return grad
 
 
-def _storages(frame: Frame, tensors: list[Any]) -> list[Storage | None]:
-    """Of what tensors are the values, in a step of the user's own."""
-    if not frame.own_step:
+def _storages(frame: Frame | None, tensors: list[Any]) -> list[Storage | None]:
+    """Of what tensors are the values: in a step of the user's own, or where no rank of a trainer is at work and each
+    process has a gradient of its own."""
+    is_step = frame is not None and frame.own_step
+    if (frame is not None and not is_step) or not any(isinstance(x, torch.nn.Parameter | seen.Value) for x in tensors):
         return [None] * len(tensors)
-    leaves_of = {id(one.leaves[frame.rank]): one for one in norms.placed if frame.rank in one.leaves}
-    return [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in tensors]
-
-
-def _storages_in_a_loop(tensors: list[Any]) -> list[Storage | None]:
-    """Of what tensors are the values, where no rank of a trainer is at work: of which each process has a gradient of
-    its own."""
-    if not any(isinstance(x, torch.nn.Parameter | seen.Value) for x in tensors):
-        return [None] * len(tensors)
-    several = [one for one in norms.placed if not one.world.is_virtual and (one.summed_axes or one.drifting_axes)]
-    leaves_of = {id(one.leaf(one.world.ranks[0])): one for one in several}
+    joined = (
+        one
+        for one in list(norms.placed)
+        if is_step or (not one.world.is_virtual and (one.summed_axes or one.drifting_axes))
+    )
+    leaves_of = {id(one.leaves.get(one.rank_at_work(frame))): one for one in joined}
     return [x.kept if isinstance(x, seen.Value) else leaves_of.get(id(x)) for x in tensors]
 
 

@@ -116,17 +116,10 @@ class Traffic:
     def _is_late(self, storage: Storage) -> bool:
         return self._in_parts and storage.is_whole and storage.is_kept
 
-    def join(self, frame: Frame, variables: list[Any]) -> None:
-        """Behind an optimizer: the parts that ranks have updated become whole values again."""
-        self._fetchers[frame.rank].join([v._storage for v in variables if isinstance(v, DistributedVariable)])
-
     def settle(self) -> None:
         """Waits for what is under way."""
         for fetcher in self._fetchers.values():
             fetcher.settle()
-
-    def release(self, frame: Frame) -> None:
-        self._fetchers[frame.rank].release()
 
     # accumulation -------------------------------------------------------------------------------------------------
 

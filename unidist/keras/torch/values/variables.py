@@ -184,9 +184,6 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
                 f"must match. variable.shape={wanted}, Received: value.shape={found}. Target variable: {self}"
             )
 
-    def _direct_assign(self, value: torch.Tensor) -> None:
-        self._storage.assign(value)
-
     @property
     def trainable(self) -> bool:
         return self._trainable
