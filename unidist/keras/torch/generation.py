@@ -1,7 +1,8 @@
 """Generating text: a causal language model's `generate` runs on every rank, on shards of the weights.
 
 A generate function is no step of Keras's trainer, so it is entered here. Each rank generates for all prompts with the
-same random numbers. Of the keys and values in a cache each rank keeps those of its heads (cached.py).
+same random numbers. Of the keys and values in a cache each rank keeps those of its heads: a cache into which a part is
+written is cut from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unidist.array import DistributedArray
 from unidist.keras.compat import Trainer, torch_core, tree
 from unidist.keras.interception import Hook, kept
 from unidist.keras.needs import generates
-from unidist.keras.torch import cached, engine, features
+from unidist.keras.torch import engine, features
 from unidist.keras.torch.context import Frame, frame
 from unidist.keras.torch.values import placing
 from unidist.keras.torch.values.storage import Shardings
@@ -26,7 +27,7 @@ from unidist.keras.torch.values.variables import place
 
 def hooks() -> tuple[Hook, ...]:
     """After Trainer.compile a model of keras_hub can generate."""
-    update, whole = kept(_originals, "slice_update", _slice_update), "a cache stays cut"
+    update, whole = kept(_originals, "slice_update", _slice_update), "a cache is cut"
     return (
         Hook(Trainer, "compile", _compiling, "generate runs on every rank", needed=generates),
         Hook(torch_core, "slice_update", update, whole, needed=generates),
@@ -42,11 +43,13 @@ def _slice_update(inputs: Any, start_indices: Any, updates: Any) -> Any:
     Along a dim that is updated as a whole each rank writes its own part.
     """
     here, original = frame(), _originals["slice_update"]
-    if here is not None and features.is_cut(inputs) and (axes := features.axes_of(inputs)):
-        state = inputs.spec.states[0]
-        if inputs.spec.space.invariant and updates.shape[state.dim] == inputs.shape[state.dim]:
-            part = features.taken(here, updates, state.dim, axes)
-            return features.on_parts(lambda own: original(own, start_indices, part), inputs)
+    cut = next((x for x in (inputs, updates) if features.is_cut(x) and features.axes_of(x)), None)
+    if here is not None and cut is not None and cut.spec.space.invariant:
+        dim, axes = cut.spec.states[0].dim, features.axes_of(cut)
+        size = inputs.shape[dim]
+        if updates.shape[dim] == size:
+            own, new = (features.taken(here, x, dim, axes) for x in (inputs, updates))
+            return features.given(here, original(own, start_indices, new), dim, size, axes)
     return original(inputs, start_indices, updates)
 
 
@@ -76,7 +79,6 @@ def _adopt(model: Any) -> None:
         return model.generate_function
 
     object.__setattr__(model, "make_generate_function", make_generate_function)
-    cached.adopt(model)
 
 
 class GenerateFunction:
@@ -91,9 +93,6 @@ class GenerateFunction:
         with found.session():
             found.prepare()
             self._place_seeds()
-            calls = getattr(found.model, "call_with_cache", None)
-            if isinstance(calls, cached.CachedCalls):
-                calls.prepare(found)
             # In a scope keras_hub lays prompts out over the data axes; here each rank generates for all.
             inputs = tree.map_structure(lambda x: x.numpy() if isinstance(x, DistributedArray) else x, inputs)
             return found.world.run(lambda frame: self._on_rank(frame, inputs, stop_token_ids))
