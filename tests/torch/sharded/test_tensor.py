@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,23 @@ def test_what_it_needs_is_remembered_until_it_is_written_to(world: World) -> Non
     with ledger() as traffic:
         world.run(program)
     assert traffic.count("all_reduce") == 2  # before the write, and after it
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_is_gathered_of_a_variable_is_not_kept(world: World, invariant: bool) -> None:
+    def program(space: Space) -> None:
+        space = Space.of(world.backend, space.mesh, invariant=invariant)
+        for frugal in (False, True):
+            space.frugal = frugal
+            x = carrier(space)
+            whole = weakref.ref(x.whole())
+            assert (whole() is None) == frugal
+            total = (x * x).sum()
+            assert float(total) == float(total)  # numbers are
+
+    with ledger() as traffic:
+        world.run(program)
+    assert traffic.count("all_reduce") == 2
 
 
 def test_writes_are_seen_by_views(world: World) -> None:
@@ -296,7 +314,7 @@ def test_random_numbers_agree_where_values_do(world: World) -> None:
         assert torch.equal(one, other)
         assert torch.equal(one, last)
     for one, other in zip(first[-2:], second[-2:], strict=True):
-        assert not torch.equal(one, other), "parts draw apart"
+        assert not torch.equal(one, other), "parts of one draw"
 
 
 def test_what_does_not_fit_is_refused(world: World) -> None:

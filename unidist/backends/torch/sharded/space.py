@@ -103,8 +103,8 @@ class Space:
         gathers: how often each operation had to gather, by its name.
         moves: collectives so far.
         fan: fans out a plain tensor together with others, of an invariant space; gives None for one that goes alone.
-        exact: random numbers are drawn for wholes, by the generator itself, as one device does. All ranks' generators
-            must stand alike.
+        exact: all ranks' generators stand alike, so random numbers are those of one device.
+        frugal: values are large, as of variables: what is gathered of one is not kept for who asks next.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Space:
         self.gathers: Counter[str] = Counter()
         self.moves = 0
         self.fan: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-        self.exact = False
+        self.exact = self.frugal = False
         self.plans: dict[Any, Any] = {}
         self._specs: dict[tuple[States, Shape], Spec] = {}
         self._groups: dict[tuple[int, ...], tuple[Axes, Group]] = {}

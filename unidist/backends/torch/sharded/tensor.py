@@ -177,7 +177,7 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
         return kept
     with events.for_purpose(events.purpose() or x.why):
         out = _carried(spec, x.local, want)
-    if now >= 0:
+    if now >= 0 and not _is_too_large(x, out):
         aside.moved[want] = now, out
         if spec.partial and all(
             w in (h, WHOLE) and (w == h or h == PARTIAL) for h, w in zip(spec.states, want, strict=True)
@@ -222,9 +222,14 @@ def left(x: ShardedTensor) -> torch.Tensor:
         # Of one that was gathered already, with a gradient of each rank's own, this gradient goes with that one's.
         have = (fanned, (WHOLE,) * len(x.spec.states)) if fanned is not None else (x.local, x.spec.states)
         out = unshared(x.spec.space, *have)
-    if now >= 0:
+    if now >= 0 and not _is_too_large(x, out):
         aside.moved[_LEFT] = now, out
     return out
+
+
+def _is_too_large(x: ShardedTensor, out: torch.Tensor) -> bool:
+    """Whether what was made of a carrier is not kept beside it."""
+    return x.spec.space.frugal and out.numel() > x.local.numel()
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def _spec_of(storage: Storage, sharding: Sharding) -> Spec:
     space: Space | None = world.spaces.get(key)
     if space is None:
         space = world.spaces[key] = Space.of(world.backend, world.mesh, lines, invariant=True)
-        space.exact = True  # ranks' generators stand alike in a step (drawing.py)
+        space.exact = space.frugal = True  # ranks' generators stand alike in a step (drawing.py)
     return space.spec(tuple(Cut(dim, sharding.pieces(rank, dim, axes)) for dim, axes in cuts), sharding.shape)
 
 
