@@ -108,15 +108,18 @@ def _clip_by_hand(model: keras.Model, scale: float, by: str) -> None:
 def clipped(kind: str | None, zero: int, by: str) -> Result:
     """Three steps, whose gradients torch clips, of a model's `parameters`, or of the values of its `variables`; or the
     loop itself: by their norm (`norm`), in views of them (`views`), or it puts others in their place (`set`), those
-    of torch.autograd.grad too (`derived`)."""
+    of torch.autograd.grad too (`derived`); or an optimizer of the user's own does (`own apply`, `own gradients`)."""
     import torch
+
+    from tests.keras.contract import OPTIMIZERS
 
     fresh()
     x, y = rows(12)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with scope(None if kind is None else strategy(kind, RULES, zero=zero)):
         model = plain()
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = OPTIMIZERS[by]() if by.startswith("own") else keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer)
     optimizer.build(model.trainable_variables)
     norms: list[float] = []
     for start in range(0, 12, 4):
@@ -133,7 +136,8 @@ def clipped(kind: str | None, zero: int, by: str) -> Result:
             norms.append(float(torch.nn.utils.clip_grad_norm_(given, 0.1)))
         else:
             norms.append(float(sum(torch.sum(v.grad**2) for v in values)) ** 0.5)
-            _clip_by_hand(model, 0.1 / norms[-1], by)
+            if not by.startswith("own"):
+                _clip_by_hand(model, 0.1 / norms[-1], by)
         with torch.no_grad():
             optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
     return {"weights": _weights(model, kind), "norms": norms}

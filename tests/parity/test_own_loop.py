@@ -100,7 +100,9 @@ def test_a_step_on_values_that_are_given_is_one_devices(setting: str, zero: int,
         same(found, wanted)
 
 
-@pytest.mark.parametrize("by", ["parameters", "variables", "norm", "views", "set", "derived"])
+@pytest.mark.parametrize(
+    "by", ["parameters", "variables", "norm", "views", "set", "derived", "own apply", "own gradients"]
+)
 @pytest.mark.parametrize(("kind", "zero"), [*(("dp", zero) for zero in range(4)), ("mp", 0), ("2x2", 1), ("2x2", 3)])
 def test_gradients_are_clipped_by_norms_of_whole_variables(
     kind: str, zero: int, by: str, alone: Alone, worlds: Worlds

@@ -144,6 +144,5 @@ def _reduced(frame: Frame, grad: Any, storage: Storage) -> torch.Tensor | None:
     """A summand of each rank, as it is summed. One that has a graph stays a carrier, which can be differentiated."""
     if grad is None or grad.requires_grad:
         return grad if grad is None or not storage.is_sharded else _carried(frame, grad, storage)
-    state = storage.shardings.state
-    part = _sum(grad.local if type(grad) is ShardedTensor else grad, storage, frame.rank, state)
-    return seen.carried(storage, part) if state.layout.dims else part
+    own = grad.local if type(grad) is ShardedTensor else grad
+    return seen.carried(storage, _sum(own, storage, frame.rank, storage.shardings.state))

@@ -157,11 +157,9 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
     if frame is None or not frame.local or type(self) is Ftrl:
         return _originals["update"](self, grads, trainable_variables, learning_rate)
     for grad, variable in zip(grads, trainable_variables, strict=True):
-        if not placing.is_placed(variable) or not variable._storage.shardings.state.layout.dims:
-            self.update_step(grad, variable, learning_rate)
-            continue
         with frame.updating_by_rules():
-            self.update_step(seen.carried(variable._storage, grad), variable, learning_rate)
+            whole = seen.carried(variable._storage, grad) if placing.is_placed(variable) else grad
+            self.update_step(whole, variable, learning_rate)
     return None
 
 

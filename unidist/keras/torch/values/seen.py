@@ -59,7 +59,7 @@ class Value(torch.Tensor):
             is_gathered = frame is None or storage.is_sharded
             return storage.whole(frame, differentiable=True) if is_gathered else storage.local(frame)
         part = storage.lent(storage.rank_at_work(frame)).detach()
-        return carried(storage, part, storage.shardings.stored) if storage.is_cut else part
+        return carried(storage, part, storage.shardings.stored)
 
     def whole(self) -> torch.Tensor:
         """On every rank. A collective."""
@@ -85,7 +85,7 @@ class Value(torch.Tensor):
         self.kept.assign(carrying.whole(whole(value)).detach())
 
     @property
-    def grad(self) -> ShardedTensor | None:
+    def grad(self) -> torch.Tensor | None:
         found = None if self._is_detached else self.kept.own(context.frame()).grad
         return None if found is None else carried(self.kept, found)
 
@@ -145,9 +145,13 @@ def _spec_of(storage: Storage, sharding: Sharding) -> Spec:
     return space.spec(tuple(Cut(dim, sharding.pieces(rank, dim, axes)) for dim, axes in cuts), sharding.shape)
 
 
-def carried(storage: Storage, part: torch.Tensor, sharding: Sharding | None = None) -> ShardedTensor:
-    """This rank's part as the whole: of a variable's gradient, or in another layout of the variable's."""
-    out = wrap(part, _spec_of(storage, sharding or storage.shardings.state))
+def carried(storage: Storage, part: torch.Tensor, sharding: Sharding | None = None) -> torch.Tensor:
+    """This rank's part as the whole: of a variable's gradient, or in another layout of the variable's. Itself where it
+    is the whole."""
+    sharding = sharding or storage.shardings.state
+    if not sharding.layout.dims:
+        return part
+    out = wrap(part, _spec_of(storage, sharding))
     out.why = storage.path
     return out
 
@@ -159,11 +163,13 @@ def part_of(grad: torch.Tensor, storage: Storage) -> torch.Tensor:
         ValueError: it has another shape.
     """
     _check_shape(storage, grad)
-    spec = _spec_of(storage, storage.shardings.state)
-    if type(grad) is ShardedTensor and grad.spec.space is spec.space:
-        return moved(grad, spec.states)
+    state = storage.shardings.state
+    if type(grad) is ShardedTensor and state.layout.dims:
+        spec = _spec_of(storage, state)
+        if grad.spec.space is spec.space:
+            return moved(grad, spec.states)
     found: torch.Tensor = carrying.whole(whole(grad))
-    return found[storage.shardings.state.slices(spec.space.rank)]
+    return found[state.slices(storage.rank_at_work(context.frame()))]
 
 
 def _check_shape(storage: Storage, found: torch.Tensor) -> None:

@@ -98,8 +98,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         if override is not None:
             return override
         if frame.by_rules:
-            own = storage.own(frame)
-            return seen.carried(storage, own.detach()) if storage.shardings.state.layout.dims else own
+            return seen.carried(storage, storage.own(frame).detach())
         if frame.local:
             return storage.own(frame)
         if frame.carried is not None and storage.shardings.stored.layout.partial:
