@@ -24,19 +24,16 @@ from unidist.keras.torch.steps import remat
 from unidist.keras.torch.structures import mapped
 from unidist.keras.torch.values import saved, seen
 
-# Of torch.func: what gives a function, and what computes at once.
-_TRANSFORMS = ("grad", "grad_and_value", "jacrev", "jacfwd", "hessian")
-_DERIVATIVES = ("vjp", "jvp", "linearize")
+# Of torch.func: what gives a function, and, at the end, what computes at once.
+_DERIVATIVES = ("grad", "grad_and_value", "jacrev", "jacfwd", "hessian", "vjp", "jvp", "linearize")
 
 
 def hooks() -> Iterator[Hook]:
     why = "torch's transforms know nothing of parts"
     own = functools.partial(Hook, why=why, imported=True, needed=own_code)
     yield own(torch, "vmap", functools.partial(_of_wholes, differentiates=False))
-    for name in _TRANSFORMS:
-        yield own("torch.func:", name, _of_wholes)
     for name in _DERIVATIVES:
-        yield own("torch.func:", name, _derivative)
+        yield own("torch.func:", name, _of_wholes)
     why = "torch would find no gradient of parts"
     yield Hook(torch.autograd.Function, "apply", _applied_to_wholes, why)
     contexts = "torch.autograd.function:BackwardCFunction"
@@ -130,18 +127,15 @@ _applying = _Applying()
 
 
 def _of_wholes(original: Any, differentiates: bool = True) -> Callable[..., Any]:
-    served = entrances.of_transform(original)
+    served = _given_wholes(entrances.of_transform(original), differentiates)
 
     @functools.wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
-        function = served(*args, **kwargs)
-        return function if context.frame() is None else _given_wholes(function, differentiates)
+        found = served(*args, **kwargs)
+        gives_function = callable(found) and not isinstance(found, torch.Tensor)
+        return _given_wholes(found, differentiates) if gives_function and context.frame() is not None else found
 
     return transform
-
-
-def _derivative(original: Any) -> Callable[..., Any]:
-    return _given_wholes(entrances.of_transform(original))
 
 
 def _given_wholes(original: Any, differentiates: bool = True) -> Callable[..., Any]:
