@@ -17,6 +17,7 @@ from unidist.backends.torch.sharded import ShardedTensor, Space, Spec, wrap
 from unidist.backends.torch.sharded.binding import functions
 from unidist.backends.torch.sharded.tensor import moved
 from unidist.errors import CapabilityError
+from unidist.keras import saving
 from unidist.keras.torch import carrying, context
 from unidist.keras.torch.structures import mapped, values
 from unidist.keras.torch.values.storage import Storage
@@ -58,6 +59,8 @@ class Value(torch.Tensor):
         if not self._is_detached and torch.is_grad_enabled():
             is_gathered = frame is None or storage.is_sharded
             return storage.whole(frame, differentiable=True) if is_gathered else storage.local(frame)
+        if frame is None and saving.is_writing():
+            return storage.whole(None)  # which counts what a walk that breaks off has come by
         part = storage.lent(storage.rank_at_work(frame)).detach()
         return carried(storage, part, storage.shardings.stored)
 
