@@ -28,7 +28,11 @@ def writes(func: Any) -> bool:
 
 
 def write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], planned: Planned) -> Any:
-    """Raises CapabilityError where what is written to is a copy that torch would have as a view, and keeps it."""
+    """Writes into a carrier, and keeps it.
+
+    Raises:
+        CapabilityError: what is written to is a copy that torch would have as a view.
+    """
     is_said = kwargs.get("out") is not None
     target = kwargs["out"] if is_said else args[0] if args else kwargs["input"]
     origins = []
