@@ -16,7 +16,8 @@ import torch
 
 from unidist import events
 from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
-from unidist.backends.torch.sharded.tensor import moved, replaced
+from unidist.backends.torch.sharded.nested import replaced
+from unidist.backends.torch.sharded.tensor import moved
 from unidist.keras import numbers
 from unidist.keras.calls import Call, Stage
 from unidist.keras.compat import get_keras_mask, set_keras_mask

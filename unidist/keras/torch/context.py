@@ -44,7 +44,7 @@ class Rows:
 
 
 class Before:
-    """What variables held before they were written.
+    """Holds what variables held before they were written.
 
     Attributes:
         values: id of a variable -> its value then.
@@ -131,7 +131,10 @@ class Frame:
         return self._having(local=True, by_rules=False)
 
     def updating_by_rules(self) -> AbstractContextManager[None]:
-        """Every variable reads as a carrier of the part that this rank updates: what looks at whole ones sees those."""
+        """Lets every variable read as a carrier of the part that this rank updates.
+
+        What looks at whole variables sees wholes.
+        """
         return self._having(local=False, by_rules=True)
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -151,7 +154,7 @@ class Frame:
         return self._having(seed_place=place)
 
     def noting(self, before: Before) -> AbstractContextManager[None]:
-        """What variables held before they are written inside is noted."""
+        """Notes what variables held before they are written inside."""
         return self._having(written=(*self.written, before))
 
     def making_gradients(self) -> AbstractContextManager[None]:
@@ -177,7 +180,10 @@ def frame() -> Frame | None:
 
 
 def infers_shapes() -> bool:
-    """Whether Keras asks for the shapes of wholes. A rehearsal, which has no values either, asks for those of parts."""
+    """Returns whether Keras asks for the shapes of wholes.
+
+    A rehearsal, which has no values either, asks for those of parts.
+    """
     here = frame()
     return str(get_device()) == "meta" and (here is None or not here.world.rehearses)
 

@@ -131,8 +131,10 @@ def share_random_state(world: RankWorld) -> None:
 
 @functools.lru_cache(maxsize=64)
 def processes(world: RankWorld) -> Processes | None:
-    """Those that train a model together, in their order and not the mesh's, if there are several. One that a mesh
-    leaves alone writes by itself: the others need not come."""
+    """Returns the processes that train a model together, in their order and not the mesh's, if several.
+
+    One that a mesh leaves alone writes by itself: the others need not come.
+    """
     if world.is_virtual or world.mesh.size == 1:
         return None
     ranks = tuple(sorted(world.mesh.devices))
@@ -209,7 +211,7 @@ def _stepping(original: Any) -> Any:
 
 
 def _building(original: Any) -> Any:
-    """What Keras traces losses and metrics with has as many rows as all ranks have together."""
+    """Gives what Keras traces losses and metrics with as many rows as all ranks have together."""
 
     @functools.wraps(original)
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:

@@ -63,7 +63,10 @@ class Engine:
 
     @contextlib.contextmanager
     def session(self, logs_are_read: bool = True) -> Iterator[None]:
-        """Keras's trainer is at work on this engine's model; `logs_are_read`: somebody takes the logs of each step."""
+        """Lets Keras's trainer work on this engine's model.
+
+        `logs_are_read`: somebody takes the logs of each step.
+        """
         # Whether the model's call can be no program.
         self.runs_eagerly = self.world.is_virtual or eagerly.has_modules(self.model)
         if self.runs_eagerly:
@@ -80,8 +83,11 @@ class Engine:
             context.engine_at_work.reset(token)
 
     def settle(self) -> None:
-        """Variables and optimizer states become what one device's would be now: nothing is under way, and gradients
-        that wait for an accumulation are in its slots. A collective where there are any."""
+        """Makes variables and optimizer states what one device's would be now.
+
+        Nothing is under way then, and gradients that wait for an accumulation are in its slots. A collective where
+        there are any.
+        """
         traffic = self.traffic
         if traffic is not None:
             traffic.settle()
@@ -91,7 +97,10 @@ class Engine:
     # preparing ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Places what is not placed yet, gives rules to layers and watches gradients. Cheap when nothing changed."""
+        """Places what is not placed yet, gives rules to layers and watches gradients.
+
+        Cheap when nothing changed.
+        """
         model = self.model
         changed = self._looked.changed(model._flatten_layers())
         if not changed and not self.is_behind() and self._state() == self._prepared:
@@ -131,14 +140,16 @@ class Engine:
         self._prepared = self._state()
 
     def _build(self, batches: Any) -> None:
-        """What was compiled amid a training is built as at its begin: the variables of metrics are placed with it."""
+        """Builds what was compiled amid a training as at its begin: variables of metrics are placed with it."""
         parts = [getattr(self.model, name, None) for name in ("_compile_loss", "_compile_metrics")]
         if any(part is not None and not part.built for part in parts):
             self.model._symbolic_build(iterator=[(0, 1, batches)])
 
     def _state(self) -> tuple[Any, ...]:
-        """What prepare() depends on beside the layers: what the model was compiled with, new variables, another choice
-        of trainable ones."""
+        """Returns what prepare() depends on beside the layers.
+
+        That is what the model was compiled with, new variables, another choice of trainable ones.
+        """
         model = self.model
         optimizer = getattr(model, "optimizer", None)
         slots = len(optimizer.variables) if optimizer is not None else 0
@@ -196,7 +207,7 @@ class Engine:
         return [tracker for tracker in found if tracker is not None]
 
     def is_behind(self) -> bool:
-        """Whether a variable trains by now whose gradient nobody reduces."""
+        """Returns whether a variable trains by now whose gradient nobody reduces."""
         return self.traffic is not None and self.traffic.misses_some()
 
     def _watch_gradients(self) -> None:
@@ -209,7 +220,10 @@ class Engine:
     # steps --------------------------------------------------------------------------------------------------------
 
     def step(self, function: Callable[[Any], Any], batches: Any, *, kind: str) -> Any:
-        """Keras's step function on each rank's rows; of kind "train", "test" or "predict" (outputs are joined)."""
+        """Calls Keras's step function on each rank's rows.
+
+        `kind` is "train", "test" or "predict"; the outputs of the last are joined.
+        """
         if not self._ready or self.is_behind() or self._looked.call_other_functions():
             if self._prepared and kind == "train":
                 self._build(batches)
@@ -296,13 +310,18 @@ def engine_of(model: Any) -> Engine | None:
 
 
 def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
-    """The engine of a model under a distribution. Raises LayoutError: it is distributed already, in another way."""
+    """Returns the engine of a model under a distribution.
+
+    Raises LayoutError: it is distributed already, in another way.
+    """
     return sessions.engine_for(model, distribution, Engine)  # type: ignore[no-any-return]
 
 
 def prepare_for_loop(model: Any, given: Any) -> None:
-    """Watches the gradients of a placed model that nobody has trained yet, or of variables that train since; in real
-    processes; not in a graph."""
+    """Watches gradients of a placed model that nobody has trained yet, or of variables that train since.
+
+    In real processes, and not in a graph.
+    """
     known = sessions.of(model)
     found: Engine | None = known.engine
     is_known = known.is_seen if found is None else not found.is_behind()

@@ -45,17 +45,17 @@ class RankWorld:
 
     @property
     def runs_several(self) -> bool:
-        """Whether ranks are run here beside a program that is none of them."""
+        """Is true where ranks are run here beside a program that is none of them."""
         return self.is_virtual and self.mesh.size > 1
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether there are several data shards."""
+        """Is true where there are several data shards."""
         return self.mesh.axis_size(self.data_axes) > 1 if self.data_axes else False
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes files and talks to the terminal."""
+        """Is true where this process writes files and talks to the terminal."""
         return self.is_virtual or self.backend.process_index() == 0
 
     def data_place(self, rank: int) -> int:
@@ -63,13 +63,19 @@ class RankWorld:
         return self.mesh.group(self.data_axes, rank).index if self.data_axes else 0
 
     def seed_place(self, rank: int, axes: Axes) -> int:
-        """A rank's place for random numbers on activations that `axes` cut as well: none of a data shard's own."""
+        """Returns a rank's place for random numbers on activations that `axes` cut as well.
+
+        It is none of a data shard's own.
+        """
         shards = self.mesh.axis_size(self.data_axes) if self.data_axes else 1
         return shards + self.mesh.group((*self.data_axes, *axes), rank).index
 
     @functools.cached_property
     def rounds_alike(self) -> bool:
-        """Whether ranks that compute the same get the same bits. Kernels of GPUs may add up in any order (atomics)."""
+        """Is true where ranks that compute the same get the same bits.
+
+        Kernels of GPUs may add up in any order (atomics).
+        """
         return torch.device(self.backend.torch_device() or "cpu").type == "cpu"
 
     @functools.cached_property
@@ -83,7 +89,7 @@ class RankWorld:
         return tuple(a for a in self.mesh.axis_names if a not in axes and self.mesh.axis_size(a) > 1)
 
     def is_first(self, rank: int, axes: Axes) -> bool:
-        """Whether a rank is the first of those that differ along the axes."""
+        """Returns whether a rank is the first of those that differ along the axes."""
         return self.mesh.group(axes, rank).index == 0
 
     def frame_for(self, rank: int) -> Frame:
@@ -120,7 +126,9 @@ class RankWorld:
         return results[self.ranks[0]]  # type: ignore[return-value]
 
     def check_trainable(self, path: str) -> None:
-        """Lets a variable become trainable whose gradient nobody reduces: whoever trains looks again before a step.
+        """Lets a variable become trainable whose gradient nobody reduces.
+
+        Whoever trains looks again before a step.
 
         Raises:
             CapabilityError: a step is under way.
@@ -132,7 +140,8 @@ class RankWorld:
             )
 
     def check(self) -> None:
-        """
+        """Checks that the world is still there.
+
         Raises:
             BackendMismatchError: `unidist.shutdown` has left this world.
         """
@@ -172,24 +181,29 @@ class RankWorld:
         return Sharding(self.mesh, Layout(self.data_axes), shape)
 
     def gather_rows(self, x: torch.Tensor, total: int, layout: Layout | None = None) -> torch.Tensor:
-        """The rows of all data shards, in order; differentiable. `layout`: I (default) or F over the data axes."""
+        """Returns the rows of all data shards, in order; differentiable.
+
+        `layout`: I (default) or F over the data axes.
+        """
         cut = self.batch_sharding((total, *x.shape[1:]))
         return self.backend.redistribute(x, cut, cut.with_layout(layout or Layout()))
 
     def of_shards(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Of each tensor those of all data shards, stacked and fanned out: gradients come back summed. All have one
-        shape: one all_gather."""
+        """Returns each tensor of all data shards, stacked and fanned out: gradients come back summed.
+
+        All have one shape: one all_gather.
+        """
         shards = self.mesh.axis_size(self.data_axes)
         return self.gather_rows(torch.stack(tuple(tensors))[None], shards, Layout(fanout=self.data_axes)).unbind(1)
 
 
 def keras_generator() -> Any:
-    """What serves random numbers without a seed in this thread; None until some are drawn."""
+    """Returns what serves random numbers without a seed in this thread; None until some are drawn."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 def _adopt(generator: Any) -> None:
-    """The generator that a rank has made is the program's from then on. Making another draws from Python's own."""
+    """Gives the program the generator that a rank has made. Making another draws from Python's own."""
     drawn = random.getstate()
     global_seed_generator().state.assign(generator.state.value.detach())
     random.setstate(drawn)

@@ -10,6 +10,7 @@ import torch
 
 from unidist.backends.torch.sharded import binding, writing
 from unidist.backends.torch.sharded.moving import plain_in
+from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
@@ -21,7 +22,6 @@ from unidist.backends.torch.sharded.tensor import (
     moved,
     origin_of,
     plain,
-    replaced,
     shares,
     version,
     wrap,
@@ -56,7 +56,10 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False) -> Any:
-    """The call, by its plan. `in_place`: NotImplemented where the first argument would need another layout."""
+    """Makes the call, by its plan.
+
+    `in_place`: NotImplemented where the first argument would need another layout.
+    """
     tensors: list[Any] = []
     key: list[Any] = [func, in_place]
     known, marked = True, False
@@ -179,7 +182,10 @@ def _run(
 
 
 def _put_back(func: Any, tensors: list[Any], parts: list[Tensor], before: Sequence[tuple[int, Any]]) -> None:
-    """What a function has written into the wholes that were made for it, and past autograd if it did so itself."""
+    """Puts back what a function wrote into the wholes made for it.
+
+    It does so past autograd if the function did so itself.
+    """
     for k, (x, part, (then, node)) in enumerate(zip(tensors, parts, before, strict=True)):
         wrote = version(part) != then or (k in (1, 2) and func in _STATISTICS)
         if wrote and type(x) is ShardedTensor and part is not x.local:
@@ -198,7 +204,10 @@ def _parts(space: Space, plan: Plan, tensors: list[Any]) -> list[Tensor]:
 
 
 def _marked(result: ShardedTensor, plan: Plan, tensors: list[Any], parts: list[Tensor]) -> ShardedTensor:
-    """A result that has the memory of a part in another layout is no view of the carrier that torch would see."""
+    """Marks a result that has the memory of a part in another layout.
+
+    It is no view of the carrier that torch would see.
+    """
     for x, part, want in zip(tensors, parts, plan.wants or (), strict=True):
         if type(x) is not ShardedTensor:
             continue
@@ -241,7 +250,7 @@ def _describe(value: Any, key: list[Any], tensors: list[Any]) -> bool:
 
 
 def _all(known: Iterable[bool]) -> bool:
-    """Whether all are, once each was looked at."""
+    """Returns whether all are, once each was looked at."""
     return min(known, default=True)
 
 

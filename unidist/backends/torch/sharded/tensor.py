@@ -18,7 +18,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Aside:
-    """What few carriers have beside their part.
+    """Holds what few carriers have beside their part.
 
     Attributes:
         moved: the part in other layouts that somebody has asked for, with the version of the part then.
@@ -43,7 +43,9 @@ _NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class ShardedTensor(_Tensor):  # type: ignore[misc]
-    """This rank's part of a tensor, and its layout. It stands above autograd: the part is what torch differentiates.
+    """This rank's part of a tensor, and its layout.
+
+    It stands above autograd: torch differentiates the part.
 
     What is read most is a plain attribute here: torch's own properties each go through `__torch_function__`.
 
@@ -97,8 +99,10 @@ class ShardedTensor(_Tensor):  # type: ignore[misc]
         return self.local._version
 
     def whole(self) -> torch.Tensor:
-        """The value as a plain tensor, gathered where that needs it: all ranks must ask. Others are given the same one:
-        clone it before writing into it."""
+        """Gives the value as a plain tensor, gathered where that needs it: all ranks must ask.
+
+        Others are given the same one: clone it before writing into it.
+        """
         return left(self) if self.spec.space.invariant else plain(moved(self, (WHOLE,) * len(self.spec.states)))
 
     def redistribute(self, spec: Spec) -> ShardedTensor:
@@ -160,7 +164,10 @@ def distribute(x: torch.Tensor, spec: Spec) -> ShardedTensor:
 
 
 def version(x: torch.Tensor) -> int:
-    """Of its memory: what is written in place counts it on. Inference tensors have none and are not kept."""
+    """Returns the version of a tensor's memory: what is written in place counts it on.
+
+    Inference tensors have none and are not kept.
+    """
     if type(x) is ShardedTensor:
         return version(x.local)
     return -1 if x.is_inference() else x._version
@@ -189,7 +196,10 @@ def moved(x: ShardedTensor, want: States) -> torch.Tensor:
 
 
 def _carried(spec: Spec, part: torch.Tensor, want: States) -> torch.Tensor:
-    """A part in another layout. One that is a carrier itself stays one, where no dim is cut in both spaces."""
+    """Returns a part in another layout.
+
+    One that is a carrier itself stays one, where no dim is cut in both spaces.
+    """
     if type(part) is not ShardedTensor:
         return carried(spec.space, part, spec.states, want)
     inner = part.spec
@@ -206,13 +216,16 @@ def aside_of(x: ShardedTensor) -> Aside:
 
 
 def _kept(x: ShardedTensor, aside: Aside, states: States, now: int) -> torch.Tensor | None:
-    """What somebody has asked for before, if it was not written to since."""
+    """Returns what somebody has asked for before, if it was not written to since."""
     kept = aside.moved.get(states)
     return kept[1] if kept is not None and kept[0] == now and usable(kept[1], x.local) else None
 
 
 def left(x: ShardedTensor) -> torch.Tensor:
-    """The value of a carrier of an invariant space as a plain tensor, whose gradient comes whole to every rank."""
+    """Returns the value of a carrier of an invariant space as a plain tensor.
+
+    Its gradient comes whole to every rank.
+    """
     now, aside = version(x.local), aside_of(x)
     kept = _kept(x, aside, _LEFT, now)
     if kept is not None:
@@ -228,7 +241,7 @@ def left(x: ShardedTensor) -> torch.Tensor:
 
 
 def _is_too_large(x: ShardedTensor, out: torch.Tensor) -> bool:
-    """Whether what was made of a carrier is not kept beside it."""
+    """Returns whether a copy of a carrier in another layout is not kept beside it."""
     return x.spec.space.frugal and out.numel() > x.local.numel()
 
 
@@ -238,12 +251,12 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_whole(space: Space, x: torch.Tensor) -> torch.Tensor:
-    """What all ranks have made alike of wholes."""
+    """Carries what all ranks have made alike of wholes."""
     return x if space.invariant else wrap(x, space.whole(x.shape))
 
 
 def usable(kept: torch.Tensor, source: torch.Tensor) -> bool:
-    """What was made without a gradient is of no use to who needs one."""
+    """Returns whether a kept value may serve: one made without a gradient cannot, where one is needed."""
     return kept.requires_grad or not (source.requires_grad and torch.is_grad_enabled())
 
 
@@ -283,7 +296,7 @@ class Origin:
             )
 
     def give_back(self) -> None:
-        """What was written into a view is written into the source."""
+        """Writes into the source what was written into the view."""
         with torch.no_grad():
             self._local.copy_(_carried(self._copied, self._part, self._spec.states))
         self._version = version(self._local)
@@ -312,7 +325,7 @@ def origin_of(x: Any) -> Origin | None:
 
 
 def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two have memory in common."""
+    """Returns whether the two have memory in common."""
     if type(one) is ShardedTensor or type(other) is ShardedTensor:
         one, other = (x.local if type(x) is ShardedTensor else x for x in (one, other))
         return shares(one, other)
@@ -320,22 +333,8 @@ def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     return mine != 0 and mine == other.untyped_storage().data_ptr()
 
 
-def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested lists, tuples, slices and dicts with what is of a kind changed, one after the other."""
-    if isinstance(value, kind):
-        return change(value)
-    if type(value) is slice:
-        return slice(*(replaced(one, kind, change) for one in (value.start, value.stop, value.step)))
-    if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
-        found = [replaced(one, kind, change) for one in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    if isinstance(value, dict):
-        return {name: replaced(one, kind, change) for name, one in value.items()}
-    return value
-
-
 def space_of(values: Any) -> Space | None:
-    """That of the first carrier in nested lists, tuples and dicts."""
+    """Returns the space of the first carrier in nested lists, tuples and dicts."""
     if type(values) is ShardedTensor:
         return values.spec.space
     if isinstance(values, dict):

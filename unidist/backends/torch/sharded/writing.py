@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from unidist.backends.torch.sharded.moving import plain_in
-from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, current, moved, origin_of, replaced
+from unidist.backends.torch.sharded.nested import replaced
+from unidist.backends.torch.sharded.tensor import ShardedTensor, as_whole, current, moved, origin_of
 from unidist.errors import CapabilityError
 
 Planned = Callable[..., Any]

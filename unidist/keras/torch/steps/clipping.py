@@ -1,4 +1,4 @@
-"""torch's own clipping of gradients, in a step of the user's own: its norms are those of whole variables.
+"""torch's own clipping of gradients, in a step of the user's own: takes norms of whole variables.
 
 It is given the parameters that a process holds. Where these are cut, it would see a part of the gradients, or none.
 """

@@ -1,5 +1,7 @@
-"""torch.autograd.grad of variables: its gradients are summed over the data shards in a step of the user's own, and
-averaged over them in a loop of the user's own, as those of loss.backward() are."""
+"""Sums torch.autograd.grad of variables over the data shards, in a step of the user's own.
+
+In a loop of the user's own it averages them, as gradients of loss.backward() are.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +84,10 @@ def _summed(original: Any) -> Callable[..., Any]:
 
 
 def _storages(frame: Frame | None, tensors: list[Any]) -> list[Storage | None]:
-    """Of what tensors are the values: in a step of the user's own, or where no rank of a trainer is at work and each
-    process has a gradient of its own."""
+    """Finds the storages that tensors are the values of.
+
+    In a step of the user's own, or where no rank of a trainer is at work and each process has a gradient of its own.
+    """
     is_step = frame is not None and frame.own_step
     if (frame is not None and not is_step) or not any(isinstance(x, torch.nn.Parameter | seen.Value) for x in tensors):
         return [None] * len(tensors)
@@ -109,7 +113,10 @@ def _averaged(grad: torch.Tensor | None, storage: Storage, of: torch.Tensor) -> 
 
 
 def _sum(grad: torch.Tensor, storage: Storage, rank: int, target: Sharding) -> torch.Tensor:
-    """The sum of the data shards' gradients, as the first of the ranks has it that may have other last bits."""
+    """Returns the sum of the data shards' gradients.
+
+    Where ranks may have other last bits it is as the first of them has it.
+    """
     held, axes, drifting = storage.sharding, storage.summed_axes, storage.drifting_axes
     if not axes and not drifting:
         return grad
@@ -141,7 +148,10 @@ def _carried(frame: Frame, grad: torch.Tensor, storage: Storage) -> torch.Tensor
 
 
 def _reduced(frame: Frame, grad: Any, storage: Storage) -> torch.Tensor | None:
-    """A summand of each rank, as it is summed. One that has a graph stays a carrier, which can be differentiated."""
+    """Returns a rank's summand as it is summed.
+
+    One that has a graph stays a carrier, which can be differentiated.
+    """
     if grad is None or grad.requires_grad:
         return grad if grad is None or not storage.is_sharded else _carried(frame, grad, storage)
     own = grad.local if type(grad) is ShardedTensor else grad

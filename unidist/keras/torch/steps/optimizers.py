@@ -1,4 +1,4 @@
-"""Optimizers work on the part that each rank keeps the states of; what looks at whole variables gets them."""
+"""Lets optimizers work on the part that each rank keeps states of; what needs wholes gets them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _originals: dict[str, Any] = {}
 
 
 def hooks() -> tuple[Hook, ...]:
-    """In a frame, optimizers see the parts that this rank updates, norms are those of whole variables, and all ranks
-    skip a step alike."""
+    """Returns the hooks by which optimizers, in a frame, see the parts that this rank updates.
+
+    Norms are those of whole variables, and all ranks skip a step alike.
+    """
     parts = "a rank updates its parts"
     turns = kept(_originals, "parallel", _update_in_turns)
     finite = kept(_originals, "finite", _check_finite)
@@ -69,7 +71,10 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
 
 
 def _settle(frame: Frame, variables: Any) -> None:
-    """What the last update sent is sent from where this one writes. Most of it has come, since layers have read it."""
+    """Waits for what the last update sends from where this one writes.
+
+    Most of it has come, since layers have read it.
+    """
     for variable in variables:
         unit = variable._storage.units.get(frame.rank) if placing.is_placed(variable) else None
         if unit is not None and unit.is_kept:
@@ -81,8 +86,10 @@ def _targets(optimizer: Any, trainable_variables: Any) -> list[Any]:
 
 
 def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
-    """A gradient of the whole variable, as a step of the user's own may make it, cut to the part that this rank
-    updates."""
+    """Cuts a gradient of the whole variable to the part that this rank updates.
+
+    A step of the user's own may make such a gradient.
+    """
     if grad is None or not placing.is_placed(variable):
         return carrying.whole(grad)
     storage = variable._storage
@@ -95,8 +102,10 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
 
 
 def _join(frame: Frame, variables: Any) -> None:
-    """What ranks have updated in parts becomes what is stored, where that is more than a part. What was fetched before
-    is let go: a step may read it again."""
+    """Stores what ranks have updated in parts, where more than a part is stored.
+
+    What was fetched before is let go: a step may read it again.
+    """
     placed = [v._storage for v in variables if placing.is_placed(v)]
     for unit in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
         unit.is_pinned = False
@@ -133,8 +142,10 @@ def _accumulate(optimizer: Any, frame: Frame) -> None:
 
 
 def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
-    """A loop of the user's own: the rank at work is this process's. The simulator's program is one device's, and so is
-    a step on values that are given, which are whole."""
+    """Applies in a loop of the user's own: the rank at work is this process's.
+
+    The simulator's program is one device's, and so is a step on values that are given, which are whole.
+    """
     targets = trainable_variables if trainable_variables is not None else getattr(self, "_trainable_variables", [])
     world = next((v._storage.world for v in targets if placing.is_placed(v)), None)
     if world is None or world.runs_several or in_stateless_scope():
@@ -151,8 +162,11 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
 
 
 def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
-    """Keras's update one variable after the other. Its elementwise optimizers have a faster one for torch; so those
-    that come here, but Ftrl, may look at whole variables: they see carriers of the parts, and go by rules."""
+    """Updates one variable after the other, as Keras does.
+
+    Keras's elementwise optimizers have a faster update for torch. So those that come here, but Ftrl, may look at whole
+    variables: they see carriers of the parts, and go by rules.
+    """
     frame = context.frame()
     if frame is None or not frame.local or type(self) is Ftrl:
         return _originals["update"](self, grads, trainable_variables, learning_rate)
@@ -164,7 +178,7 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
 
 
 def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
-    """Keras's update of elementwise optimizers: Adam's by a fused kernel, others for some variables after others."""
+    """Updates as elementwise optimizers do: Adam's by a fused kernel, others some variables at a time."""
     frame = context.frame()
     if frame is None or not isinstance(self, _UPDATED_IN_TURNS):
         return _originals["parallel"](self, grads, trainable_variables, learning_rate)
@@ -184,7 +198,7 @@ def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_r
 
 
 def _check_finite(self: Any, grads: Any) -> Any:
-    """Whether all gradients are finite, on every rank. The simulator's program has whole ones."""
+    """Returns whether all gradients are finite, on every rank. The simulator's program has whole ones."""
     finite = _originals["finite"](self, [g.local if features.is_cut(g) else g for g in grads])
     placed = [v for v in self._trainable_variables if placing.is_placed(v)]
     axes = tuple(dict.fromkeys(a for v in placed for a in v._storage.shardings.state.layout.sharded_axes))

@@ -1,4 +1,4 @@
-"""Norms of whole tensors, of which each rank has a part; and the variables that are placed."""
+"""Norms of whole tensors from the parts that ranks have; and the variables that are placed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def of_parts(cut: Sequence[tuple[torch.Tensor, Storage]], p: float) -> Iterator[
 
 
 def of_wholes(numbers: Sequence[torch.Tensor], storages: Sequence[Storage], op: ReduceOp) -> list[torch.Tensor]:
-    """A number of each gradient; this rank has that of its part. A collective for each way in which some are
-    cut.
+    """Returns a number of each whole gradient; this rank has that of its part.
+
+    A collective for each way in which some are cut.
 
     Args:
         numbers: of no dims and one dtype.
@@ -57,7 +58,7 @@ def of_wholes(numbers: Sequence[torch.Tensor], storages: Sequence[Storage], op: 
 
 
 def _summand(grad: torch.Tensor, p: float) -> torch.Tensor:
-    """What is summed over the parts of a gradient, or of what the largest or the smallest counts."""
+    """Returns what is summed over the parts of a gradient, or of what the largest or smallest counts."""
     if not grad.numel():
         return grad.new_tensor(_INF if p == -_INF else 0.0)
     norm: torch.Tensor = torch.linalg.vector_norm(grad, p)

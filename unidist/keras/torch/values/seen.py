@@ -1,4 +1,4 @@
-"""What a step of the user's own sees of a variable that is cut: its value and its gradient, both whole.
+"""Shows a cut variable to a step of the user's own: its value and its gradient, both whole.
 
 Keras's own step hands each gradient on to the optimizer, and this rank's part of it is enough. A step of the user's own
 may do anything with it: take its norm, sort it, write into it, or assign what it computes. So there a cut variable
@@ -53,8 +53,10 @@ class Value(torch.Tensor):
         return made
 
     def read(self) -> torch.Tensor:
-        """What torch computes with: where gradients are wanted the whole, else what this rank stores, as the whole.
-        What is written into that is written into the variable."""
+        """Gives the whole where gradients are wanted, else the stored part as the whole.
+
+        What is written into that part is written into the variable.
+        """
         frame, storage = context.frame(), self.kept
         if not self._is_detached and torch.is_grad_enabled():
             is_gathered = frame is None or storage.is_sharded
@@ -126,7 +128,7 @@ class Value(torch.Tensor):
 
 
 def read(x: Any) -> Any:
-    """What torch computes with in place of the value of a variable that is cut; anything else as it is."""
+    """Gives torch the value of a variable that is cut; anything else stays as it is."""
     return x.read() if isinstance(x, Value) else x
 
 
@@ -149,8 +151,10 @@ def _spec_of(storage: Storage, sharding: Sharding) -> Spec:
 
 
 def carried(storage: Storage, part: torch.Tensor, sharding: Sharding | None = None) -> torch.Tensor:
-    """This rank's part as the whole: of a variable's gradient, or in another layout of the variable's. Itself where it
-    is the whole."""
+    """Gives this rank's part as the whole: a gradient's, or one in another layout of the variable.
+
+    A part that is the whole is given itself.
+    """
     sharding = sharding or storage.shardings.state
     if not sharding.layout.dims:
         return part

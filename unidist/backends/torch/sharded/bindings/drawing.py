@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import DIRECT, functions
+from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
     ShardedTensor,
     as_whole,
     distribute,
     moved,
-    replaced,
     space_of,
     wrap,
 )
@@ -35,10 +35,11 @@ IN_PLACE = "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ 
 
 @contextmanager
 def drawn(space: Space, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Inside, all ranks draw the same numbers. Where their generators do not stand alike, all draw from a number that
-    the first rank draws, by the generator that is given or torch's own. Gives the arguments for that.
+    """Lets all ranks draw the same numbers inside, and gives the arguments for that.
 
-    Nothing may be sent inside: virtual ranks share torch's generator."""
+    Where their generators do not stand alike, all draw from a number that the first rank draws, by the generator that
+    is given or torch's own. Nothing may be sent inside: virtual ranks share torch's generator.
+    """
     if space.exact:
         yield kwargs
         return
@@ -51,7 +52,7 @@ def drawn(space: Space, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is drawn for a whole in the layout of the first argument, whose values are not read."""
+    """Draws for a whole, in the layout of the first argument, whose values are not read."""
     x = args[0]
     if func in VALUES or space_of((args[1:], kwargs)) is not None:
         return _whole(func, args, kwargs)
