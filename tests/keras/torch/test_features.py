@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import queue
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -293,11 +294,12 @@ def test_a_pair_costs_one_all_reduce_forward_and_one_backward():
 
 def test_dropout_of_cut_features_differs_by_rank():
     """Of ones, each rank drops others; the first layer's outputs are ones."""
-    seen = []
+    seen: queue.SimpleQueue[Any] = queue.SimpleQueue()  # all ranks' own, as no list of a closure is
 
     class Noting(layers.Layer):
         def call(self, x):
-            seen.append(x.local.detach().clone() if hasattr(x, "local") else None)
+            if hasattr(x, "local"):
+                seen.put(x.local.detach().clone())
             return x
 
     def build():
@@ -308,7 +310,8 @@ def test_dropout_of_cut_features_differs_by_rank():
 
     x, y = features(rows=8)
     train(build, x, y, model_parallel(), batch_size=8, epochs=1)
-    parts = [part for part in seen if part is not None and part.shape == (8, 4)][:4]
+    noted = [seen.get() for _ in range(seen.qsize())]
+    parts = [part for part in noted if part.shape == (8, 4)][:4]
     assert len(parts) == 4
     assert all(0 < (part == 0).float().mean() < 1 for part in parts)
     assert not any(torch.equal(one, other) for k, one in enumerate(parts) for other in parts[:k])

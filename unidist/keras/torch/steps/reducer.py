@@ -99,6 +99,9 @@ class Reducer:
     Args:
         world: the ranks. rank: the one whose parameters these are.
         watched: the variables, in the order of the model.
+
+    Attributes:
+        launched_early: bytes of the gradients that were under way before the last backward had ended.
     """
 
     def __init__(self, world: RankWorld, rank: int, watched: Iterable[Watched]) -> None:
@@ -121,6 +124,7 @@ class Reducer:
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
         self._hooks: list[Any] = []
         self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
+        self.launched_early = 0
         self.watched = [w for w in watched if w.leaf.requires_grad]
         self._replaces = next((w.replaces for w in self.watched if w.replaces and w.axes), "")
         for members in self._by_kind():
@@ -217,6 +221,7 @@ class Reducer:
         if is_own_loop and self._replaces:
             refuse_in_a_loop(self._replaces)
         self._running, self._is_own_loop = True, is_own_loop
+        self.launched_early = 0
         at_end = functools.partial(self._finish)
         self._at_end = weakref.ref(at_end)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
@@ -246,6 +251,7 @@ class Reducer:
             return
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+            self.launched_early += self.buckets[self._next].nbytes
             self._launch()
 
     def _launch(self) -> None:
