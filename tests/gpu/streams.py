@@ -19,7 +19,7 @@ from unidist.algebra import Mesh
 from unidist.backends import registry
 from unidist.keras import sessions
 from unidist.keras.torch.steps import reducer
-from unidist.keras.torch.values import units
+from unidist.keras.torch.values import unit, units
 from unidist.keras.torch.values.buckets import CutBucket, Watched, WholeBucket
 from unidist.keras.torch.values.flat import Cut
 from unidist.keras.torch.world import RankWorld
@@ -86,8 +86,8 @@ def _held_up(found: Trained) -> Iterator[None]:
                 patched = counted(name, getattr(kind, name), after)
                 stack.enter_context(mock.patch.object(kind, name, patched))
         for name, after in (("start", False), ("finish", True)):
-            patched = counted(f"unit's {name}", getattr(units.Unit, name), after)
-            stack.enter_context(mock.patch.object(units.Unit, name, patched))
+            patched = counted(f"unit's {name}", getattr(unit.Unit, name), after)
+            stack.enter_context(mock.patch.object(unit.Unit, name, patched))
         yield
 
 

@@ -17,6 +17,7 @@ from tests.keras.torch.models import assert_equal, features, train
 from tests.keras.torch.test_zero import adam, even, grid, sent, trainable_bytes
 from unidist.keras.compat import AutocastScope
 from unidist.keras.torch.values import flat, units
+from unidist.keras.torch.values.unit import Unit
 
 
 @pytest.fixture(params=["mixed_bfloat16", "mixed_float16"])
@@ -156,13 +157,13 @@ def test_nothing_of_it_stays(policy, monkeypatch):
     """Behind a step neither value has memory; in it, the one of 16 bits alone has had some."""
     monkeypatch.setattr(units, "UNIT_BYTES", 1)
     had = []
-    need = units.Unit.need
+    need = Unit.need
 
-    def needing(unit):
-        need(unit)
+    def needing(unit, storage):
+        need(unit, storage)
         had.extend(value.dtype for value in unit.values if value.untyped_storage().size())
 
-    monkeypatch.setattr(units.Unit, "need", needing)
+    monkeypatch.setattr(Unit, "need", needing)
     model, _ = gathered(even)
     assert set(had) == {torch.bfloat16 if policy == "mixed_bfloat16" else torch.float16}
     for variable in model.trainable_variables:

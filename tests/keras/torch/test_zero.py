@@ -14,6 +14,7 @@ import unidist
 from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
+from unidist.keras import sessions
 from unidist.keras.torch.steps import fused, optimizers, reducer
 from unidist.keras.torch.values import flat, saved, units
 
@@ -55,6 +56,68 @@ def sent(book, op):
 
 
 # what is sent ---------------------------------------------------------------------------------------------------------
+
+
+class Block(layers.Layer):
+    """Made from its last layer to its first, and called from the first on."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = [layers.Dense(16, activation="tanh", name=f"d{k}") for k in reversed(range(5))]
+        self.called = self.made[::-1]
+
+    def build(self, shape):
+        for layer in self.called:
+            layer.build(shape)
+
+    def call(self, x):
+        for layer in self.called:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("made_backwards", [True, False])
+def test_units_are_in_the_order_in_which_a_step_reads(made_backwards, policy, monkeypatch):
+    """Behind the first step. Keras goes through the layers inside of one from the last to the first."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 2 * 4 * (16 * 16 + 16))
+    keras.config.set_dtype_policy(policy)
+
+    def build():
+        block = Block()
+        if not made_backwards:
+            block._layers.reverse()
+        return keras.Sequential([layers.Input((16,)), block, layers.Dense(4, name="out")])
+
+    def names():
+        traffic = sessions.of(model).engine.traffic
+        unit = traffic._fetchers[0].fetched
+        return [[storage.path.split("/")[-2] for storage in one.storages[::2]] for one in unit]
+
+    try:
+        strategy = unidist.DataParallel(zero=3)
+        x, y = features(rows=8, width=16, out=4)
+        with strategy.scope():
+            model = build()
+            model.compile(adam(), "mse")
+            model.train_on_batch(x, y)
+            wanted = [["d0", "d1"], ["d2", "d3"], ["d4", "out"]]
+            if policy != "float32":
+                # Half as many bytes; one for the values in each dtype.
+                wanted = [one for one in (["d0", "d1", "d2", "d3"], ["d4", "out"]) for _ in range(2)]
+            assert names() == wanted
+            sends = []
+            for _ in range(2):
+                with unidist.ledger() as book:
+                    model.train_on_batch(x, y)
+                sends.append((book.count("all_gather", purpose="parameters"), sent(book, "all_gather")))
+        assert sends[0] == sends[1]
+        model.compile(adam(), "mse")
+        with strategy.scope():
+            model.train_on_batch(x, y)
+        assert names()[0][:2] == ["d0", "d1"]
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -211,11 +211,13 @@ class Engine:
         return self.traffic is not None and self.traffic.misses_some()
 
     def _watch_gradients(self) -> None:
+        reads = None
         if self.traffic is not None:
             self.settle()
             self.traffic.close()
+            reads = self.traffic.reads
         in_parts = self.distribution.strategy.sequence_parallel
-        self.traffic = Traffic(self.model, self.world, in_parts=in_parts)
+        self.traffic = Traffic(self.model, self.world, in_parts=in_parts, reads=reads)
 
     # steps --------------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,10 @@ class Engine:
             if kind == "train":
                 stateful.refuse_in_parts(self.model, self.distribution)
         with self._attributes.apart(self._apart):
-            return self._step(function, batches, kind)
+            out = self._step(function, batches, kind)
+        if kind == "train" and context.frame() is None:
+            self.traffic = self._traffic().ordered()
+        return out
 
     def _step(self, function: Callable[[Any], Any], batches: Any, kind: str) -> Any:
         auto_shard = self.distribution.strategy.auto_shard_dataset

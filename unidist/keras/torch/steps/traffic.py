@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
 from unidist.keras.torch.values import low
 from unidist.keras.torch.values.buckets import Watched
 from unidist.keras.torch.values.storage import Storage
-from unidist.keras.torch.values.units import Fetcher, use_in_calls
+from unidist.keras.torch.values.units import Fetcher, Read, use_in_calls
 from unidist.keras.torch.values.variables import DistributedVariable
 from unidist.keras.torch.world import RankWorld
 
@@ -27,18 +27,25 @@ from unidist.keras.torch.world import RankWorld
 class Traffic:
     """The reducers and fetchers of this process's ranks for one model.
 
-    `in_parts`: under sequence parallelism.
+    Args:
+        in_parts: under sequence parallelism.
+        reads: what a training step reads, where that is known.
 
     Raises:
         CapabilityError: the model computes in a way that stored shards do not go with.
     """
 
-    def __init__(self, model: Any, world: RankWorld, *, in_parts: bool = False) -> None:
+    def __init__(
+        self, model: Any, world: RankWorld, *, in_parts: bool = False, reads: Sequence[Read] | None = None
+    ) -> None:
         self.model = model
         self.world = world
         self._in_parts = in_parts
         self._undo: list[Callable[[], None]] = []
-        by_layer = _variables_by_layer(model)
+        made = _variables_by_layer(model)
+        reads = _still_there(reads or (), made)
+        by_layer = self._by_layer = _by_reads(made, reads or ())
+        self._is_ordered = reads is not None
         fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
         _check_fetched(model, [layer for layer, _ in fetched])
         trainable = self._watched = [v._storage for v in model.trainable_variables]
@@ -55,7 +62,7 @@ class Traffic:
         }
         layers = [[v._storage for v in own] for _, own in by_layer]
         lows = {id(v._storage): dtype for layer, own in by_layer for v in own if (dtype := low.expected(layer, v))}
-        self._fetchers = {rank: Fetcher(world, rank, layers, lows) for rank in world.ranks}
+        self._fetchers = {rank: Fetcher(world, rank, layers, lows, reads) for rank in world.ranks}
         self._make_ready()
         for layer, own in fetched:
             self._undo.append(use_in_calls(layer, [v._storage for v in own]))
@@ -85,6 +92,23 @@ class Traffic:
             groups = [b.group for b in buckets] + [u.buffer.group for u in units]
             for group in {group.ranks: group for group in groups}.values():
                 self.world.backend.ready(group)
+
+    @property
+    def reads(self) -> Sequence[Read] | None:
+        """The reads of a training step, in its order; None where no step has shown them yet."""
+        return self._fetchers[self.world.ranks[0]].reads
+
+    def ordered(self) -> Traffic:
+        """Returns the traffic whose units are in the order in which a training step has read variables."""
+        reads = self.reads
+        if self._is_ordered or reads is None:
+            return self
+        self._is_ordered = True
+        if [layer for layer, _ in _by_reads(self._by_layer, reads)] == [layer for layer, _ in self._by_layer]:
+            return self
+        self.settle()
+        self.close()
+        return Traffic(self.model, self.world, in_parts=self._in_parts, reads=reads)
 
     def reducer(self, rank: int) -> Reducer:
         return self._reducers[rank]
@@ -164,7 +188,27 @@ def _check_fetched(model: Any, layers: list[Any]) -> None:
             )
 
 
-def _variables_by_layer(model: Any) -> list[tuple[Any, list[DistributedVariable]]]:
+_ByLayer = list[tuple[Any, list[DistributedVariable]]]
+
+
+def _by_reads(by_layer: _ByLayer, reads: Sequence[Read]) -> _ByLayer:
+    """Sorts layers by the first read of any of their variables.
+
+    Those that are not read come last, in the order that they had.
+    """
+    first: dict[int, int] = {}
+    for k, (storage, _) in enumerate(reads):
+        first.setdefault(id(storage), k)
+    return sorted(by_layer, key=lambda one: min(first.get(id(v._storage), len(reads)) for v in one[1]))
+
+
+def _still_there(reads: Sequence[Read], by_layer: _ByLayer) -> Sequence[Read] | None:
+    """Returns the reads of variables that are where they were; None where there are none."""
+    there = {id(v._storage) for _, own in by_layer for v in own}
+    return [one for one in reads if id(one[0]) in there] or None
+
+
+def _variables_by_layer(model: Any) -> _ByLayer:
     """Each layer with its own variables, in the order of the model; a shared one counts once."""
     seen: set[int] = set()
     found = []

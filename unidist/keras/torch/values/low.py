@@ -17,7 +17,7 @@ import torch
 from unidist.keras.compat import get_autocast_scope, to_torch_dtype
 
 if TYPE_CHECKING:
-    from unidist.keras.torch.values.units import Unit
+    from unidist.keras.torch.values.unit import Unit
 
 
 def expected(layer: Any, variable: Any) -> torch.dtype | None:
@@ -63,7 +63,7 @@ class LowValue:
 
     def read(self) -> torch.Tensor:
         """Returns what a layer computes with; fetched from the other data ranks if need be."""
-        self.unit.need()
+        self.unit.need(self.unit.storages[self.place])
         return _Read.apply(self.leaf, self.value)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -21,7 +21,7 @@ from unidist.keras.torch.world import RankWorld
 from unidist.strategies import VariableLayouts
 
 if TYPE_CHECKING:
-    from unidist.keras.torch.values.units import Unit
+    from unidist.keras.torch.values.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class Storage:
             return low.read()
         unit = self.units.get(rank)
         if unit is not None:
-            unit.need()
+            unit.need(self)
         elif not self.is_kept:
             if frame is not None:
                 raise RuntimeError(f"{self.path!r} is read by a layer before its model was prepared for training")

@@ -1,4 +1,4 @@
-"""Units: variables of neighbouring layers that are gathered over the data axes in one flat buffer.
+"""Units: neighbouring variables are gathered together, in the order in which a step reads them.
 
 Variables that are stored as shards (ZeRO-3, FSDP) are fetched when a layer reads them, let go behind it, and fetched
 again when backward opens what it saved of them. Variables that are stored whole but updated in parts (ZeRO-1, 2) are
@@ -11,21 +11,20 @@ that a tensor's memory is taken from under it and given back is FSDP's trick too
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from unidist import events
-from unidist.algebra import Axes
 from unidist.keras.calls import Call, Stage
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.values import giving, saved
-from unidist.keras.torch.values.flat import Cut, FlatBuffer, Moving
 from unidist.keras.torch.values.grouping import grouped
-from unidist.keras.torch.values.low import LowValue, without_memory
+from unidist.keras.torch.values.low import LowValue
 from unidist.keras.torch.values.storage import Storage
+from unidist.keras.torch.values.unit import Unit
 from unidist.keras.torch.world import RankWorld
 from unidist.planner.fetching import UNIT_BYTES as UNIT_BYTES
 
@@ -35,163 +34,25 @@ KEPT_UNIT_BYTES = 1 << 20
 IN_FLIGHT_BYTES = 100 << 20
 
 
-class Unit:
-    """Variables that are gathered together, on one rank.
-
-    Attributes:
-        values: what is gathered: the storages' leaves, or values beside them in the dtype of computation.
-        is_kept: its leaves are the stored values and are never freed.
-        is_lent: somebody may write into the parts. What was gathered before is gathered again.
-
-    Args:
-        low: the dtype of computation, for values of their own.
-    """
-
-    def __init__(
-        self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], storages: list[Storage], low: torch.dtype | None = None
-    ) -> None:
-        rank = fetcher.rank
-        self.fetcher = fetcher
-        self.storages = storages
-        self.is_kept = storages[0].is_kept
-        leaves: list[torch.Tensor] = [p.leaves[rank] for p in storages]
-        self.is_low = low is not None
-        self.values = leaves if low is None else [without_memory(leaf.shape, low, leaf.device) for leaf in leaves]
-        self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in storages]
-        self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.values)
-        self.nbytes = sum(value.numel() * value.element_size() for value in self.values)
-        self.is_here = self.is_kept
-        self.users = 0
-        self.is_pinned = False
-        self._coming: Moving | None = None
-        self._casts: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self.is_lent = False
-        self._versions: list[int] = []  # of the parts, when they were gathered
-
-    # moving -------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_coming(self) -> bool:
-        return self._coming is not None
-
-    def start(self) -> None:
-        """Starts to gather. S -> I over the axes; sends (n-1)/n of the unit's bytes."""
-        with torch.no_grad(), events.for_purpose("parameters"):
-            self._give_memory(self.buffer.loose)
-            # `.data`: what backward saved of them must not look as if it had been changed.
-            self._versions = [part._version for part in self.parts]
-            self._coming = self.buffer.gather(self.parts, [value.data for value in self.values])
-        self.is_here = False
-
-    def finish(self) -> None:
-        """Waits for what is under way and puts it where layers read it."""
-        if self._coming is None:
-            return
-        coming, self._coming = self._coming, None
-        coming.wait()
-        if coming.buffer is not None:
-            with torch.no_grad():
-                self._give_memory(self.buffer.packed)
-                for k in self.buffer.packed:
-                    self.buffer.take(coming.buffer, k, self.values[k].data)
-        self.is_here = True
-
-    def _give_memory(self, numbers: Iterable[int]) -> None:
-        for value in [] if self.is_kept else [self.values[k] for k in numbers]:
-            value.untyped_storage().resize_(value.numel() * value.element_size())
-
-    def free(self) -> None:
-        """Lets the gathered values go. What was saved of them for backward keeps its shape, without memory."""
-        self.finish()
-        if not self.is_kept and self.is_here:
-            for tensor in (*self.values, *(cast for _, cast in self._casts)):
-                tensor.untyped_storage().resize_(0)
-            self.is_here = False
-
-    def note_cast(self, leaf: torch.nn.Parameter, cast: torch.Tensor) -> None:
-        """Notes a leaf's value in the dtype of computation, which backward may save instead.
-
-        It is freed and made anew with the leaf.
-        """
-        if torch.is_grad_enabled() and not saved.is_in_transforms():
-            self._casts.append((leaf, cast.data))
-            self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
-
-    def open_cast(self, memory: int) -> None:
-        """Makes a cast's value anew. The leaf is there."""
-        for leaf, cast in self._casts:
-            storage = cast.untyped_storage()
-            if storage._cdata == memory and not storage.size():
-                storage.resize_(cast.numel() * cast.element_size())
-                cast.copy_(leaf.data)
-
-    def forget_casts(self, of: torch.Tensor | None = None) -> None:
-        """Forgets the casts of a leaf, or all."""
-        gone = [cast for leaf, cast in self._casts if of is None or leaf is of]
-        self._casts = [(leaf, cast) for leaf, cast in self._casts if of is not None and leaf is not of]
-        for cast in gone:
-            self.fetcher.by_memory.pop(cast.untyped_storage()._cdata, None)
-
-    def write(self, storage: Storage, value: torch.Tensor) -> None:
-        """Writes a value into what is gathered of a storage, where it is there.
-
-        What a layer made in low precision of it before, and backward may have saved, stays as it was, as on one device.
-        """
-        place = self.storages.index(storage)
-        held = self.values[place]
-        if held.untyped_storage().size():
-            self._renew(place)
-            self.values[place].data.copy_(value)
-            self._versions[place] = self.parts[place]._version
-
-    def _renew(self, place: int) -> None:
-        """A value is about to become another."""
-        held = self.values[place]
-        if not self.is_low:
-            self.forget_casts(held)
-            return
-        self.values[place] = new = torch.empty_like(held)
-        del self.fetcher.by_memory[held.untyped_storage()._cdata]
-        self.fetcher.by_memory[new.untyped_storage()._cdata] = self
-
-    # reading ------------------------------------------------------------------------------------------------------
-
-    def need(self) -> None:
-        """Fetches the values, which are to be read now.
-
-        Read outside of their layer's call, or by torch.func, they stay to the end of the step.
-        """
-        if self.is_kept:
-            self.finish()
-            return
-        if not self.users or saved.is_in_transforms():
-            self.is_pinned = True
-        if self.is_lent and self._versions != [part._version for part in self.parts]:
-            self.finish()
-            for place in range(len(self.values)) if self.is_here else ():
-                self._renew(place)
-            self.is_here = False
-        if not self.is_here or self.fetcher.last is not self:
-            self.fetcher.fetch(self)
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        self.users += 1
-        try:
-            yield
-        finally:
-            self.users -= 1
+# A storage that a step reads, and whether in the dtype of computation.
+Read = tuple[Storage, bool]
 
 
 class Fetcher:
-    """One rank's units, in the order of the model's layers; fetches the next one before it is needed.
+    """One rank's units, in the order of the layers; fetches the next one before it is needed.
 
     Args:
         lows: id of a storage -> the dtype in which its layer is expected to read it, where that is not its own.
+        reads: what a training step reads, in its order; None: the first one notes it.
     """
 
     def __init__(
-        self, world: RankWorld, rank: int, layers: Iterable[list[Storage]], lows: Mapping[int, torch.dtype]
+        self,
+        world: RankWorld,
+        rank: int,
+        layers: Iterable[list[Storage]],
+        lows: Mapping[int, torch.dtype],
+        reads: Sequence[Read] | None = None,
     ) -> None:
         self.world = world
         self.rank = rank
@@ -200,6 +61,8 @@ class Fetcher:
         self._order: dict[str, list[Unit]] = {}
         self._before: list[Unit] = []
         self._seen: list[Unit] = []
+        self.reads = reads
+        self._noted: list[Read] | None = None
         for one in grouped(layers, rank, lows, UNIT_BYTES, KEPT_UNIT_BYTES):
             unit = Unit(self, one.axes, one.cuts, one.storages)
             self.units.append(unit)
@@ -211,6 +74,17 @@ class Fetcher:
         self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.values}
         self._node: Any = None
         self._opened_for_node: list[Unit] = []
+        if reads is not None:
+            units = [
+                storage.lows[rank].unit if low and rank in storage.lows else storage.units[rank]
+                for storage, low in reads
+            ]
+            self._order["train"] = [unit for unit, _ in itertools.groupby(units)]
+
+    def note(self, storage: Storage, low: bool) -> None:
+        """Notes a read, where the order of reads is to be known."""
+        if self._noted is not None:
+            self._noted.append((storage, low))
 
     def _gather_low(self, unit: Unit) -> None:
         self.units.append(unit)
@@ -262,11 +136,14 @@ class Fetcher:
             yield
             return
         self._before, self._seen, self.last = self._order.get(kind, []), [], None
+        self._noted = [] if kind == "train" and self.reads is None else None
         try:
             with torch.autograd.graph.saved_tensors_hooks(saved.alias, self.opened):
                 yield
             self._order[kind] = self._seen
+            self.reads = self._noted or self.reads
         finally:
+            self._noted = None
             self.release()
 
     def opened(self, kept: torch.Tensor) -> torch.Tensor:
@@ -278,6 +155,8 @@ class Fetcher:
         node = torch._C._current_autograd_node()
         if node is None or node is not self._node:
             self._node, self._opened_for_node = node, []
+        if self._noted is not None:
+            self.note(unit.storage_in(memory), unit.is_low)
         # What one node of the graph opens, it computes with together.
         self._opened_for_node.append(unit)
         if not unit.is_here or self.last is not unit:
