@@ -14,7 +14,7 @@ import torch
 
 from unidist.backends.torch.sharded.binding import DIRECT
 from unidist.backends.torch.sharded.moving import carried, fanned, invariant
-from unidist.backends.torch.sharded.nested import replaced
+from unidist.backends.torch.sharded.nested import replaced, space_of
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.backends.torch.sharded.tensor import (
     ShardedTensor,
@@ -22,7 +22,6 @@ from unidist.backends.torch.sharded.tensor import (
     current,
     moved,
     plain,
-    space_of,
     wrap,
 )
 from unidist.errors import CapabilityError

@@ -18,8 +18,8 @@ import torch.utils.checkpoint
 from unidist.algebra import Mesh
 from unidist.backends.local import LocalViewBackend
 from unidist.backends.torch.sharded.autograd import applied, on_wholes, serve_replaced
+from unidist.backends.torch.sharded.nested import space_of
 from unidist.backends.torch.sharded.space import Space
-from unidist.backends.torch.sharded.tensor import space_of
 from unidist.errors import CapabilityError
 
 MISSING = object()

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from unidist.backends.torch.sharded.space import Space
+from unidist.backends.torch.sharded.tensor import ShardedTensor
+
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
     """Returns nested lists, tuples, slices and dicts with what is of a kind changed, one after the other."""
@@ -20,3 +23,18 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: replaced(one, kind, change) for name, one in value.items()}
     return value
+
+
+def space_of(values: Any) -> Space | None:
+    """Returns the space of the first carrier in nested lists, tuples and dicts."""
+    if type(values) is ShardedTensor:
+        return values.spec.space
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return None
+    for value in values:
+        found = space_of(value)
+        if found is not None:
+            return found
+    return None

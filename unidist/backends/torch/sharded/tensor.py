@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.backends.torch.sharded.moving import carried, unshared
+from unidist.backends.torch.sharded.moving import carried, plain_in, unshared
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.errors import CapabilityError, LayoutError
 from unidist.propagation.layouts import PARTIAL, WHOLE, States, cut_dims
@@ -24,15 +24,17 @@ class Aside:
         moved: the part in other layouts that somebody has asked for, with the version of the part then.
         joined: the carrier without partial sums, once somebody has joined it: nobody shall pay again.
         origin: where it was copied from though torch would give a view.
+        written: the version of the plain value that it has left, when that was made.
     """
 
-    __slots__ = ("gradient", "joined", "moved", "origin")
+    __slots__ = ("gradient", "joined", "moved", "origin", "written")
 
     def __init__(self) -> None:
         self.moved: dict[States, tuple[int, torch.Tensor]] = {}
         self.joined: tuple[int, ShardedTensor] | None = None
         self.origin: Origin | None = None
         self.gradient: ShardedTensor | None = None
+        self.written = -1
 
 
 _Tensor: Any = torch.Tensor
@@ -176,6 +178,8 @@ def version(x: torch.Tensor) -> int:
 def moved(x: ShardedTensor, want: States) -> torch.Tensor:
     """The part of a carrier in a layout. Kept for the next who asks, until the carrier is written to."""
     spec = x.spec
+    if x.aside is not None:
+        _follow(x, x.aside)
     if spec.states == want:
         return plain(x.local)
     now, aside = version(x.local), aside_of(x)
@@ -236,8 +240,17 @@ def left(x: ShardedTensor) -> torch.Tensor:
         have = (fanned, (WHOLE,) * len(x.spec.states)) if fanned is not None else (x.local, x.spec.states)
         out = unshared(x.spec.space, *have)
     if now >= 0 and not _is_too_large(x, out):
-        aside.moved[_LEFT] = now, out
+        aside.moved[_LEFT], aside.written = (now, out), version(out)
     return out
+
+
+def _follow(x: ShardedTensor, aside: Aside) -> None:
+    """Writes into a carrier what was written into the plain value that it has left."""
+    _, out = aside.moved.get(_LEFT, (-1, None))
+    if out is None or version(out) == aside.written or shares(out, x.local):
+        return
+    x.local = plain_in(x.spec.space, out, x.spec.states)
+    aside.moved, aside.joined, aside.written = {_LEFT: (version(x.local), out)}, None, version(out)
 
 
 def _is_too_large(x: ShardedTensor, out: torch.Tensor) -> bool:
@@ -312,6 +325,7 @@ def current(x: ShardedTensor) -> ShardedTensor:
     """
     aside = x.aside
     assert aside is not None
+    _follow(x, aside)
     if aside.origin is not None:
         aside.origin.check(x)
     joined = aside.joined
@@ -331,18 +345,3 @@ def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
         return shares(one, other)
     mine = one.untyped_storage().data_ptr()
     return mine != 0 and mine == other.untyped_storage().data_ptr()
-
-
-def space_of(values: Any) -> Space | None:
-    """Returns the space of the first carrier in nested lists, tuples and dicts."""
-    if type(values) is ShardedTensor:
-        return values.spec.space
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return None
-    for value in values:
-        found = space_of(value)
-        if found is not None:
-            return found
-    return None

@@ -16,8 +16,7 @@ from typing import Any
 
 from unidist import events
 from unidist.backends.torch.sharded import ShardedTensor
-from unidist.backends.torch.sharded.nested import replaced
-from unidist.backends.torch.sharded.tensor import space_of
+from unidist.backends.torch.sharded.nested import replaced, space_of
 from unidist.keras.compat import get_keras_mask, set_keras_mask
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame

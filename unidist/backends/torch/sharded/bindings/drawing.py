@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from unidist.backends.torch.sharded.binding import DIRECT, functions
-from unidist.backends.torch.sharded.nested import replaced
+from unidist.backends.torch.sharded.nested import replaced, space_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
     ShardedTensor,
     as_whole,
     distribute,
     moved,
-    space_of,
     wrap,
 )
 
