@@ -62,7 +62,7 @@ class Value(torch.Tensor):
             is_gathered = frame is None or storage.is_sharded
             return storage.whole(frame, differentiable=True) if is_gathered else storage.local(frame)
         if frame is None and saving.is_writing():
-            return storage.whole(None)  # which counts what a walk that breaks off has come by
+            return storage.whole(None).detach()  # which counts what a walk that breaks off has come by
         part = storage.lent(storage.rank_at_work(frame)).detach()
         return carried(storage, part, storage.shardings.stored)
 
