@@ -10,7 +10,7 @@ It prints:
     mesh                     zero   a device holds   a step sends
     {'data': 64}                0          17.1 GB         8.4 GB
     {'data': 64}                1           4.5 GB         8.4 GB
-    {'data': 64}                3           0.3 GB        11.8 GB
+    {'data': 64}                3           0.3 GB        11.3 GB
     {'data': 8, 'model': 8}     1           0.7 GB        42.1 GB
 """
 
