@@ -48,6 +48,18 @@ def units(layers: Iterable[Sequence[Member]], most: int) -> dict[int, int]:
     return found
 
 
+def by_reads(layers: Sequence[Sequence[Hashable]], reads: Sequence[Hashable]) -> list[int]:
+    """Sorts layers by the first read of any of their variables, and returns their numbers.
+
+    Those that are not read come last, in the order that they had.
+    """
+    first: dict[Hashable, int] = {}
+    for k, variable in enumerate(reads):
+        first.setdefault(variable, k)
+    never = len(reads)
+    return sorted(range(len(layers)), key=lambda n: min((first.get(v, never) for v in layers[n]), default=never))
+
+
 def fetches(forward: Iterable[int], backward: Iterable[int]) -> Counter[int]:
     """Unit -> how often a step fetches it.
 

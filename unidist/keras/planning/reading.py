@@ -22,6 +22,7 @@ from unidist.keras.planning.reaching import Reacher
 from unidist.keras.planning.running import Runner, Trace
 from unidist.keras.telling import in_words, listed
 from unidist.planner.facts import Activation, Calls, Facts, LayerFact, Reach, VariableFact
+from unidist.planner.fetching import by_reads
 
 # Lengths of sequences to run a model on: the first two that it takes.
 LENGTHS = ((8, 16), (4, 8), (2, 4))
@@ -92,7 +93,8 @@ def read(
         seens = seen_in_runs(runner, model, inputs, runs, reaches)
         number = {k: n for n, k in enumerate(order)}
     used, kept = (tuple(place[k] for k in found if k in place) for found in (seens.read, seens.weights))
-    neighbours = _by_use(facts.neighbours, used)
+    # As an engine does behind its first step.
+    neighbours = tuple(facts.neighbours[n] for n in by_reads(facts.neighbours, used))
     return replace(facts, activations=_activations(runs, seens, number), read=used, kept=kept, neighbours=neighbours)
 
 
@@ -161,12 +163,6 @@ def _neighbours(model: Any, place: dict[int, int]) -> tuple[tuple[int, ...], ...
         found.append(tuple(k for k in dict.fromkeys(own) if k not in seen))
         seen.update(own)
     return tuple(found)
-
-
-def _by_use(neighbours: tuple[tuple[int, ...], ...], read: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Sorts layers by the first read of any of their variables, as an engine does behind its first step."""
-    first = {k: place for place, k in reversed(list(enumerate(read)))}
-    return tuple(sorted(neighbours, key=lambda own: min((first.get(k, len(read)) for k in own), default=len(read))))
 
 
 def _variables(model: Any, variables: list[Any], layers: list[Any]) -> list[VariableFact]:

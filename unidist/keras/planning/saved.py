@@ -14,6 +14,18 @@ from unidist.keras.compat import global_state, is_float_dtype
 from unidist.keras.planning.activations import Seen, SeenTensor, as_in_a_step
 
 
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Lets Keras compute on torch's meta device as on any other: its tensors have no values."""
+    import torch
+
+    with keras.device("meta"):
+        # Keras copies a tensor whose device is not that of the scope, and a device is no text to torch. And where Keras
+        # reads the text "meta" it infers shapes by rules of its own.
+        global_state.set_global_attribute("torch_device", torch.device("meta"))
+        yield
+
+
 class Saved(Seen):
     """A run in which autograd is at work. Weights do not count: they are there anyway.
 
@@ -84,15 +96,9 @@ class Saved(Seen):
 
     @contextlib.contextmanager
     def _shadows(self) -> Iterator[None]:
-        import torch
-
-        from unidist.keras.compat import torch_core
-
         self.is_shadow = True
         try:
-            with torch_core.device_scope("meta"):
-                # Keras copies a tensor whose device is not that of the scope, and a device is no text to torch.
-                global_state.set_global_attribute("torch_device", torch.device("meta"))
+            with without_values():
                 yield
         finally:
             self.is_shadow = False

@@ -20,8 +20,9 @@ from unidist.algebra import Axes, Layout, Sharding
 from unidist.backends.torch.rehearsing import RehearsingRank
 from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.keras.calls import bare
-from unidist.keras.compat import global_state, is_float_dtype, to_torch_dtype, torch_random, tree
+from unidist.keras.compat import is_float_dtype, to_torch_dtype, torch_random, tree
 from unidist.keras.known import is_container, operations_of
+from unidist.keras.planning.saved import without_values
 from unidist.keras.torch import borders, carrying, features
 from unidist.keras.torch.context import Rows, entered
 from unidist.keras.torch.tensor_parallel import applying, rules, sequence
@@ -68,7 +69,8 @@ def rehearse(
         for variable, layout in zip(variables, layouts, strict=True):
             stack.enter_context(_placed(variable, Sharding(mesh, layout, tuple(variable.shape)), world))
         _give_rules(model, world, shared, in_parts)
-        stack.enter_context(_without_values())
+        stack.enter_context(_without_drawing())
+        stack.enter_context(without_values())
         sizes = chunked(0, batch, mesh.axis_size(data_axes) if data_axes else 1).sizes
         frame = world.frame_for(world.ranks[0])
         frame.rows = Rows(sizes[world.data_place(frame.rank)], sizes)
@@ -153,17 +155,11 @@ def _placed(variable: Any, sharding: Sharding, world: RankWorld) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _without_values() -> Iterator[None]:
-    """Lets Keras, inside, compute on torch's meta device as on any other, and draw by no generator.
-
-    The meta device has none.
-    """
+def _without_drawing() -> Iterator[None]:
+    """Inside Keras draws by no generator, which torch's meta device has not."""
     draw = torch_random.torch_seed_generator
     torch_random.torch_seed_generator = lambda seed: None
     try:
-        with keras.device("meta"):
-            # Where Keras reads the text "meta" it infers shapes of wholes by rules of its own.
-            global_state.set_global_attribute("torch_device", torch.device("meta"))
-            yield
+        yield
     finally:
         torch_random.torch_seed_generator = draw

@@ -22,6 +22,7 @@ from unidist.keras.torch.values.storage import Storage
 from unidist.keras.torch.values.units import Fetcher, Read, use_in_calls
 from unidist.keras.torch.values.variables import DistributedVariable
 from unidist.keras.torch.world import RankWorld
+from unidist.planner.fetching import by_reads
 
 
 class Traffic:
@@ -44,7 +45,7 @@ class Traffic:
         self._undo: list[Callable[[], None]] = []
         made = _variables_by_layer(model)
         reads = _still_there(reads or (), made)
-        by_layer = self._by_layer = _by_reads(made, reads or ())
+        by_layer = self._by_layer = [made[n] for n in _order(made, reads or ())]
         self._is_ordered = reads is not None
         fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
         _check_fetched(model, [layer for layer, _ in fetched])
@@ -104,7 +105,7 @@ class Traffic:
         if self._is_ordered or reads is None:
             return self
         self._is_ordered = True
-        if [layer for layer, _ in _by_reads(self._by_layer, reads)] == [layer for layer, _ in self._by_layer]:
+        if _order(self._by_layer, reads) == list(range(len(self._by_layer))):
             return self
         self.settle()
         self.close()
@@ -191,15 +192,9 @@ def _check_fetched(model: Any, layers: list[Any]) -> None:
 _ByLayer = list[tuple[Any, list[DistributedVariable]]]
 
 
-def _by_reads(by_layer: _ByLayer, reads: Sequence[Read]) -> _ByLayer:
-    """Sorts layers by the first read of any of their variables.
-
-    Those that are not read come last, in the order that they had.
-    """
-    first: dict[int, int] = {}
-    for k, (storage, _) in enumerate(reads):
-        first.setdefault(id(storage), k)
-    return sorted(by_layer, key=lambda one: min(first.get(id(v._storage), len(reads)) for v in one[1]))
+def _order(by_layer: _ByLayer, reads: Sequence[Read]) -> list[int]:
+    """Numbers of the layers, in the order in which a step reads them."""
+    return by_reads([[id(v._storage) for v in own] for _, own in by_layer], [id(storage) for storage, _ in reads])
 
 
 def _still_there(reads: Sequence[Read], by_layer: _ByLayer) -> Sequence[Read] | None:
