@@ -59,11 +59,11 @@ from paired import Step, report, seconds  # noqa: E402
 
 from unidist.algebra import Mesh  # noqa: E402
 from unidist.backends import registry  # noqa: E402
-from unidist.keras.compat import get_device  # noqa: E402
-from unidist.keras.torch.steps import reducer  # noqa: E402
-from unidist.keras.torch.values import units  # noqa: E402
-from unidist.keras.torch.values.buckets import Watched, WholeBucket  # noqa: E402
-from unidist.keras.torch.values.flat import Cut, FlatBuffer  # noqa: E402
+from unidist.keras.patching.compat import get_device  # noqa: E402
+from unidist.keras.torch.params import param_groups  # noqa: E402
+from unidist.keras.torch.params.buckets import Watched, WholeBucket  # noqa: E402
+from unidist.keras.torch.params.flat_buffer import Cut, FlatBuffer  # noqa: E402
+from unidist.keras.torch.step import reducer  # noqa: E402
 from unidist.keras.torch.world import RankWorld  # noqa: E402
 
 SMALL, MIB = OPTIONS.small, 1 << 20
@@ -175,11 +175,11 @@ def wide(zero: int) -> Step:
 
 
 def by_unit(mib: float) -> Step:
-    units.UNIT_BYTES, before = int(mib * MIB), units.UNIT_BYTES
+    param_groups.UNIT_BYTES, before = int(mib * MIB), param_groups.UNIT_BYTES
     try:
         return wide(3)
     finally:
-        units.UNIT_BYTES = before
+        param_groups.UNIT_BYTES = before
 
 
 def by_bucket(mib: float) -> Step:
@@ -191,7 +191,7 @@ def by_bucket(mib: float) -> Step:
 
 
 def sizes() -> None:
-    of_units: tuple[Callable[[float], Step], float] = (by_unit, units.UNIT_BYTES / MIB)
+    of_units: tuple[Callable[[float], Step], float] = (by_unit, param_groups.UNIT_BYTES / MIB)
     of_buckets: tuple[Callable[[float], Step], float] = (by_bucket, reducer.BUCKET_BYTES / MIB)
     for title, (make, usual) in {"ZeRO-3, units of": of_units, "data parallel, buckets of": of_buckets}.items():
         steps = {f"{factor * usual:g} MiB": make(factor * usual) for factor in (0.01, 0.25, 1, 4, 16)}

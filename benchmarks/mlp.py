@@ -47,10 +47,10 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fits_step(model: keras.Model, x: Any, y: Any) -> Step:
     """The step that fit runs on a compiled model: forward, loss, backward, reduction, optimizer, metrics."""
-    from unidist.keras import sessions
+    from unidist.keras.records import model_record
 
     model.train_on_batch(x, y)
-    engine, function = sessions.of(model).engine, model.train_function
+    engine, function = model_record.of(model).engine, model.train_function
     engine._ready, engine.logs_are_read = True, False  # as in fit(verbose=0)
     return lambda: function([(x, y)])
 

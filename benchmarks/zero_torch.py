@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import unidist
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 unidist.use("torch")
 
@@ -72,7 +72,7 @@ def fully_sharded(compiled: bool, mixed: bool = False) -> Step:
 def tell(zero: int, step: Step, model: keras.Model) -> None:
     with unidist.ledger() as traffic:
         step()
-    reducer = sessions.of(model).engine.traffic.reducer(unidist.process_index())
+    reducer = model_record.of(model).engine.traffic.reducer(unidist.process_index())
     whole = sum(bucket.nbytes for bucket in reducer.buckets)
     print(
         f"stage {zero}: {traffic.bytes():,} bytes a step in {traffic.count()} collectives; "

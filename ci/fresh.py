@@ -109,7 +109,10 @@ def inputs() -> str:
         for line in path.read_text().splitlines()
         if re.search(r"\bHook\(|\bown\(", line)
     ]
-    texts = [(ROOT / name).read_text() for name in ("pyproject.toml", "ci/constraints.txt", "unidist/keras/compat.py")]
+    texts = [
+        (ROOT / name).read_text()
+        for name in ("pyproject.toml", "ci/constraints.txt", "unidist/keras/patching/compat.py")
+    ]
     return hashlib.sha256("\n".join([*texts, *commands(), *hooks]).encode()).hexdigest()[:16]
 
 

@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from unidist.errors import ProcessLostError as ProcessLostError
     from unidist.errors import RankFailedError as RankFailedError
     from unidist.errors import UnidistError as UnidistError
+    from unidist.keras.api.models import describe as describe
+    from unidist.keras.api.models import gather_weights as gather_weights
+    from unidist.keras.api.models import parallelize as parallelize
+    from unidist.keras.api.telemetry import Telemetry as Telemetry
+    from unidist.keras.api.tensor_parallel import TensorParallelKeras as TensorParallelKeras
     from unidist.keras.checkpoint.api import restore as restore
     from unidist.keras.checkpoint.api import save as save
     from unidist.keras.checkpoint.resuming import Checkpoint as Checkpoint
-    from unidist.keras.models import describe as describe
-    from unidist.keras.models import gather_weights as gather_weights
-    from unidist.keras.models import parallelize as parallelize
-    from unidist.keras.planning.planning import plan as plan
-    from unidist.keras.strategy import DataParallel as DataParallel
-    from unidist.keras.strategy import ModelParallel as ModelParallel
-    from unidist.keras.telemetry import Telemetry as Telemetry
-    from unidist.keras.tensor_parallel import TensorParallelKeras as TensorParallelKeras
+    from unidist.keras.planning.plan import plan as plan
+    from unidist.keras.strategies.strategy import DataParallel as DataParallel
+    from unidist.keras.strategies.strategy import ModelParallel as ModelParallel
     from unidist.ledger import Ledger as Ledger
     from unidist.ledger import ledger as ledger
     from unidist.notebook import notebook_run as notebook_run

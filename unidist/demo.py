@@ -18,7 +18,7 @@ from unidist.algebra import Mesh
 from unidist.backends import extras, registry
 from unidist.backends.protocol import Array, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
-from unidist.keras.rows import Row
+from unidist.keras.api.variable_rows import Row
 from unidist.ledger import Ledger, ledger
 
 SEED = 1
@@ -186,7 +186,7 @@ def _model() -> Any:
 
 
 def _strategy(mesh: Mesh) -> Any:
-    from unidist.keras.strategy import ModelParallel
+    from unidist.keras.strategies.strategy import ModelParallel
     from unidist.planner.layout_map import LayoutMap
 
     return ModelParallel(mesh, LayoutMap(mesh, RULES))
@@ -194,7 +194,7 @@ def _strategy(mesh: Mesh) -> Any:
 
 def _train(model: Any, digits: Digits, epochs: int, *, verbose: int) -> tuple[Run, Ledger]:
     """First a few steps by themselves, then the epochs; the ledger is that of the epochs."""
-    from unidist.keras.models import gather_weights
+    from unidist.keras.api.models import gather_weights
 
     rows = FIRST_STEPS * BATCH
     began = time.perf_counter()
@@ -212,7 +212,7 @@ def _train(model: Any, digits: Digits, epochs: int, *, verbose: int) -> tuple[Ru
 
 
 def _layouts(model: Any) -> str:
-    from unidist.keras.models import describe
+    from unidist.keras.api.models import describe
 
     found = describe(model).rows
     weights = {v.path for v in model.variables}

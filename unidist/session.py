@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unidist import arrival, log
+from unidist import keras_import_hook, log
 from unidist.backends import environment, on_keras, registry
 from unidist.backends.jax.virtual import prepare_devices
 from unidist.backends.protocol import Cluster, DistributionBackend
@@ -67,7 +67,7 @@ def _use(
     if not is_asked or (keras is not None and keras.is_ours):
         _say(name, why, keras)
     # What is written belongs to the processes of the world that is left.
-    arrival.finish()
+    keras_import_hook.finish()
     adapter = registry.use(name, devices=devices, cluster=cluster, **options)
     _log.debug("using %r (%s), KERAS_BACKEND=%s", name, why, os.environ.get("KERAS_BACKEND", "unset"))
     if entry.virtual and os.environ.get("KERAS_BACKEND") == "jax":
@@ -76,7 +76,7 @@ def _use(
     if (newer := registry.untested(name)) and newer not in _said:
         _said.add(newer)
         print(f"unidist: {newer}", file=sys.stderr)
-    arrival.when_keras_arrives()
+    keras_import_hook.when_keras_arrives()
     return adapter
 
 
@@ -134,7 +134,7 @@ def initialize(
     cluster = Cluster(address=address, process_count=process_count, process_index=process_index, **how)
     registry.initialize(cluster, retimes=timeout is not None and not comes_first)
     # A process's device is known now.
-    arrival.when_keras_arrives()
+    keras_import_hook.when_keras_arrives()
 
 
 def shutdown() -> None:
@@ -153,11 +153,11 @@ def shutdown() -> None:
         >>> unidist.shutdown()
     """
     try:
-        arrival.finish()
+        keras_import_hook.finish()
     finally:
         if registry.has_current():
             registry.shutdown()
-        arrival.leave()
+        keras_import_hook.leave()
 
 
 def process_index() -> int:

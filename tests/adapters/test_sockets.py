@@ -25,7 +25,7 @@ from tests.parity.train import Result, Spec
 from tests.parity.worlds import ALONE, DATA_2, MODEL_2, Setting
 from unidist.backends import environment, registry
 from unidist.backends.protocol import Array
-from unidist.keras import probe
+from unidist.keras import backend_probe
 from unidist.parity import spec as parity
 from unidist.testing.conformance import ConformanceSuite
 from unidist.testing.laws import World
@@ -133,7 +133,7 @@ def looked_at() -> Any:
     """What `unidist doctor` asks of each backend, in a process of its own."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        probe.main("sockets")
+        backend_probe.main("sockets")
     return json.loads(said.getvalue())
 
 

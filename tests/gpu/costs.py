@@ -17,7 +17,7 @@ def stepping(zero: int, width: int = 64, *, norm: bool = True) -> tuple[Callable
     """(one step of Keras's trainer on data that is there, the model)."""
     import keras
 
-    from unidist.keras.compat import get_device
+    from unidist.keras.patching.compat import get_device
     from unidist.keras.torch import cutting, engine
     from unidist.keras.torch.context import Rows
 
@@ -69,7 +69,7 @@ def memory(zero: int, steps: int = 50) -> list[int]:
 
 def adam(fuses: bool) -> tuple[dict[str, Any], int]:
     """Weights after five steps, and how many tensors the fused kernel has updated."""
-    from unidist.keras.torch.steps import fused
+    from unidist.keras.torch.step import fused
 
     taken = 0
     fits = fused._fits

@@ -15,15 +15,20 @@ import torch
 import unidist
 from tests.gpu.device import ON_GPU
 from tests.gpu.results import Held
-from unidist.keras import sessions
-from unidist.keras.torch.steps import reducer
-from unidist.keras.torch.values import flat, units
+from unidist.keras.records import model_record
+from unidist.keras.torch.params import flat_buffer, param_groups
+from unidist.keras.torch.step import reducer
 
 # Kernels alone, which two ranks cut evenly: no padding.
 DEPTH, WIDTH, ROWS = (24, 2048, 8) if ON_GPU else (24, 256, 8)
 KERNEL = 4 * WIDTH * WIDTH
 # Two kernels fill a bucket, and one a unit: on a GPU as it is, on a CPU made so.
-_SIZES = ((reducer, "FIRST_BUCKET_BYTES"), (reducer, "BUCKET_BYTES"), (units, "UNIT_BYTES"), (units, "KEPT_UNIT_BYTES"))
+_SIZES = (
+    (reducer, "FIRST_BUCKET_BYTES"),
+    (reducer, "BUCKET_BYTES"),
+    (param_groups, "UNIT_BYTES"),
+    (param_groups, "KEPT_UNIT_BYTES"),
+)
 
 
 def held(zero: int) -> Held:
@@ -32,7 +37,7 @@ def held(zero: int) -> Held:
         for module, name in () if ON_GPU else _SIZES:
             stack.enter_context(mock.patch.object(module, name, (2 if module is reducer else 1) * KERNEL))
         # On a GPU nothing is too large to be copied into a buffer.
-        stack.enter_context(mock.patch.object(flat, "LOOSE_BYTES", DEPTH * KERNEL + 1))
+        stack.enter_context(mock.patch.object(flat_buffer, "LOOSE_BYTES", DEPTH * KERNEL + 1))
         return _held(zero)
 
 
@@ -48,7 +53,7 @@ def _held(zero: int) -> Held:
     x = np.ones((ROWS, WIDTH), "float32")
     for _ in range(3):
         model.train_on_batch(x, x)
-    traffic, rank = sessions.of(model).engine.traffic, unidist.process_index()
+    traffic, rank = model_record.of(model).engine.traffic, unidist.process_index()
     traffic.settle()
     storages = [v._storage for v in model.trainable_variables]
     slots = [v._storage for v in model.optimizer.variables if len(v.shape)]

@@ -41,7 +41,7 @@ def places() -> dict[str, str]:
     """Where a model's variables, its optimizer's, its metrics', its random states' and its predictions are."""
     import keras
 
-    from unidist.keras.compat import get_device
+    from unidist.keras.patching.compat import get_device
 
     with unidist.DataParallel(zero=1).scope():
         dropout = keras.layers.Dropout(0.5)
@@ -118,7 +118,7 @@ def replicas() -> tuple[str, list[float]]:
     import keras
 
     from tests.keras.torch.drifting import digest
-    from unidist.keras import sessions
+    from unidist.keras.records import model_record
     from unidist.keras.torch.world import RankWorld
 
     class Lookup(keras.layers.Layer):  # type: ignore[misc]
@@ -145,6 +145,6 @@ def replicas() -> tuple[str, list[float]]:
         model = keras.Sequential([keras.Input((16,), dtype="int32"), Lookup(), *inner, keras.layers.Dense(3)])
         model.compile(keras.optimizers.Adam(1e-2), "mse")
         losses: list[float] = model.fit(x, y, batch_size=64, epochs=3, shuffle=False, verbose=0).history["loss"]
-        assert sessions.of(model).engine.world.drifting == ("cut",)
+        assert model_record.of(model).engine.world.drifting == ("cut",)
     assert any("table" in v.path and v._storage.is_whole for v in model.trainable_variables)
     return digest(model), losses

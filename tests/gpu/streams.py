@@ -17,11 +17,11 @@ from tests.gpu.device import DEVICE, ON_GPU, pause
 from tests.gpu.results import STEPS, Trained
 from unidist.algebra import Mesh
 from unidist.backends import registry
-from unidist.keras import sessions
-from unidist.keras.torch.steps import reducer
-from unidist.keras.torch.values import unit, units
-from unidist.keras.torch.values.buckets import CutBucket, Watched, WholeBucket
-from unidist.keras.torch.values.flat import Cut
+from unidist.keras.records import model_record
+from unidist.keras.torch.params import param_group, param_groups
+from unidist.keras.torch.params.buckets import CutBucket, Watched, WholeBucket
+from unidist.keras.torch.params.flat_buffer import Cut
+from unidist.keras.torch.step import reducer
 from unidist.keras.torch.world import RankWorld
 
 WIDTH = 512 if ON_GPU else 64
@@ -40,9 +40,9 @@ def train(zero: int | None, holds_up: bool = False) -> Trained:
     keras.utils.set_random_seed(9)
     stack = [keras.layers.Dense(WIDTH, "tanh") for _ in range(5)]
     with ExitStack() as around:
-        for module, name in ((reducer, "FIRST_BUCKET_BYTES"), (reducer, "BUCKET_BYTES"), (units, "UNIT_BYTES")):
+        for module, name in ((reducer, "FIRST_BUCKET_BYTES"), (reducer, "BUCKET_BYTES"), (param_groups, "UNIT_BYTES")):
             around.enter_context(mock.patch.object(module, name, _SMALL))
-        around.enter_context(mock.patch.object(units, "KEPT_UNIT_BYTES", _SMALL))
+        around.enter_context(mock.patch.object(param_groups, "KEPT_UNIT_BYTES", _SMALL))
         found = Trained({}, blocking=os.environ.get("CUDA_LAUNCH_BLOCKING"))
         if holds_up:
             around.enter_context(_held_up(found))
@@ -54,7 +54,7 @@ def train(zero: int | None, holds_up: bool = False) -> Trained:
         x, y = (draw.normal(size=(16 * STEPS, n)).astype("float32") for n in (WIDTH, 4))
         model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         if zero is not None:
-            found.buckets = len(sessions.of(model).engine.traffic.reducer(unidist.process_index()).buckets)
+            found.buckets = len(model_record.of(model).engine.traffic.reducer(unidist.process_index()).buckets)
             found.weights = unidist.gather_weights(model)
         else:
             found.weights = {v.path: np.array(v) for v in model.weights}
@@ -86,8 +86,8 @@ def _held_up(found: Trained) -> Iterator[None]:
                 patched = counted(name, getattr(kind, name), after)
                 stack.enter_context(mock.patch.object(kind, name, patched))
         for name, after in (("start", False), ("finish", True)):
-            patched = counted(f"unit's {name}", getattr(unit.Unit, name), after)
-            stack.enter_context(mock.patch.object(unit.Unit, name, patched))
+            patched = counted(f"unit's {name}", getattr(param_group.Unit, name), after)
+            stack.enter_context(mock.patch.object(param_group.Unit, name, patched))
         yield
 
 

@@ -40,7 +40,7 @@ def _sizes(model: Any) -> list[int]:
 
 def sent(zero: int, *, merged: bool = True, bucket_mb: str | None = None, steps: int = 3) -> tuple[list[int], Sent]:
     """(bytes of the layers, what some steps send) with every layer a unit of its own unless they are merged."""
-    from unidist.keras.torch.values import units
+    from unidist.keras.torch.params import param_groups
 
     fresh()
     rng = np.random.default_rng(1)
@@ -48,7 +48,7 @@ def sent(zero: int, *, merged: bool = True, bucket_mb: str | None = None, steps:
     y = rng.normal(size=(8 * steps, 4)).astype("float32")
     with pytest.MonkeyPatch.context() as patch:
         if not merged:
-            patch.setattr(units, "UNIT_BYTES", 1)
+            patch.setattr(param_groups, "UNIT_BYTES", 1)
         if bucket_mb is not None:
             patch.setenv("UNIDIST_BUCKET_MB", bucket_mb)
         with strategy("dp", zero=zero).scope():

@@ -13,7 +13,7 @@ from keras import layers, losses, ops
 
 import unidist
 from tests.support.runs import Result, fresh, scope, strategy, told
-from unidist.keras.compat import set_keras_mask
+from unidist.keras.patching.compat import set_keras_mask
 
 ROWS, BATCH, WIDTH, STEPS = 22, 8, 6, 3  # three batches, the last of six rows
 RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*z/kernel": ("model", None)}

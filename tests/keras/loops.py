@@ -11,7 +11,7 @@ import numpy as np
 import unidist
 from tests.keras.contract import RULES, plain, rows
 from tests.support.runs import Result, fresh, scope, strategy
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 
 def looped(
@@ -285,4 +285,4 @@ def is_prepared_within_a_graph() -> bool:
         inputs = keras.Input((4,))
         inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         keras.Model(inputs, inner(inputs))
-    return sessions.of(inner).engine is not None
+    return model_record.of(inner).engine is not None

@@ -14,8 +14,9 @@ import pytest
 
 import unidist
 from unidist.errors import CapabilityError
-from unidist.keras import compat, driver, hooks, interception
-from unidist.keras.interception import Hook
+from unidist.keras import driver, hooks
+from unidist.keras.patching import compat, patches
+from unidist.keras.patching.patches import Hook
 
 X = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
 Y = X[:, :1] * 2
@@ -56,7 +57,7 @@ def without(hook: Hook, kind: str) -> Iterator[list[str]]:
     kinds = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
     home = next((one for one in kinds if hook.name in vars(one)), owner)
     was_there, before = hook.name in vars(home), vars(home).get(hook.name)
-    interception._reported.clear()
+    patches._reported.clear()
     try:
         if kind == "gone":
             delattr(home, hook.name)
@@ -78,7 +79,7 @@ def without(hook: Hook, kind: str) -> Iterator[list[str]]:
 def outcome(hook: Hook, kind: str) -> str:
     """Whether a model trains as on one device, or why it does not."""
     with without(hook, kind) as said:
-        if not interception.lost():
+        if not patches.lost():
             assert said == []
         else:
             assert {re.search(re.escape(hook.where) + " ", one) is not None for one in said} == {True}
@@ -101,7 +102,7 @@ def check(hook: Hook, kind: str) -> None:
     """Raises where a model neither trains nor is refused by the attribute's name."""
     found = outcome(hook, kind)
     assert found in (TRAINS, FAILS_ALONE) or hook.where in found
-    assert hook.needed is not interception.no_model or not found.startswith("refused")
+    assert hook.needed is not patches.no_model or not found.startswith("refused")
 
 
 def check_all(backend: str, numbers: list[int] | None) -> list[str]:

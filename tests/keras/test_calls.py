@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unidist.keras.calls import Call, Stage, around, without
+from unidist.keras.patching.layer_calls import Call, Stage, around, without
 
 
 class Layer:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 import unidist
-from unidist.keras import sessions
-from unidist.keras.torch.steps import reducer
-from unidist.keras.torch.values.buckets import CutBucket, WholeBucket
+from unidist.keras.records import model_record
+from unidist.keras.torch.params.buckets import CutBucket, WholeBucket
+from unidist.keras.torch.step import reducer
 
 # As a notebook does, with all frames that the exception went through.
 _kept: BaseException | None = None
@@ -102,7 +102,7 @@ def _break_off(model: keras.Model, step: Callable[[], object], where: str) -> in
             step()
         except WantOfMemoryError as error:
             _kept = error
-    reducers = [sessions.of(model).engine.traffic.reducer(rank) for rank in model.weights[0]._storage.shards]
+    reducers = [model_record.of(model).engine.traffic.reducer(rank) for rank in model.weights[0]._storage.shards]
     return min(one._next for one in reducers)
 
 

@@ -137,10 +137,13 @@ def save_without_variables(folder: str) -> int:
     import keras
 
     import unidist
-    from unidist.keras import files
+    from unidist.keras import atomic_files
 
     cleared()
-    with unidist.DataParallel().scope(), mock.patch.object(files, "_to_the_disk", wraps=files._to_the_disk) as written:
+    with (
+        unidist.DataParallel().scope(),
+        mock.patch.object(atomic_files, "_to_the_disk", wraps=atomic_files._to_the_disk) as written,
+    ):
         keras.Sequential([keras.Input((6,)), keras.layers.Rescaling(2.0)]).save(Path(folder) / "computes.keras")
         keras.Sequential([keras.layers.Dense(2)]).save(Path(folder) / "unbuilt.keras")
     assert sorted(path.name for path in Path(folder).iterdir()) == ["computes.keras", "unbuilt.keras"]

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import unidist
-from unidist.keras import sessions
-from unidist.keras.torch.steps import optimizers
+from unidist.keras.records import model_record
+from unidist.keras.torch.step import optimizers
 
 DEPTH, WIDTH = 24, 256
 
@@ -43,6 +43,6 @@ def of_gradients(rows: int) -> tuple[int, int]:
     # An update makes copies of some tensors at once, from Keras 3.16 on SGD's too: of few, as in large models.
     with mock.patch.object(optimizers, "UPDATE_BYTES", 4 * WIDTH * WIDTH):
         peak = peak_of(lambda: model.train_on_batch(x, x))
-    reducer = sessions.of(model).engine.traffic.reducer(unidist.process_index())
+    reducer = model_record.of(model).engine.traffic.reducer(unidist.process_index())
     held = sum(bucket.nbytes for bucket in reducer.buckets)
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables), held + peak

@@ -498,7 +498,7 @@ def laid_by_hand() -> None:
     import keras
 
     import unidist
-    from unidist.keras.compat import BaseOptimizer
+    from unidist.keras.patching.compat import BaseOptimizer
 
     class Squaring(keras.layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:

@@ -20,8 +20,8 @@ from tests.parity.train import Spec, distributed
 from unidist.checkpoint import folders
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
-from unidist.keras import looks
 from unidist.keras.checkpoint import turns
+from unidist.keras.consistency import polls
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")
@@ -204,7 +204,7 @@ def run(
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.filterwarnings("ignore", "Your input ran out of data")
             if asked is not None:
-                patch.setattr(looks, "_MOST_BETWEEN", 0.0)
+                patch.setattr(polls, "_MOST_BETWEEN", 0.0)
             try:
                 history = model.fit(**given, epochs=epochs, callbacks=callbacks, verbose=0)
                 told.history, told.epochs = history.history, history.epoch

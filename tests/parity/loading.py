@@ -90,7 +90,7 @@ def _by_file(path: Path) -> Any:
 
 def _largest_read(path: Path) -> int:
     """Items that are read at once of what is in a file."""
-    from unidist.keras.ranges import Stored
+    from unidist.keras.lazy_values import Stored
 
     sizes = [0]
     original = Stored.part

@@ -159,13 +159,13 @@ def train(name: str, spec: Spec | None, *, numpy_weights: bool = False, **option
 
 def train_loosely(name: str, spec: Spec) -> Result:
     """Trains a case while every tensor that can moves by itself, as large ones do."""
-    from unidist.keras.torch.values import flat
+    from unidist.keras.torch.params import flat_buffer
 
-    usual, flat.LOOSE_BYTES = flat.LOOSE_BYTES, 1
+    usual, flat_buffer.LOOSE_BYTES = flat_buffer.LOOSE_BYTES, 1
     try:
         return train(name, spec)
     finally:
-        flat.LOOSE_BYTES = usual
+        flat_buffer.LOOSE_BYTES = usual
 
 
 def fitted(

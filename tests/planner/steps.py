@@ -11,7 +11,7 @@ import numpy as np
 import unidist
 from tests.planner.zoo import backbone, batch
 from tests.support.saving import saved_bytes
-from unidist.keras.compat import get_device
+from unidist.keras.patching.compat import get_device
 
 BATCH, LENGTH = 6, 24
 MESHES = {"one": {"data": 1}, "data": {"data": 2}, "model": {"model": 2}}

@@ -155,3 +155,19 @@ def test_a_model_that_refuses_nan_is_planned() -> None:
     model = keras.Sequential([keras.Input((32,)), *layers])
     assert len(unidist.plan(model, unidist.Mesh({"model": 4})).pairs) == 1
     assert bytes_of(model, {"model": 4}) == 16 * (32 + 2 * 128) * FLOAT
+
+
+def test_a_kernel_that_loses_nan_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's attention on a processor with AVX-512 gives numbers where others give NaN."""
+    from unidist.keras.planning.saved_tensors import Saved
+
+    found, own, lost = bytes_of(transformer(), {"model": 2}), Saved._behind, []
+
+    def behind(self: Any, x: Any) -> int | None:
+        is_sum = x.ndim == 3 and x.shape[1] == 4
+        lost.append(is_sum)
+        return None if is_sum else own(self, x)
+
+    monkeypatch.setattr(Saved, "_behind", behind)
+    assert bytes_of(transformer(), {"model": 2}) == found
+    assert any(lost)

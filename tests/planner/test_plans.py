@@ -268,7 +268,7 @@ def test_layers_that_are_set_otherwise_are_asked_each() -> None:
 
 
 def test_layers_of_one_kind_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unidist.keras.planning.reaching import Reacher
+    from unidist.keras.planning.reach import Reacher
 
     asked, ask = [], Reacher._ask
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "unidist"
-TABLE = PACKAGE / "keras" / "compat.py"
+TABLE = PACKAGE / "keras" / "patching" / "compat.py"
 INSIDE = "keras.src"
 
 
@@ -49,9 +49,9 @@ def test_every_name_of_the_table_is_used_and_every_name_used_is_in_it() -> None:
     listed = set.union(*tables.values())
     used = {
         alias.name
-        for _, tree in trees("unidist.keras.compat")
+        for _, tree in trees("unidist.keras.patching.compat")
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "unidist.keras.compat"
+        if isinstance(node, ast.ImportFrom) and node.module == "unidist.keras.patching.compat"
         for alias in node.names
     }
     assert set(tables) == {"_PLACES", "_MOVED"}

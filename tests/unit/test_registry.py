@@ -62,7 +62,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KERAS_HOME", "/nowhere")
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    monkeypatch.setattr(session.arrival, "when_keras_arrives", lambda: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(session.keras_import_hook, "when_keras_arrives", lambda: None)  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     with registry.isolated():
         yield

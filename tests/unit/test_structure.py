@@ -16,8 +16,8 @@ LONGEST = 350
 # What is loaded by its name because an import would close a circle: where Keras's arrival brings the hooks, where a
 # picture is drawn of a model, where a notebook shows an object.
 BY_NAME = {
-    ("unidist.arrival", "unidist.keras.hooks"),
-    ("unidist.drawing.entry", "unidist.keras.models"),
+    ("unidist.keras_import_hook", "unidist.keras.hooks"),
+    ("unidist.drawing.entry", "unidist.keras.api.models"),
     ("unidist.names", "unidist.drawing.shown"),
 }
 Graph = Mapping[str, frozenset[str]]

@@ -30,8 +30,8 @@ def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
     """One check for each backend that is known here, and one for Keras on each that works.
 
     Args:
-        ask: backend -> {"devices": names, "keras": what `unidist.keras.probe` says} or {"error": text}; by default a
-            process that imports it.
+        ask: backend -> {"devices": names, "keras": what `unidist.keras.backend_probe` says} or {"error": text}; by
+            default a process that imports it.
         cards: NVIDIA cards of this machine; None: they are counted.
     """
     cards = count_cards() if cards is None else cards
@@ -101,11 +101,11 @@ def count_cards(folder: Path = Path("/dev")) -> int:
 
 
 def ask_a_process(name: str, seconds: float = SECONDS) -> Mapping[str, Any]:
-    """Returns what `unidist.keras.probe` says of a backend, or why it says nothing."""
+    """Returns what `unidist.keras.backend_probe` says of a backend, or why it says nothing."""
     # Outside every world: a launcher above this command has not started the probe.
     environ = {key: value for key, value in without_launcher(os.environ).items() if not key.startswith("SLURM_")}
     environ.pop("UNIDIST_BACKEND", None)
-    command = [sys.executable, "-m", "unidist.keras.probe", name]
+    command = [sys.executable, "-m", "unidist.keras.backend_probe", name]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

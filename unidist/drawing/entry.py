@@ -150,7 +150,7 @@ def _of_others(what: Any, device_memory: float | None, title: str | None) -> Pic
         return what._picture_(title)  # type: ignore[no-any-return]
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(what, keras.Model):
-        described = importlib.import_module("unidist.keras.models").describe(what)
+        described = importlib.import_module("unidist.keras.api.models").describe(what)
         return described._picture_(title or f"{what.name} as it is laid out on the devices")  # type: ignore[no-any-return]
     return None
 

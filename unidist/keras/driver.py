@@ -19,11 +19,11 @@ from unidist.strategies import Strategy
 
 if TYPE_CHECKING:
     from unidist.algebra import Axes, Layout
+    from unidist.keras.api.variable_rows import Row
     from unidist.keras.checkpoint.held import Held
-    from unidist.keras.interception import Table
-    from unidist.keras.processes import Processes
-    from unidist.keras.rows import Row
-    from unidist.keras.strategy import UnidistDistribution
+    from unidist.keras.consistency.processes import Processes
+    from unidist.keras.patching.patches import Table
+    from unidist.keras.strategies.strategy import UnidistDistribution
     from unidist.ledger import Ledger
 
 

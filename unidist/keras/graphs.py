@@ -20,7 +20,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from unidist.keras.compat import (
+from unidist.keras.layer_facts import is_container, runs_only_keras
+from unidist.keras.patching.compat import (
     Functional,
     get_keras_mask,
     get_stateless_scope,
@@ -28,7 +29,6 @@ from unidist.keras.compat import (
     set_keras_mask,
     tree,
 )
-from unidist.keras.known import is_container, runs_only_keras
 
 _RUN = "_run_through_graph"
 _lock = threading.Lock()

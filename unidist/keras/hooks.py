@@ -12,9 +12,20 @@ from functools import cache
 import keras
 
 from unidist.backends import registry
-from unidist.keras import clearing, driver, files, following, loading, making, phases, placed, ranges, sessions, writers
-from unidist.keras.compat import READ
-from unidist.keras.interception import Hook, Table
+from unidist.keras import (
+    active_distribution,
+    atomic_files,
+    driver,
+    fit_observer,
+    lazy_values,
+    loading,
+    phase_recording,
+    writers,
+)
+from unidist.keras.patching import clear_session
+from unidist.keras.patching.compat import READ
+from unidist.keras.patching.patches import Hook, Table
+from unidist.keras.records import model_record, variable_record
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +36,18 @@ _used: set[str] = set()
 @cache
 def table() -> Table:
     """Whatever the Keras backend."""
-    every = (loading, making, clearing, files, ranges, placed, sessions, following, phases, writers)
+    every = (
+        loading,
+        active_distribution,
+        clear_session,
+        atomic_files,
+        lazy_values,
+        variable_record,
+        model_record,
+        fit_observer,
+        phase_recording,
+        writers,
+    )
     return Table(hook for module in every for hook in module.hooks())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.compat import BaseConv
+from unidist.keras.patching.compat import BaseConv
 
 # What a layer of each class computes by. A subclass that has another of these may do anything.
 _DENSE = ("call", "__call__", "kernel")

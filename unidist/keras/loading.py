@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from unidist.keras.compat import TORCH_OPTIMIZERS, Trainer
-from unidist.keras.interception import Hook
+from unidist.keras.patching.compat import TORCH_OPTIMIZERS, Trainer
+from unidist.keras.patching.patches import Hook
 
 
 def hooks() -> tuple[Hook, ...]:

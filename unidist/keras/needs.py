@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unidist.keras.compat import INSIDE, LossScaleOptimizer, tree
-from unidist.keras.known import is_of_either
+from unidist.keras.layer_facts import is_of_either
+from unidist.keras.patching.compat import INSIDE, LossScaleOptimizer, tree
 
 Need = Callable[[Any], bool]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from unidist.keras.compat import backend, ops
+from unidist.keras.patching.compat import backend, ops
 
 Tensor = Any  # of the Keras backend in use
 

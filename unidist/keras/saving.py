@@ -13,10 +13,10 @@ from typing import Any
 
 from unidist.backends.protocol import itemsize
 from unidist.errors import CapabilityError
-from unidist.keras.compat import saving_api
-from unidist.keras.interception import Hook
-from unidist.keras.making import all_variables
-from unidist.keras.processes import Processes
+from unidist.keras.active_distribution import all_variables
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.patching.compat import saving_api
+from unidist.keras.patching.patches import Hook
 
 _MEMORY = Path("/proc/meminfo")
 # What a writer calls within writes too, and is a part of it: the processes meet at its end.

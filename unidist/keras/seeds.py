@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unidist.keras.compat import GLOBAL_RANDOM_SEED, GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
+from unidist.keras.patching.compat import GLOBAL_RANDOM_SEED, GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
 
 _ARRAY = "array"
 

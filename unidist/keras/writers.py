@@ -15,8 +15,9 @@ import keras
 
 from unidist import session
 from unidist.keras import driver as drivers
-from unidist.keras import saving, sessions
-from unidist.keras.interception import Hook, no_model
+from unidist.keras import saving
+from unidist.keras.patching.patches import Hook, no_model
+from unidist.keras.records import model_record
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _by_one(original: Any, writer: Writer) -> Any:
     @functools.wraps(original)
     def write(*args: Any, **kwargs: Any) -> Any:
         driver = drivers.current()
-        if driver is None or saving.is_writing() or not sessions.has_distributed():
+        if driver is None or saving.is_writing() or not model_record.has_distributed():
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -127,7 +128,7 @@ def _by_orbax(original: Any) -> Any:
     @functools.wraps(original)
     def save(self: Any, step: Any, logs: Any = None) -> Any:
         driver, model = drivers.current(), self.model
-        if driver is None or session.backend().process_count() < 2 or not sessions.has_distributed():
+        if driver is None or session.backend().process_count() < 2 or not model_record.has_distributed():
             return original(self, step, logs)
 
         def write() -> Any:

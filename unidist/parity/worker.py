@@ -68,7 +68,7 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def _strategy(mesh: Mesh) -> Any:
-    from unidist.keras.strategy import DataParallel, ModelParallel
+    from unidist.keras.strategies.strategy import DataParallel, ModelParallel
 
     return DataParallel(mesh) if mesh.axis_names in (("data",), ("batch",)) else ModelParallel(mesh)
 
@@ -91,7 +91,7 @@ class _Recorder:
         self._began.add(id(model))
         if len(self._began) > 1:
             return
-        from unidist.keras.models import gather_weights
+        from unidist.keras.api.models import gather_weights
 
         path = Path(self.spec.folder) / INITIAL
         if self.spec.initial is None:
@@ -102,7 +102,7 @@ class _Recorder:
         self.paths = list(gather_weights(model))
 
     def step(self, model: Any, logs: dict[str, Any]) -> None:
-        from unidist.keras.models import gather_weights
+        from unidist.keras.api.models import gather_weights
 
         self.losses.append(float(logs["loss"]))
         self.weights.append(list(gather_weights(model).values()))

@@ -56,11 +56,11 @@ def bytes_of_a_step(name: str, kind: str) -> tuple[int | float, int | float]:
 
 @contextlib.contextmanager
 def _units(kind: str) -> Iterator[None]:
-    from unidist.keras.torch.values import units
+    from unidist.keras.torch.params import param_groups
     from unidist.planner import predicting
 
     with contextlib.ExitStack() as stack:
-        for module in (units, predicting) if kind.endswith("units") else ():
+        for module in (param_groups, predicting) if kind.endswith("units") else ():
             stack.enter_context(mock.patch.object(module, "UNIT_BYTES", UNIT))
         yield
 

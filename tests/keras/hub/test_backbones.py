@@ -11,7 +11,7 @@ import pytest
 import unidist
 from tests.keras.hub import zoo
 from tests.support.sampling import unless_all
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 RANKS = [(name, ranks) for name in zoo.BY_HAND for ranks in (2, 4)]
 # Two ranks and four in turn; where keys have fewer heads than queries, both.
@@ -24,7 +24,7 @@ def test_a_backbone_trains_as_on_one_device(name: str, ranks: int) -> None:
     with unidist.ledger() as traffic:
         found = zoo.train(zoo.BACKBONES[name], zoo.strategy(name, ranks))
     zoo.assert_equal(found, wanted)
-    engine = sessions.of(found.model).engine
+    engine = model_record.of(found.model).engine
     rows = {rule.name for rule in engine.rules if rule.kind == "row"}
     taken = zoo.rows_of(found.model)
     # Keys and values of fewer heads than devices are cut by features: what attention gives is too, or in part.

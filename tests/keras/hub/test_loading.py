@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unidist
-from unidist.keras.ranges import Stored
+from unidist.keras.lazy_values import Stored
 
 SIZES = {"num_layers": 1, "num_query_heads": 4, "num_key_value_heads": 2, "hidden_dim": 128, "intermediate_dim": 256}
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import unidist
 from tests.keras.hub import zoo
 from tests.support.saving import saved_bytes
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 # LENGTH is 6: on 4 devices its parts are 2, 2, 2 and 0 places.
 CASES = [
@@ -102,7 +102,7 @@ def test_norms_see_a_part_of_the_sequence(name: str, kernel: str, count: int, ra
         return tuple(shape[1] for shape in noted.seen)
 
     # The first rank's part, torch.chunk's.
-    assert sessions.of(model).engine.world.run(forward) == (-(-zoo.LENGTH // ranks),) * count
+    assert model_record.of(model).engine.world.run(forward) == (-(-zoo.LENGTH // ranks),) * count
 
 
 def test_layouts_are_planned_alike() -> None:
@@ -137,7 +137,7 @@ def test_what_backward_keeps_of_the_activations_is_less() -> None:
 
 def kept_bytes(model: keras.Model, x: dict[str, torch.Tensor]) -> int:
     """Bytes that the first rank's forward pass keeps for backward, weights left out."""
-    engine = sessions.of(model).engine
+    engine = model_record.of(model).engine
     weights = [v._storage.leaf(0) for v in model.variables]
 
     def forward(frame) -> int:  # type: ignore[no-untyped-def]

@@ -13,8 +13,8 @@ import numpy as np
 import unidist
 from tests.keras.hub import zoo
 from unidist import session
-from unidist.keras.compat import saving_lib
-from unidist.keras.processes import SavingFailedError
+from unidist.keras.consistency.processes import SavingFailedError
+from unidist.keras.patching.compat import saving_lib
 from unidist.testing.processes import ProcessWorld
 
 WORDS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]

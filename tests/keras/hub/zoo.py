@@ -15,7 +15,7 @@ import keras_hub
 import numpy as np
 
 import unidist
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 M = keras_hub.models
 ROWS, LENGTH, VOCABULARY, STEPS = 4, 6, 64, 3
@@ -196,4 +196,4 @@ def assert_equal(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> No
 
 def rows_of(model: Any) -> set[str]:
     """Names of the row layers whose inputs came cut in every call."""
-    return {rule.name for rule in sessions.of(model).engine.rules if rule.comes_cut}
+    return {rule.name for rule in model_record.of(model).engine.rules if rule.comes_cut}

@@ -17,7 +17,7 @@ import unidist
 from tests.keras.jax.models import BATCH, CASES, ROWS, compile_case
 from tests.keras.jax.programs import made
 from tests.support.runs import PAIR, Result, fresh, is_first, scope, strategy, told
-from unidist.keras.compat import BaseOptimizer
+from unidist.keras.patching.compat import BaseOptimizer
 
 
 def entrance(kind: str | None, how: str) -> Result:

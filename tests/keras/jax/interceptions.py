@@ -12,7 +12,7 @@ import numpy as np
 import unidist
 from tests.support.clearing import cleared
 from unidist.errors import BackendMismatchError
-from unidist.keras.compat import (
+from unidist.keras.patching.compat import (
     READ,
     BaseOptimizer,
     JAXTrainer,
@@ -24,8 +24,8 @@ from unidist.keras.compat import (
     data_adapters,
     saving_api,
 )
-from unidist.keras.compat import jax_distribution_lib as distribution_lib
-from unidist.keras.compat import jax_trainer as trainer
+from unidist.keras.patching.compat import jax_distribution_lib as distribution_lib
+from unidist.keras.patching.compat import jax_trainer as trainer
 
 ENTRANCES = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 PLACES: dict[str, Any] = {
@@ -90,7 +90,7 @@ def after_install() -> dict[str, Any]:
 
 
 def missing() -> str:
-    from unidist.keras.interception import Hook, Table
+    from unidist.keras.patching.patches import Hook, Table
 
     try:
         Table([Hook(JAXTrainer, "_no_such_method", lambda original: original, "a test")]).turn_on()

@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import unidist
 from tests.support.runs import Result, fresh, scope, strategy, told
-from unidist.keras.compat import AutocastScope
+from unidist.keras.patching.compat import AutocastScope
 
 
 class Exact(layers.Layer):  # type: ignore[misc]

@@ -8,23 +8,23 @@ from typing import Any
 from unittest import mock
 
 from unidist.algebra import Layout
-from unidist.keras import placed, sessions
-from unidist.keras.jax import data, fanning, layouts, redistribution, rowwise
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.jax import data, layouts, redistribution, rowwise, zero_collectives
+from unidist.keras.records import model_record, variable_record
 
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "padding counts as rows": (data.Padded, "cut", lambda self: self.array),
-    "nothing is distributed outside of the scope": (sessions, "distribution_of", lambda model: None),
-    "slots stay behind": (placed, "owner_of", lambda variable: None),
+    "nothing is distributed outside of the scope": (model_record, "distribution_of", lambda model: None),
+    "slots stay behind": (variable_record, "owner_of", lambda variable: None),
     "every device computes the whole batch": (
         layouts,
         "of_batch",
         lambda shape, distribution: layouts.replicated(distribution),
     ),
     "seeds differ by process": (Processes, "align_seeds", lambda self: None),
-    "states stay whole": (layouts, "layouts_of", lambda variable, distribution: placed.alike(Layout())),
+    "states stay whole": (layouts, "layouts_of", lambda variable, distribution: variable_record.alike(Layout())),
     "rows are taken for alone": (rowwise, "is_row_wise", lambda *programs: True),
-    "gradients come twice": (fanning.Cut, "joined", lambda self, value: value * 2),
+    "gradients come twice": (zero_collectives.Cut, "joined", lambda self, value: value * 2),
     "gradients in part": (redistribution, "_to_state", lambda placed, value: value / 2),
 }
 

@@ -16,7 +16,7 @@ def test_every_place_is_as_in_the_version_it_was_made_for(one: ProcessWorld) -> 
     """`one` runs Keras without unidist's hooks."""
     found = one.call(f"{PLACES}:signatures")[0]
     version = next((version for version in found["read"] if found["version"].startswith(f"{version}.")), None)
-    assert version is not None, "look at each place again, then add the version to unidist/keras/compat.py"
+    assert version is not None, "look at each place again, then add the version to unidist/keras/patching/compat.py"
     assert found["places"] == {
         "JaxVariable._initialize_layout": "(self)",
         "JaxVariable._direct_assign": "(self, value)",

@@ -11,7 +11,7 @@ from keras import layers
 
 import unidist
 from tests.keras.torch.models import compiling_by, features, held, model_parallel
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 from unidist.keras.torch import context
 from unidist.keras.torch.world import RankWorld
 
@@ -131,6 +131,6 @@ def looped(derived):
 
     wanted = [np.asarray(v) for v in run(None).weights]
     found = run(strategy({"model": 2}))
-    assert sessions.of(found).engine is not None
+    assert model_record.of(found).engine is not None
     apart = max(np.abs(np.asarray(a) - b).max() for a, b in zip(found.weights, wanted, strict=True))
     return digest(found), float(apart)

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 import unidist
 from unidist.backends.torch.backend import TorchBackend
-from unidist.keras.compat import torch_core
+from unidist.keras.patching.compat import torch_core
 from unidist.keras.torch import context, cutting, engine
 from unidist.keras.torch.context import Rows
-from unidist.keras.torch.steps import fused, optimizers, statistics, traffic
-from unidist.keras.torch.steps.reducer import Reducer
+from unidist.keras.torch.step import fused, optimizers, statistics, step_comm
+from unidist.keras.torch.step.reducer import Reducer
 
 GPU = "cuda:0"
 
@@ -70,7 +70,7 @@ def gpu() -> Iterator[None]:
             (TorchBackend, "torch_device", lambda self: GPU),
             (torch.Tensor, "copy_", lambda self, other, non_blocking=False: self),
             (torch.Tensor, "__getitem__", _part),
-            (traffic, "Reducer", lambda world, rank, watched: Reducer(world, rank, [])),
+            (step_comm, "Reducer", lambda world, rank, watched: Reducer(world, rank, [])),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

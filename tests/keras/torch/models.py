@@ -13,7 +13,7 @@ import torch
 from keras import layers, ops
 
 import unidist
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 TOLERANCE = 1e-5
 
@@ -93,7 +93,7 @@ def two_by_two():
 
 def rows_of(model):
     """Names of the row layers whose inputs came cut in every call."""
-    return [rule.layer.name for rule in sessions.of(model).engine.rules if rule.comes_cut]
+    return [rule.layer.name for rule in model_record.of(model).engine.rules if rule.comes_cut]
 
 
 def held(variable):

@@ -16,7 +16,7 @@ from unidist.backends import environment
 
 
 def _device() -> str:
-    from unidist.keras.compat import torch_core
+    from unidist.keras.patching.compat import torch_core
 
     return str(torch_core.DEFAULT_DEVICE)
 
@@ -75,7 +75,7 @@ def place_after_joining() -> list[str]:
 
 def place_without_gpus() -> tuple[str, str]:
     """What Keras chose by itself is left alone where there are no GPUs: here made up, as on a Mac."""
-    from unidist.keras.compat import torch_core
+    from unidist.keras.patching.compat import torch_core
 
     with mock.patch.object(torch_core, "DEFAULT_DEVICE", "mps"):
         unidist.use("torch")

@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 
 import unidist
 from tests.keras.torch.models import OwnOfPairs, compiling_by
-from unidist.keras import sessions
-from unidist.keras.compat import TorchTrainer
-from unidist.keras.torch.values import saved, units
+from unidist.keras.patching.compat import TorchTrainer
+from unidist.keras.records import model_record
+from unidist.keras.torch.params import param_groups, saved
 
 RULES = {
     ".*(query|key|value)/kernel": (None, "model", None),
@@ -108,7 +108,7 @@ def counted(traffic: unidist.Ledger, kind: str) -> Counter[tuple[str, str, Any]]
 def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, int], dict[str, int]]:
     """Compiled against run as is. Gives torch.compile's counters: of graphs, and of breaks."""
     # What a layer gives is used when others are fetched, as in large models.
-    with compiling_by(compiler), mock.patch.object(units, "UNIT_BYTES", 1):
+    with compiling_by(compiler), mock.patch.object(param_groups, "UNIT_BYTES", 1):
         with unidist.ledger() as plain:
             wanted = train(name, strategy_of(kind), False, rows)
         counters.clear()
@@ -126,7 +126,7 @@ def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, i
         assert any(not v._storage.is_kept for v in found[2].trainable_variables) == (kind == "shards")
     else:
         assert unidist.describe(found[2]).sharded
-        assert any(rule.comes_cut for rule in sessions.of(found[2]).engine.rules)
+        assert any(rule.comes_cut for rule in model_record.of(found[2]).engine.rules)
     return dict(counters["stats"]), dict(counters["graph_break"])
 
 
@@ -140,7 +140,7 @@ def kept_for_backward(policy: str, jit_compile: bool) -> tuple[int, int]:
     x = np.ones((8, 64), "float32")
     # Only what later steps keep is looked at: the first one makes what there is to look into.
     model.train_on_batch(x, x[:, :1])
-    (fetcher,) = sessions.of(model).engine.traffic._fetchers.values()
+    (fetcher,) = model_record.of(model).engine.traffic._fetchers.values()
     found: list[torch.Tensor] = []
     alias = saved.alias
 

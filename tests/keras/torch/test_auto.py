@@ -12,8 +12,8 @@ import torch
 from keras import layers, ops
 
 import unidist
-from unidist.keras import sessions
-from unidist.keras.planning.settling import waits
+from unidist.keras.planning.auto_layouts import waits
+from unidist.keras.records import model_record
 
 RNG = np.random.default_rng(3)
 
@@ -142,7 +142,7 @@ def test_quantized_kernels_are_planned_and_predict_alike(kind: str) -> None:
         predicted(given) for given in (unidist.ModelParallel(unidist.Mesh({"model": 4})), None)
     )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert sessions.of(model).engine is not None
+    assert model_record.of(model).engine is not None
 
 
 def train(build: Callable[[], keras.Model], strategy: unidist.ModelParallel | None, in_scope: bool = True):  # type: ignore[no-untyped-def]
@@ -192,7 +192,7 @@ TOLD = {
 def _planned_is_told(plan: unidist.Plan, model: keras.Model) -> None:
     """The rows of the plan's pairs take features that come cut, and both say of each layer why it is cut so."""
     why = unidist.describe(model).why
-    taking = {rule.name for rule in sessions.of(model).engine.rules if rule.comes_cut}
+    taking = {rule.name for rule in model_record.of(model).engine.rules if rule.comes_cut}
     assert taking >= {row for *_, row in plan.pairs}
     for path, reason in {row.path: row.reason for row in plan.rows if row.is_sharded}.items():
         layer, _, name = path.rpartition("/")
@@ -212,7 +212,7 @@ def test_finding_layouts_draws_no_numbers_of_the_program() -> None:
     _, losses, weights = train(drawn_at_every_call, None)
     strategy = unidist.ModelParallel(unidist.Mesh({"data": 1, "model": 4}), exact_random=True)
     model, found, held = train(drawn_at_every_call, strategy)
-    assert any(rule.comes_cut for rule in sessions.of(model).engine.rules)
+    assert any(rule.comes_cut for rule in model_record.of(model).engine.rules)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     for a, b in zip(held, weights, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, model_parallel, train, two_by_two
-from unidist.keras.compat import BaseOptimizer
+from unidist.keras.patching.compat import BaseOptimizer
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),

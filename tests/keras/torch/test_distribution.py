@@ -10,7 +10,7 @@ import pytest
 from keras.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, TensorLayout
 
 import unidist
-from unidist.keras.compat import backend as keras_backend
+from unidist.keras.patching.compat import backend as keras_backend
 
 
 def grid(shape=(2, 2)):

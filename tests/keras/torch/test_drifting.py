@@ -17,7 +17,7 @@ from tests.keras.torch import drifting
 from tests.keras.torch.drifting import CUT, adam, built, other_bits, strategy
 from tests.keras.torch.models import TOLERANCE, assert_equal, features, train
 from unidist.backends.sim.ranks import VirtualRanks
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 from unidist.keras.torch import carrying
 from unidist.keras.torch.world import leave_worlds
 from unidist.testing.processes import ProcessWorld
@@ -152,7 +152,7 @@ def test_buckets_of_two_kinds_are_launched_as_they_are_filled(on_gpus, monkeypat
     """A weight in two is cut, and bucket by bucket each is full when backward has come so far."""
     monkeypatch.setenv("UNIDIST_BUCKET_MB", "0.0001")
     found = train(built, *features(), strategy(MESHES["both"]), optimizer=adam).model
-    reducer = sessions.of(found).engine.traffic.reducer(0)
+    reducer = model_record.of(found).engine.traffic.reducer(0)
     places = {id(member.leaf): k for k, member in enumerate(reversed(reducer.watched))}
     last = [max(places[id(member.leaf)] for member in bucket.members) for bucket in reducer.buckets]
     kinds = [bucket.axes for bucket in reducer.buckets]

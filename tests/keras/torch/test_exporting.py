@@ -13,7 +13,7 @@ import pytest
 import unidist
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint.exporting import export
-from unidist.keras.compat import serialization_lib
+from unidist.keras.patching.compat import serialization_lib
 
 
 def net(*layers: Any) -> Any:

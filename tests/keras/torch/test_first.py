@@ -13,7 +13,7 @@ import torch
 
 import unidist
 from unidist.keras import seeds
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
 
 COUNT = 3
 DATA = bytes(range(200))

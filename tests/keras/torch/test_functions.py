@@ -11,7 +11,7 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import assert_equal, features, train
 from unidist.keras import hooks
-from unidist.keras.torch.values import units
+from unidist.keras.torch.params import param_groups
 
 
 class Rounded(torch.autograd.Function):
@@ -177,7 +177,7 @@ def policy(request):
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_slopes_of_what_weights_make_train(name, zero, policy, monkeypatch):
     """Units of one layer each: what backward needs of them is let go by others."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
 
     def build():
         inputs = layers.Input((12,))

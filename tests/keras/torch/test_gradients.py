@@ -13,7 +13,7 @@ import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
 from tests.keras.torch.test_steps import OwnStep
 from unidist.backends.torch.sharded import ShardedTensor
-from unidist.keras.torch.values import flat
+from unidist.keras.torch.params import flat_buffer
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -37,9 +37,9 @@ def poisoned(request, monkeypatch):
         found = original(*args, **options)
         return found.fill_(float("nan")) if found.is_floating_point() and not found.is_meta else found
 
-    monkeypatch.setattr(flat.torch, "empty", empty)  # type: ignore[attr-defined]
+    monkeypatch.setattr(flat_buffer.torch, "empty", empty)  # type: ignore[attr-defined]
     if request.param == "loose":
-        monkeypatch.setattr(flat, "LOOSE_BYTES", 1)
+        monkeypatch.setattr(flat_buffer, "LOOSE_BYTES", 1)
 
 
 # missing --------------------------------------------------------------------------------------------------------------

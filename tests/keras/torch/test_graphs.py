@@ -14,9 +14,9 @@ import torch
 from keras import layers, ops
 
 import unidist
-from unidist.keras.compat import StatelessScope, set_keras_mask
 from unidist.keras.graphs import Graph, are_kept, has_same_bits
-from unidist.keras.planning.reading import read
+from unidist.keras.patching.compat import StatelessScope, set_keras_mask
+from unidist.keras.planning.facts import read
 
 RNG = np.random.default_rng(0)
 

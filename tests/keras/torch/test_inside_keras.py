@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from unidist.errors import BackendMismatchError
-from unidist.keras import compat
+from unidist.keras.patching import compat
 
 
 def test_each_version_has_the_places_it_was_read_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import unidist
 from unidist.checkpoint import assets
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import api as checkpoints
-from unidist.keras.checkpoint import keeping
+from unidist.keras.checkpoint import layer_assets
 
 X = np.random.default_rng(1).normal(size=(16, 4)).astype("float32")
 
@@ -173,7 +173,7 @@ def test_a_model_that_is_made_again_takes_them(tmp_path: Path) -> None:
 
 def test_steps_of_before_restore_all_but_that_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = net(Noting("own", name="note"))
-    with mock.patch.object(keeping, "keepers", return_value=[]), mock.patch.object(checkpoints, "_KEPT", "before"):
+    with mock.patch.object(layer_assets, "keepers", return_value=[]), mock.patch.object(checkpoints, "_KEPT", "before"):
         unidist.save(model, tmp_path, step=1)
     other = net(Noting("other", name="note"))
     found = unidist.restore(other, tmp_path)
@@ -258,7 +258,7 @@ def test_files_that_somebody_else_wrote_stay_in_their_folder(path: str, tmp_path
 
 def test_a_file_of_numbers_is_refused(tmp_path: Path) -> None:
     model = net(Noting("a", name="note"))
-    with mock.patch.object(keeping.Keeper, "files", return_value={"text": np.zeros(2)}):
+    with mock.patch.object(layer_assets.Keeper, "files", return_value={"text": np.zeros(2)}):
         unidist.save(model, tmp_path, step=1)
     with pytest.raises(CheckpointError, match="is a file of float64"):
         unidist.restore(model, tmp_path)

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, rows_of, train
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 
 COLUMNS = {".*a/kernel": (None, "model")}
 ROWS = {".*a/kernel": ("model", None)}
@@ -44,7 +44,7 @@ def test_an_activation_of_all_units_gets_them_all(last, activation, kind):
 
     found = train(build, x, y, model_parallel(COLUMNS if kind == "column" else ROWS))
     assert_equal(found, train(build, x, y))
-    assert [rule.kind for rule in sessions.of(found.model).engine.rules] == [kind]
+    assert [rule.kind for rule in model_record.of(found.model).engine.rules] == [kind]
 
 
 class OwnCall(layers.Dense):
@@ -97,7 +97,7 @@ def test_a_subclass_that_computes_otherwise_gathers_its_weights(name, rules):
 
     found = train(build, x, y, model_parallel(rules))
     assert_equal(found, train(build, x, y))
-    assert [rule.kind for rule in sessions.of(found.model).engine.rules] == ["gather"]
+    assert [rule.kind for rule in model_record.of(found.model).engine.rules] == ["gather"]
 
 
 @pytest.mark.parametrize("rule", [("model", None), (None, "model")])
@@ -110,7 +110,7 @@ def test_a_table_that_computes_otherwise_gathers_its_weights(rule):
     _, y = features()
     found = train(build, x, y, model_parallel({".*a/embeddings": rule}))
     assert_equal(found, train(build, x, y))
-    assert [rule.kind for rule in sessions.of(found.model).engine.rules] == ["gather"]
+    assert [rule.kind for rule in model_record.of(found.model).engine.rules] == ["gather"]
 
 
 def test_a_subclass_that_computes_alike_keeps_its_rule():

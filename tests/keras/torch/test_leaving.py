@@ -13,10 +13,10 @@ import pytest
 
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
-from unidist.keras import looks as its_looks
 from unidist.keras.checkpoint import leaving
 from unidist.keras.checkpoint.leaving import Leaving, Requests
-from unidist.keras.processes import Processes, taking_part
+from unidist.keras.consistency import polls as its_looks
+from unidist.keras.consistency.processes import Processes, taking_part
 
 
 class Clock:

@@ -14,7 +14,7 @@ import unidist
 from tests.keras import lost
 from tests.support.sampling import SEED, unless_all
 from unidist.errors import BackendMismatchError, CapabilityError
-from unidist.keras import compat, interception
+from unidist.keras.patching import compat, patches
 
 EVERY = lost.every()
 CASES = [(EVERY[k], kind) for k, kind in lost.cases()]
@@ -36,7 +36,7 @@ def test_a_model_trains_or_is_refused_by_name(hook, kind):
 def test_a_model_that_does_not_need_it_trains(name):
     (hook,) = (hook for hook in EVERY if hook.where.endswith(f".{name}"))
     with lost.without(hook, "a number"):
-        assert [one.where for one in interception.lost()] == [hook.where]
+        assert [one.where for one in patches.lost()] == [hook.where]
         found = lost.trained(unidist.DataParallel())
     lost.same(found, lost.trained())
 

@@ -15,9 +15,9 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import assert_equal, features, train
 from tests.keras.torch.test_zero import adam, even, grid, sent, trainable_bytes
-from unidist.keras.compat import AutocastScope
-from unidist.keras.torch.values import flat, units
-from unidist.keras.torch.values.unit import Unit
+from unidist.keras.patching.compat import AutocastScope
+from unidist.keras.torch.params import flat_buffer, param_groups
+from unidist.keras.torch.params.param_group import Unit
 
 
 @pytest.fixture(params=["mixed_bfloat16", "mixed_float16"])
@@ -99,19 +99,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("unit_bytes", [1, units.UNIT_BYTES])
+@pytest.mark.parametrize("unit_bytes", [1, param_groups.UNIT_BYTES])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_as_whole_values_do(name, unit_bytes, policy, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", unit_bytes)
     x, y = features()
     found, wanted = (train(MODELS[name], x, y, unidist.DataParallel(zero=zero), optimizer=adam) for zero in (3, 0))
     assert_equal(found, wanted)
 
 
-@pytest.mark.parametrize("loose_bytes", [1, flat.LOOSE_BYTES])
+@pytest.mark.parametrize("loose_bytes", [1, flat_buffer.LOOSE_BYTES])
 def test_cut_by_a_rule_too_it_trains_as_whole_values_do(policy, loose_bytes, monkeypatch):
-    monkeypatch.setattr(flat, "LOOSE_BYTES", loose_bytes)
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(flat_buffer, "LOOSE_BYTES", loose_bytes)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     x, y = features()
 
     def build():
@@ -155,7 +155,7 @@ def test_what_a_regularizer_reads_is_gathered_as_it_is_stored(policy):
 
 def test_nothing_of_it_stays(policy, monkeypatch):
     """Behind a step neither value has memory; in it, the one of 16 bits alone has had some."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     had = []
     need = Unit.need
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.keras.torch.sources import Stream, centered
-from unidist.keras.narrowing import Narrowed, tells_rows
+from unidist.keras.feed.row_sampler import Narrowed, tells_rows
 
 
 class Slow(Dataset):

@@ -11,7 +11,7 @@ from keras import layers
 from keras.src.saving import saving_lib
 
 import unidist
-from unidist.keras.ranges import Stored
+from unidist.keras.lazy_values import Stored
 
 KERNEL = (128, 256)
 

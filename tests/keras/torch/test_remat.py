@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, model_parallel, train, two_by_two
-from unidist.keras.torch.values import units
+from unidist.keras.torch.params import param_groups
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -80,13 +80,13 @@ CASES = [*((name, "full") for name in STRATEGIES), ("tp", "activations"), ("zero
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_training_is_what_it_is_without(name, mode, monkeypatch):
     """The same draws, losses and batch statistics: what is computed again draws and writes nothing."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)  # values of no two layers are fetched together
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)  # values of no two layers are fetched together
     assert_equal(trained(STRATEGIES[name](), *MODES[mode]), trained(STRATEGIES[name](), None))
 
 
 def test_an_activation_is_the_users_own_again(monkeypatch):
     """Keras puts another in its place in each call, in which ranks wait for each other's weights."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     model = trained(STRATEGIES["zero 3"](), "activations").model
     assert model.get_layer("a").activation is keras.activations.relu
 

@@ -14,8 +14,8 @@ import pytest
 
 import unidist
 from tests.support.sampling import unless_all
-from unidist.keras import compat
 from unidist.keras.checkpoint import renaming
+from unidist.keras.patching import compat
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
 # Keras's load_model from 3.16 on.

@@ -9,7 +9,7 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, train
-from unidist.keras.known import is_known
+from unidist.keras.layer_facts import is_known
 
 RNG = np.random.default_rng(0)
 # 4 and 1: three of four devices have no rows at the end.

@@ -17,9 +17,9 @@ from keras import layers, ops
 
 import unidist
 from unidist.algebra import Layout
-from unidist.keras import sessions
+from unidist.keras.records import model_record
 from unidist.keras.torch import features
-from unidist.keras.torch.tensor_parallel import sequence
+from unidist.keras.torch.layers import sequence
 from unidist.keras.torch.world import rank_world
 
 LENGTH, WIDTH = 7, 12  # on 2 devices 4 and 3 places, on 4 devices 2, 2, 2 and 1
@@ -138,7 +138,7 @@ def test_a_layer_that_mixes_places_is_given_all_of_them(trap: str, mesh: str) ->
     np.testing.assert_allclose(found, losses, atol=1e-5, rtol=1e-5)
     for variable, a, b in zip(model.weights, held, weights, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=variable.path)
-    assert sum(bool(rule.comes_cut) for rule in sessions.of(model).engine.rules) == 2
+    assert sum(bool(rule.comes_cut) for rule in model_record.of(model).engine.rules) == 2
     sums = Counter(e.op for e in traffic.events if e.purpose.endswith(("down0", "down1")))
     # 10 rows in batches of 4 are three steps; a step scatters each sum once.
     assert sums["reduce_scatter"] == 2 * 2 * 3

@@ -14,7 +14,7 @@ from keras import layers, ops
 import unidist
 from tests.keras.torch.models import OwnOfPairs, assert_equal, features, model_parallel, train, two_by_two
 from unidist.errors import CapabilityError, LayoutError, MeshError
-from unidist.keras.torch.values import units
+from unidist.keras.torch.params import param_groups
 
 STRATEGIES = {
     "dp": lambda: unidist.DataParallel(),
@@ -701,7 +701,7 @@ def test_each_rank_has_the_attributes_that_it_assigns(kind):
 @pytest.mark.parametrize("kind", [layers.GRU, layers.LSTM])
 def test_each_rank_has_the_masks_that_a_cell_keeps(kind, monkeypatch):
     """A cell keeps the masks of its call's rows, of which ranks have other numbers. These drop nothing."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)  # ranks wait for each other between one layer's weights
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)  # ranks wait for each other between one layer's weights
 
     def build():
         cell = kind(6, dropout=1e-9, recurrent_dropout=1e-9, name="r")

@@ -8,8 +8,8 @@ from keras import layers, ops
 
 import unidist
 from tests.keras.torch.models import assert_equal, features, train
-from unidist.keras import sessions
 from unidist.keras.layers import computes_as
+from unidist.keras.records import model_record
 
 
 class Named(layers.Dense):
@@ -70,5 +70,7 @@ def test_what_is_planned_is_what_trains(kind):
     assert planned == ({"up/kernel"} if KINDS[kind] is not None else set())
     found = train(build, x, y, unidist.ModelParallel(mesh))
     assert_equal(found, train(build, x, y))
-    columns = {f"{rule.layer.name}/kernel" for rule in sessions.of(found.model).engine.rules if rule.kind == "column"}
+    columns = {
+        f"{rule.layer.name}/kernel" for rule in model_record.of(found.model).engine.rules if rule.kind == "column"
+    }
     assert columns == planned

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unidist.errors import BackendMismatchError
-from unidist.keras.interception import Hook, Table, by, kept
+from unidist.keras.patching.patches import Hook, Table, by, kept
 
 
 class Base:

@@ -15,7 +15,7 @@ import unidist
 from unidist.flight.form import ENTRIES
 from unidist.flight.reading import waited
 from unidist.flight.recorder import Recorder, recorder
-from unidist.keras import telemetry
+from unidist.keras.api import telemetry
 
 
 def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:

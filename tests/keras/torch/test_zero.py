@@ -14,9 +14,9 @@ import unidist
 from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
-from unidist.keras import sessions
-from unidist.keras.torch.steps import fused, optimizers, reducer
-from unidist.keras.torch.values import flat, saved, units
+from unidist.keras.records import model_record
+from unidist.keras.torch.params import flat_buffer, param_groups, saved
+from unidist.keras.torch.step import fused, optimizers, reducer
 
 STAGES = (1, 2, 3)
 
@@ -80,7 +80,7 @@ class Block(layers.Layer):
 @pytest.mark.parametrize("made_backwards", [True, False])
 def test_units_are_in_the_order_in_which_a_step_reads(made_backwards, policy, monkeypatch):
     """Behind the first step. Keras goes through the layers inside of one from the last to the first."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 2 * 4 * (16 * 16 + 16))
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 2 * 4 * (16 * 16 + 16))
     keras.config.set_dtype_policy(policy)
 
     def build():
@@ -90,7 +90,7 @@ def test_units_are_in_the_order_in_which_a_step_reads(made_backwards, policy, mo
         return keras.Sequential([layers.Input((16,)), block, layers.Dense(4, name="out")])
 
     def names():
-        traffic = sessions.of(model).engine.traffic
+        traffic = model_record.of(model).engine.traffic
         unit = traffic._fetchers[0].fetched
         return [[storage.path.split("/")[-2] for storage in one.storages[::2]] for one in unit]
 
@@ -139,7 +139,7 @@ def test_states_in_parts_send_what_an_all_reduce_would(zero, bucket_mb, monkeypa
 def test_values_in_parts_are_fetched_for_forward_and_again_for_backward(monkeypatch):
     """Three times (n-1)/n of the bytes, but for what is still there when backward wants it (the last two layers) and
     what backward never reads (the first layer's, whose input needs no gradient)."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     x, y = features(rows=8, out=4)
     with unidist.ledger() as book:
         model = train(even, x, y, unidist.DataParallel(zero=3), optimizer=adam, batch_size=8, epochs=1).model
@@ -186,7 +186,7 @@ class Around(layers.Layer):
 
 @pytest.mark.parametrize("reads_another", [False, True])
 def test_values_that_are_in_use_stay(reads_another, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
 
     def build():
         around = Around(reads_another, name="around")
@@ -220,7 +220,7 @@ class There(layers.Layer):
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_what_a_layer_gives_of_its_weights_stays(policy, monkeypatch):
     """As positions of KerasHub's models, which are a view of their table."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
 
     def build():
         keras.config.set_dtype_policy(policy)
@@ -243,7 +243,7 @@ def test_what_a_layer_gives_of_its_weights_stays(policy, monkeypatch):
 def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):
     """Backward opens what forward saved of a kernel that was cast, and its memory is free by then. A regularizer wants
     it as it is stored, so that it is gathered so, and cast."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
 
     def build():
         options = {"dtype": "mixed_bfloat16", "kernel_regularizer": "l2"}
@@ -257,7 +257,7 @@ def test_values_in_low_precision_are_made_anew_for_backward(monkeypatch):
 
 def test_casts_of_layers_with_a_rule_are_let_go_too(monkeypatch):
     """Backward keeps nothing of a kernel's size that has its memory."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     alias, sizes = saved.alias, []
 
     def noting(tensor):
@@ -295,7 +295,7 @@ def uneven():
 def test_large_tensors_move_by_themselves(strategy, monkeypatch):
     """The same bytes, but for padding, in more collectives, and the same numbers bit by bit."""
     packed, before = loosely(strategy)
-    monkeypatch.setattr(flat, "LOOSE_BYTES", 1)
+    monkeypatch.setattr(flat_buffer, "LOOSE_BYTES", 1)
     found, book = loosely(strategy)
     x, y = features()
     assert_equal(found, train(uneven, x, y, optimizer=adam))
@@ -307,7 +307,7 @@ def test_large_tensors_move_by_themselves(strategy, monkeypatch):
 
 
 def test_values_updated_in_parts_come_by_units_of_their_own_size(monkeypatch):
-    monkeypatch.setattr(units, "KEPT_UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "KEPT_UNIT_BYTES", 1)
     x, y = features(rows=8, out=4)
     with unidist.ledger() as book:
         model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=3).model
@@ -317,7 +317,7 @@ def test_values_updated_in_parts_come_by_units_of_their_own_size(monkeypatch):
 
 def test_what_is_under_way_is_not_written_to(monkeypatch):
     """Values are sent from where the optimizer writes: it waits for those that no layer has read since."""
-    monkeypatch.setattr(flat, "LOOSE_BYTES", 1)
+    monkeypatch.setattr(flat_buffer, "LOOSE_BYTES", 1)
     x, y = features(rows=8, out=4)
     model = train(even, x, y, unidist.DataParallel(zero=1), optimizer=adam, batch_size=8, epochs=1).model
     first = model.trainable_variables[0]
@@ -382,7 +382,7 @@ def test_bytes_held_are_the_ideal(zero, devices):
 
 def test_fetched_values_are_let_go(monkeypatch):
     """While a layer computes, at most it, the one before and the next are there; after the step none is."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     x, y = features(rows=8, out=4)
     seen = []
     original = layers.Dense.call
@@ -698,7 +698,7 @@ def test_steps_that_torch_would_compile_run_eagerly_in_the_simulator():
 @pytest.mark.parametrize("kind", ["dp", "2x2"])
 def test_a_rank_without_rows_fetches_what_the_others_do(kind, monkeypatch):
     """Backward of a regularizer reads a kernel again, which is a collective where it is stored in parts."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1)
+    monkeypatch.setattr(param_groups, "UNIT_BYTES", 1)
     found = contract.few(kind, 3)
     same(found, contract.few(None, 0))
     assert found["sharded"]

@@ -15,7 +15,7 @@ from jax._src import xla_bridge
 from jax.extend.backend import clear_backends
 
 from unidist.backends.environment import Launch, detect
-from unidist.backends.jax import ending, reading, relay, roll
+from unidist.backends.jax import exit, reading, relay, roll
 from unidist.backends.jax.devices import config
 from unidist.backends.lines import is_loopback, own_address
 from unidist.backends.protocol import Cluster
@@ -143,7 +143,7 @@ def _way(coordinator: str) -> relay.Relay:
 
 def _until_left(present: roll.Roll, way: relay.Relay | None) -> Callable[[], None]:
     """Registers what holds at this process's exit. Returns what takes it back."""
-    stay = ending.at_exit(lambda: present.is_broken, way.let_go if way else None)
+    stay = exit.at_exit(lambda: present.is_broken, way.let_go if way else None)
 
     def leave() -> None:
         stay()

@@ -25,8 +25,8 @@ from unidist.checkpoint.directory import Directory, FolderDirectory, directory_o
 from unidist.checkpoint.reading import Reader, Verify
 from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
-from unidist.keras import configs, seeds
-from unidist.keras.checkpoint import keeping, later
+from unidist.keras import model_config, seeds
+from unidist.keras.checkpoint import later, layer_assets
 from unidist.keras.checkpoint.fetching import Source
 from unidist.keras.checkpoint.fitting import OWN, fitting, reading
 from unidist.keras.checkpoint.states import State, tried
@@ -112,7 +112,7 @@ def _save(
     if asynchronous and not isinstance(directory, FolderDirectory):
         raise CapabilityError(f"asynchronous=True writes into folders, and {where!r} is an address: leave it out")
     bare = State.of(model)
-    state = keeping.with_kept(bare)
+    state = layer_assets.with_kept(bare)
     holders = state.holders
 
     # By all processes: a variable that is asked for may be a collective.
@@ -196,7 +196,7 @@ def _config_of(state: State) -> dict[str, Any] | None:
     names = [tensor.name for tensor, _ in state.variables]
     text = None
     try:
-        text = configs.config_of(state.model)
+        text = model_config.config_of(state.model)
     # Whatever a user's `get_config` raises, the checkpoint is written.
     except Exception as error:
         _log.info("no config in checkpoints of model %r: %s", state.model.name, error)
@@ -277,7 +277,7 @@ def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict:
     skipped: list[str] = []
     try:
         reader = opened()
-        kept = keeping.plan(state.model, reader.tensors)
+        kept = layer_assets.plan(state.model, reader.tensors)
         is_old = isinstance(reader, Reader) and not _has_kept(reader)
         fits, skipped = fitting(state, reader, kept, strict=strict, is_old=is_old)
         # All see that it fits before the first value is changed.
@@ -309,7 +309,7 @@ def _has_kept(reader: Reader) -> bool:
     return isinstance(own, dict) and _KEPT in own
 
 
-def _load(state: State, kept: keeping.Plan, what: str) -> bool:
+def _load(state: State, kept: layer_assets.Plan, what: str) -> bool:
     """Gives layers what they keep beside their variables. Whether one has changed by it."""
     is_changed = False
 
@@ -329,7 +329,7 @@ def _finish(model: Any, is_changed: bool) -> None:
             layer.finalize_state()
             is_changed = True
     if is_changed:
-        keeping.trace_anew(model)
+        layer_assets.trace_anew(model)
 
 
 def _go_on_with(random: str, where: str) -> None:

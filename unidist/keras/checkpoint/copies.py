@@ -26,7 +26,7 @@ from unidist.checkpoint.stores import is_address
 from unidist.errors import CapabilityError
 from unidist.flight.recorder import recorder
 from unidist.keras import seeds
-from unidist.keras.checkpoint import keeping
+from unidist.keras.checkpoint import layer_assets
 from unidist.keras.checkpoint.fetching import PURPOSE, Source
 from unidist.keras.checkpoint.line import Line
 from unidist.keras.checkpoint.states import Holders, State, tried
@@ -120,7 +120,7 @@ class Copies:
             CheckpointError: on all, where one could not.
         """
         with recorder.phase("saving"):
-            state = keeping.with_kept(State.of(model))
+            state = layer_assets.with_kept(State.of(model))
             if (nodes := self._known(state.holders)) is None or self._memory is None:
                 return
             if self._slot is None:

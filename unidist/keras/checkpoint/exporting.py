@@ -21,13 +21,13 @@ from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.regions import whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
-from unidist.keras import configs, files, loading
-from unidist.keras.checkpoint import keeping
+from unidist.keras import atomic_files, loading, model_config
+from unidist.keras.checkpoint import layer_assets
 from unidist.keras.checkpoint.fitting import OWN, problem, reading
 from unidist.keras.checkpoint.held import Whole, entries
 from unidist.keras.checkpoint.states import named
-from unidist.keras.compat import TorchLayer, saving_lib
-from unidist.keras.interception import Hook, Table, by
+from unidist.keras.patching.compat import TorchLayer, saving_lib
+from unidist.keras.patching.patches import Hook, Table, by
 
 # Smaller variables are made as ever: some have values that no checkpoint needs to have, as a metric's.
 _SMALL_BYTES = 1 << 16
@@ -51,7 +51,7 @@ def export(directory: Path, step: Step, out: Path) -> None:
         raise CheckpointError(f"{out}: Keras's files end with .keras or {_WEIGHTS}", file=str(out))
     if out.exists():
         raise CheckpointError(f"{out}: is there already", file=str(out))
-    with Reader(directory, step) as reader, _lazy() as initializers, configs.without_tensorflow(), disk.told(out):
+    with Reader(directory, step) as reader, _lazy() as initializers, model_config.without_tensorflow(), disk.told(out):
         text, names = _told_of(reader)
         model = _model_of(reader, text, is_compiled=out.suffix == ".keras")
         _fill(model, reader, names, initializers)
@@ -73,7 +73,7 @@ def _told_of(reader: Reader) -> tuple[str, list[str]]:
 def _model_of(reader: Reader, text: str, *, is_compiled: bool) -> Any:
     """The model, without values."""
     try:
-        return configs.model_of(text, is_compiled=is_compiled)
+        return model_config.model_of(text, is_compiled=is_compiled)
     # Classes of anybody's are called with arguments from a file.
     except Exception as error:
         told = f"{type(error).__name__}: {error!s:.500}"
@@ -99,7 +99,7 @@ def _keep(model: Any, reader: Reader) -> None:
     Raises:
         CheckpointError: the step has some for layers that Keras does not make.
     """
-    kept = keeping.plan(model, reader.tensors)
+    kept = layer_assets.plan(model, reader.tensors)
     if kept.wrong:
         raise CheckpointError(f"{reader.folder}: {'; '.join(kept.wrong[:5])}: {_REMEDY}")
     for name, one in kept.fits.items():
@@ -169,7 +169,7 @@ def _lazy() -> Iterator[dict[int, Any]]:
         Hook(keras.optimizers.Optimizer, "_var_key", by(lambda self, one: id(one)), "no value is a key"),
         Hook(saving_lib, "is_memory_sufficient", by(lambda model: False), "no file is held in memory"),
         *loading.hooks(),
-        *files.hooks(),
+        *atomic_files.hooks(),
     ]
     if keras.config.backend() == "torch":
         hooks.append(Hook(TorchLayer, "_track_variables", by(lambda self: None), "torch's modules would hold values"))

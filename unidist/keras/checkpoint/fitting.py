@@ -16,7 +16,7 @@ from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import renaming
 from unidist.keras.checkpoint.fetching import Source
 from unidist.keras.checkpoint.held import WORDS, Held, Read, entries, words
-from unidist.keras.checkpoint.keeping import Plan
+from unidist.keras.checkpoint.layer_assets import Plan
 from unidist.keras.checkpoint.states import State
 
 _log = logging.getLogger(__name__)

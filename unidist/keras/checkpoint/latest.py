@@ -10,7 +10,7 @@ from unidist.checkpoint.reading import Reader
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import api as checkpoints
 from unidist.keras.checkpoint.states import Holders
-from unidist.keras.processes import taking_part
+from unidist.keras.consistency.processes import taking_part
 
 
 def found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:

@@ -12,7 +12,7 @@ import numpy as np
 from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array, DistributionBackend
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
 
 _AXIS = "rank"
 

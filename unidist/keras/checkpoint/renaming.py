@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unidist.keras.checkpoint.states import optimizers
-from unidist.keras.compat import to_snake_case
+from unidist.keras.patching.compat import to_snake_case
 
 # Layers keep them without giving them a name.
 _KEPT = ("seed_generator",)

@@ -21,9 +21,9 @@ from unidist.keras.checkpoint.position import Attributes, Position
 from unidist.keras.checkpoint.states import Holders
 from unidist.keras.checkpoint.turns import Every, turn
 from unidist.keras.checkpoint.walking import Walk
-from unidist.keras.compat import Callback, CallbackList, tree
-from unidist.keras.following import Follower
-from unidist.keras.processes import taking_part
+from unidist.keras.consistency.processes import taking_part
+from unidist.keras.fit_observer import Follower
+from unidist.keras.patching.compat import Callback, CallbackList, tree
 
 
 class Checkpoint(Follower):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from unidist.keras.compat import backend
+from unidist.keras.patching.compat import backend
 
 # Datasets of TensorFlow whose iterator draws from its shuffles when it is made, and never later.
 DRAW_WHEN_MADE = {

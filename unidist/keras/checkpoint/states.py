@@ -16,9 +16,9 @@ from unidist.checkpoint.tensors import FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError, LayoutError
 from unidist.keras import driver as drivers
 from unidist.keras.checkpoint.held import Held, OfFirst, Whole, rows_of
-from unidist.keras.compat import BaseOptimizer
-from unidist.keras.processes import Processes
-from unidist.keras.telling import numbered
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.patching.compat import BaseOptimizer
+from unidist.keras.records.layer_report import numbered
 
 
 @dataclass(frozen=True)

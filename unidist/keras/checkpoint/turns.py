@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from unidist.errors import ArgumentError
-from unidist.keras.processes import taking_part
+from unidist.keras.consistency.processes import taking_part
 
 Every = str | int | float
 

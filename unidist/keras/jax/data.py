@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
+from unidist.keras.feed.lockstep import Part
 from unidist.keras.jax import layouts, processes
-from unidist.keras.lockstep import Part
 
 Segments = tuple[tuple[int, int], ...]
 

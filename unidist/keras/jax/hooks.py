@@ -13,21 +13,8 @@ import jax
 
 from unidist.backends import registry
 from unidist.backends.jax.virtual import prepare_devices
-from unidist.keras import entrances, making
+from unidist.keras import active_distribution, trainer_entry
 from unidist.keras import saving as keras_saving
-from unidist.keras.compat import (
-    BaseOptimizer,
-    JAXTrainer,
-    JaxVariable,
-    Layer,
-    Metric,
-    Operation,
-    conversions,
-    data_adapters,
-)
-from unidist.keras.compat import jax_distribution_lib as keras_distribution_lib
-from unidist.keras.compat import jax_trainer as keras_trainer
-from unidist.keras.interception import Hook, Table, by
 from unidist.keras.jax import (
     layouts,
     pacing,
@@ -40,6 +27,19 @@ from unidist.keras.jax import (
     sorting,
     trainer,
 )
+from unidist.keras.patching.compat import (
+    BaseOptimizer,
+    JAXTrainer,
+    JaxVariable,
+    Layer,
+    Metric,
+    Operation,
+    conversions,
+    data_adapters,
+)
+from unidist.keras.patching.compat import jax_distribution_lib as keras_distribution_lib
+from unidist.keras.patching.compat import jax_trainer as keras_trainer
+from unidist.keras.patching.patches import Hook, Table, by
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 
@@ -103,7 +103,7 @@ def _of_variables() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield from entrances.hooks(JAXTrainer, placing.distribution_of, trainer.entering)
+    yield from trainer_entry.hooks(JAXTrainer, placing.distribution_of, trainer.entering)
     building = "models are built under their distribution"
     yield Hook(JAXTrainer, "_symbolic_build", trainer.building, building)
     # Keras 3.16 leaves the other out where all is built.
@@ -116,6 +116,6 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
     yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
-    hidden = functools.partial(making.active, None)
+    hidden = functools.partial(active_distribution.active, None)
     adapting = functools.partial(reading.one_for_all, current=placing.current, hidden=hidden)
     yield Hook(data_adapters, "get_data_adapter", adapting, "process 0's data is everybody's")

@@ -13,9 +13,9 @@ from keras.distribution import TensorLayout
 
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import LayoutError
-from unidist.keras import placed
-from unidist.keras.compat import random_seed_dtype
-from unidist.keras.strategy import adopt, keras_layout
+from unidist.keras.patching.compat import random_seed_dtype
+from unidist.keras.records import variable_record
+from unidist.keras.strategies.strategy import adopt, keras_layout
 from unidist.strategies import VariableLayouts
 
 
@@ -70,7 +70,7 @@ def placement(variable: Any, distribution: Any) -> Placement:
     """The three layouts of a placed variable. Where all are one, that is where it rests."""
     rests = native(variable._layout, distribution) if variable._layout is not None else replicated(distribution)
     found, shape = layouts_of(variable, distribution), tuple(variable.shape)
-    if found == placed.alike(found.storage):
+    if found == variable_record.alike(found.storage):
         return Placement(rests, rests, rests)
     compute, state = (native(of_keras(x, shape, distribution), distribution) for x in (found.compute, found.state))
     return Placement(rests, compute, state)
@@ -82,11 +82,11 @@ def layouts_of(variable: Any, distribution: Any) -> VariableLayouts:
     Raises:
         LayoutError: two rules match its path, or a dim does not divide; for Keras's own strategies too.
     """
-    record = placed.of(variable)
+    record = variable_record.of(variable)
     if record.lies_on(distribution) and record.layouts is not None:
         return record.layouts
-    is_weight = not placed.is_state_of_metric(variable) and str(variable.dtype) != random_seed_dtype()
-    return placed.layouts_of(variable, distribution, is_weight=is_weight)
+    is_weight = not variable_record.is_state_of_metric(variable) and str(variable.dtype) != random_seed_dtype()
+    return variable_record.layouts_of(variable, distribution, is_weight=is_weight)
 
 
 def of_keras(layout: Layout, shape: tuple[int, ...], distribution: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 from unidist import events, session
 from unidist.backends.jax.hlo import collectives_of, events_of
 from unidist.events import Event
-from unidist.keras.strategy import adopt
+from unidist.keras.strategies.strategy import adopt
 
 
 class ProgramCollectives:

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array
-from unidist.keras import sessions
+from unidist.keras.api.variable_rows import Row, rows_of
 from unidist.keras.jax import layouts, placing, processes
-from unidist.keras.rows import Row, rows_of
-from unidist.keras.strategy import adopt
-from unidist.keras.telling import of_partitioned
+from unidist.keras.records import model_record
+from unidist.keras.records.layer_report import of_partitioned
+from unidist.keras.strategies.strategy import adopt
 
 
 def parallelize(model: Any, distribution: Any) -> None:
@@ -23,7 +23,7 @@ def parallelize(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
     """
-    sessions.check_rules(model, distribution)
+    model_record.check_rules(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -42,9 +42,9 @@ def rows(model: Any) -> Iterator[Row]:
     Raises:
         LayoutError: a strict rule of the model's distribution matches none of its variables.
     """
-    distribution = sessions.distribution_of(model)
+    distribution = model_record.distribution_of(model)
     if distribution is not None and model.built:
-        sessions.check_rules(model, distribution)
+        model_record.check_rules(model, distribution)
     yield from rows_of(model, _row)
 
 

@@ -9,14 +9,15 @@ import jax
 import numpy as np
 from keras import distribution as keras_distribution
 
-from unidist.keras import memory, placed, sessions
-from unidist.keras.compat import in_stateless_scope
+from unidist.keras import allocator
+from unidist.keras.active_distribution import active
 from unidist.keras.jax import layouts, processes
-from unidist.keras.making import active
-from unidist.keras.planning.settling import to_place
-from unidist.keras.ranges import SMALL, Stored
-from unidist.keras.strategy import adopt
-from unidist.keras.telling import applied
+from unidist.keras.lazy_values import SMALL, Stored
+from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.planning.auto_layouts import to_place
+from unidist.keras.records import model_record, variable_record
+from unidist.keras.records.layer_report import applied
+from unidist.keras.strategies.strategy import adopt
 
 
 def current() -> Any:
@@ -26,14 +27,14 @@ def current() -> Any:
 
 def initialize_layout(variable: Any) -> None:
     """JaxVariable._initialize_layout: finds the layout, and remembers it and the distribution."""
-    record = placed.of_new(variable)
+    record = variable_record.of_new(variable)
     # A slot is laid out as its variable, and is placed with it.
-    distribution = current() if record.owner is None else placed.of(record.owner).distribution
+    distribution = current() if record.owner is None else variable_record.of(record.owner).distribution
     if distribution is None or record.lies_on(distribution):  # Keras asks twice.
         return
     if variable._layout is not None and record.distribution is None:
         given = layouts.of_native(layouts.native(variable._layout, distribution))
-        placed.note_given(variable, adopt(distribution).mesh, given)
+        variable_record.note_given(variable, adopt(distribution).mesh, given)
     _lay(variable, distribution)
 
 
@@ -55,7 +56,7 @@ def assigning(original: Any) -> Any:
 
     @functools.wraps(original)
     def _direct_assign(variable: Any, value: Any) -> None:
-        distribution = placed.of(variable).distribution
+        distribution = variable_record.of(variable).distribution
         if distribution is None or variable._layout is None or isinstance(value, jax.core.Tracer):
             original(variable, value)
             return
@@ -73,7 +74,7 @@ def loading(original: Any) -> Any:
 
     @functools.wraps(original)
     def assign(variable: Any, value: Any) -> Any:
-        distribution = placed.of(variable).distribution
+        distribution = variable_record.of(variable).distribution
         is_alike = isinstance(value, Stored) and value.shape == tuple(variable.shape)
         if not is_alike or distribution is None or variable._layout is None or in_stateless_scope():
             return original(variable, value)
@@ -85,7 +86,7 @@ def loading(original: Any) -> Any:
 
         sharding = layouts.native(variable._layout, distribution)
         variable._value = jax.make_array_from_callback(value.shape, sharding, part).block_until_ready()
-        memory.give_back_after(variable._value.nbytes)
+        allocator.give_back_after(variable._value.nbytes)
         return variable._value
 
     return assign
@@ -102,8 +103,8 @@ def initializing(original: Any) -> Any:
         original(variable, initializer)
         value = variable._value
         is_value = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-        if is_value and value.size >= SMALL and placed.of(variable).distribution is not None:
-            memory.give_back_after(value.block_until_ready().nbytes)
+        if is_value and value.size >= SMALL and variable_record.of(variable).distribution is not None:
+            allocator.give_back_after(value.block_until_ready().nbytes)
 
     return _initialize_with_initializer
 
@@ -111,7 +112,7 @@ def initializing(original: Any) -> Any:
 def distribution_of(model: Any) -> Any:
     """The active distribution, else the model's own."""
     outer = current()
-    return outer if outer is not None else sessions.distribution_of(model)
+    return outer if outer is not None else model_record.distribution_of(model)
 
 
 def place_model(model: Any, distribution: Any) -> None:
@@ -129,7 +130,7 @@ def place_model(model: Any, distribution: Any) -> None:
     with active(distribution):
         for variable in strangers:
             _place_variable(variable, distribution)
-    sessions.of(model).told = distribution
+    model_record.of(model).told = distribution
     model.train_function = model.test_function = model.predict_function = None
     applied(model, distribution)
 
@@ -152,7 +153,7 @@ def overwriting(original: Any) -> Any:
 
 
 def _place_variable(variable: Any, distribution: Any) -> None:
-    value, before = variable._value, placed.of(variable).distribution
+    value, before = variable._value, variable_record.of(variable).distribution
     _lay(variable, distribution)
     if value is None:
         return
@@ -166,7 +167,7 @@ def _place_variable(variable: Any, distribution: Any) -> None:
 
 
 def _lay(variable: Any, distribution: Any) -> None:
-    record = placed.of(variable)
+    record = variable_record.of(variable)
     record.layouts = layouts.layouts_of(variable, distribution)
     record.distribution = distribution
     variable._layout = layouts.of_keras(record.layouts.storage, tuple(variable.shape), distribution)

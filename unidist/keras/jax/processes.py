@@ -20,8 +20,8 @@ from unidist.backends.jax.joining import current as world_joined
 from unidist.backends.noting import Noted
 from unidist.backends.protocol import Array
 from unidist.keras import distribution_lib
-from unidist.keras.agreement import Peers
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.agreement import Peers
+from unidist.keras.consistency.processes import Processes
 
 _VALUE = "reading a value"
 _compared: set[Any] = set()

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from unidist.keras.compat import ArrayDataAdapter, TorchDataLoaderAdapter, array_slicing, tree
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.feed.batch_digest import Views
+from unidist.keras.feed.lockstep import Meeting, Part, rowwise
 from unidist.keras.jax import data, layouts, processes
-from unidist.keras.lockstep import Meeting, Part, rowwise
-from unidist.keras.processes import Processes
-from unidist.keras.views import Views
+from unidist.keras.patching.compat import ArrayDataAdapter, TorchDataLoaderAdapter, array_slicing, tree
 
 _meeting = Meeting(data.rows_of_all, processes.ranks_of)
 
@@ -117,7 +117,7 @@ class SameAdapter(_Around):
         if not isinstance(self._adapter, TorchDataLoaderAdapter):
             return False
         # Whoever gives Keras a DataLoader has torch.
-        from unidist.keras.narrowing import tells_rows
+        from unidist.keras.feed.row_sampler import tells_rows
 
         return tells_rows(self._adapter._dataloader, self._adapter)
 
@@ -133,7 +133,7 @@ class SameAdapter(_Around):
             yield share.parts(_each(functools.partial(_Asked.read, indices=own), asked))
 
     def _of_loader(self, views: Views) -> Iterator[Any]:
-        from unidist.keras.narrowing import Narrowed
+        from unidist.keras.feed.row_sampler import Narrowed
 
         def own(indices: list[int]) -> list[int]:
             views.check(np.asarray(indices))

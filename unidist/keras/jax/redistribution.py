@@ -18,9 +18,9 @@ import jax
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
-from unidist.keras.compat import in_stateless_scope
-from unidist.keras.jax import fanning, layouts, placing, regions
-from unidist.keras.strategy import adopt
+from unidist.keras.jax import layouts, placing, regions, zero_collectives
+from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.strategies.strategy import adopt
 
 
 def calling(original: Any) -> Any:
@@ -58,7 +58,7 @@ def _region(distribution: Any, variables: Any, placed: list[layouts.Placement], 
     if len(variables) != len(values):
         return None
     axes = adopt(distribution).strategy.data_axes
-    found = {id(v): fanning.cut_of(layouts, axes) for v, layouts in zip(variables, placed, strict=True)}
+    found = {id(v): zero_collectives.cut_of(layouts, axes) for v, layouts in zip(variables, placed, strict=True)}
     cuts = {key: cut for key, cut in found.items() if cut is not None}
     held = {id(v): value for v, value in zip(variables, values, strict=True)}
     return regions.Region(cuts, held) if cuts else None

@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras import StatelessScope
 from keras.layers import RNN, Wrapper
 
-from unidist.keras.compat import get_keras_mask, get_stateless_scope, set_keras_mask
-from unidist.keras.jax import fanning, layouts, rowwise
+from unidist.keras.jax import layouts, rowwise, zero_collectives
+from unidist.keras.patching.compat import get_keras_mask, get_stateless_scope, set_keras_mask
 
 _active = threading.local()
 # Cheap to have again from gathered values, which are not to be kept for backward in any form.
@@ -40,12 +40,12 @@ class Region:
         values: their values, where they rest.
     """
 
-    def __init__(self, cuts: dict[int, fanning.Cut], values: dict[int, Any]) -> None:
+    def __init__(self, cuts: dict[int, zero_collectives.Cut], values: dict[int, Any]) -> None:
         self.cuts = cuts
         self._held: dict[int, Any] | None = None
         # Once a step, so that a variable's gradient is reduced once however often it is used.
         self.values = {
-            key: values[key] if cut.stored else fanning.stacked(cut, values[key]) for key, cut in cuts.items()
+            key: values[key] if cut.stored else zero_collectives.stacked(cut, values[key]) for key, cut in cuts.items()
         }
 
     def begin(self) -> None:
@@ -236,7 +236,7 @@ class _Call:
         if any(own is not None and own.stored for own in cuts):
             local = jax.checkpoint(local, policy=_is_kept)
         takes = [_spec(own) for own in cuts], [rows if own else PartitionSpec() for own in self.has_rows]
-        mapped = fanning.by_shard(cut, local, takes, rows)
+        mapped = zero_collectives.by_shard(cut, local, takes, rows)
         outputs, masks = jax.tree.map(lambda array: _cut(array, self.rows, cut.mesh), mapped(values, arrays))
         for output, mask in zip(outputs, masks, strict=True):
             if mask is not None:
@@ -266,7 +266,7 @@ def _low(own: Any, uses: list[Any]) -> Any:
     return dtype if both_float and dtype.itemsize < own.itemsize else None
 
 
-def _given(variable: Any, cut: fanning.Cut | None, region: Region) -> Any:
+def _given(variable: Any, cut: zero_collectives.Cut | None, region: Region) -> Any:
     """Returns what the shards are given of a variable: their parts, their places of the stack, or all."""
     if cut is not None:
         value = region.values[id(variable)]
@@ -275,17 +275,17 @@ def _given(variable: Any, cut: fanning.Cut | None, region: Region) -> Any:
     return variable._value if found is None else found
 
 
-def _spec(cut: fanning.Cut | None) -> PartitionSpec:
+def _spec(cut: zero_collectives.Cut | None) -> PartitionSpec:
     if cut is None:
         return PartitionSpec()
     return cut.spec if cut.stored else PartitionSpec(cut.axes)
 
 
-def _whole(cut: fanning.Cut | None, value: Any, dtype: str | None) -> Any:
+def _whole(cut: zero_collectives.Cut | None, value: Any, dtype: str | None) -> Any:
     """Makes a variable whole of what a shard holds of it; what is gathered is in this dtype."""
     if cut is None:
         return value
-    return fanning.gathered(cut, value, dtype) if cut.stored else value[0]
+    return zero_collectives.gathered(cut, value, dtype) if cut.stored else value[0]
 
 
 def _padded(array: Any, missing: int, mesh: Any) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from unidist.keras import making
+from unidist.keras import active_distribution
+from unidist.keras.consistency.processes import Processes
 from unidist.keras.jax import placing, processes
-from unidist.keras.processes import Processes
 from unidist.keras.saving import agree_on_room
 
 
@@ -29,7 +29,7 @@ def gathered(model: Any) -> Iterator[None]:
     processes.meet("saving")
     agree_on_room(model, processes.processes())
     held = []
-    for variable in making.all_variables(model):
+    for variable in active_distribution.all_variables(model):
         value = variable._value
         if value is None or value.is_fully_addressable:
             continue

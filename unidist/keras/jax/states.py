@@ -13,31 +13,32 @@ from unidist import events, session
 from unidist.algebra import Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.checkpoint.shares import Share
-from unidist.keras import making, placed, sessions
+from unidist.keras import active_distribution
 from unidist.keras.checkpoint.held import Held, OnMesh, Read, Whole, words
+from unidist.keras.consistency.processes import Processes
 from unidist.keras.jax import layouts, placing
 from unidist.keras.jax.processes import processes as of_world
-from unidist.keras.processes import Processes
-from unidist.keras.strategy import adopt
+from unidist.keras.records import model_record, variable_record
+from unidist.keras.strategies.strategy import adopt
 
 
 def ready(model: Any) -> None:
     """Places a built model, its optimizer and its metrics, if it is distributed."""
     distribution = placing.distribution_of(model)
     if distribution is not None:
-        sessions.check_rules(model, distribution)
+        model_record.check_rules(model, distribution)
         placing.place_model(model, distribution)
 
 
 def processes(model: Any) -> Processes | None:
     """Returns the processes that hold the model together, if there are several."""
-    distributed = any(placed.of(v).distribution is not None for v in making.all_variables(model))
+    distributed = any(variable_record.of(v).distribution is not None for v in active_distribution.all_variables(model))
     return of_world() if distributed else None
 
 
 def held(variable: Any) -> Held:
     """A variable, as the devices of this process hold it."""
-    distribution = placed.of(variable).distribution
+    distribution = variable_record.of(variable).distribution
     value = variable._value
     on_mesh = isinstance(value, jax.Array) and isinstance(value.sharding, jax.sharding.NamedSharding)
     if distribution is None or not on_mesh:

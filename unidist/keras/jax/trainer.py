@@ -11,11 +11,12 @@ from typing import Any
 import jax
 
 from unidist import events
-from unidist.keras import making, sessions
-from unidist.keras.compat import jax_trainer
+from unidist.keras import active_distribution
+from unidist.keras.feed.lockstep import as_symbols, to_build
 from unidist.keras.jax import alike, data, ledger, pacing, placing, processes
-from unidist.keras.lockstep import as_symbols, to_build
-from unidist.keras.strategy import adopt
+from unidist.keras.patching.compat import jax_trainer
+from unidist.keras.records import model_record
+from unidist.keras.strategies.strategy import adopt
 
 # Keras's steps are recognised by the state they take: fit's has optimizer variables, evaluate's only metrics.
 _STEPS = {4: "train step", 3: "test step", 2: "predict step"}
@@ -33,7 +34,7 @@ def entering(distribution: Any, given: inspect.BoundArguments, name: str) -> Ite
         several = processes.processes()
         if name == "fit" and several is not None:
             several.align_seeds()
-        with making.active(distribution):
+        with active_distribution.active(distribution):
             yield several, processes.peers
 
 
@@ -174,7 +175,7 @@ def _making_and_compiling(original: Any) -> Any:
 def _check(model: Any) -> None:
     distribution = placing.current()
     if distribution is not None:
-        sessions.check_rules(model, distribution)
+        model_record.check_rules(model, distribution)
         if placing.waits_for_plan(model, distribution):
             placing.place_model(model, distribution)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.compat import is_float_dtype, is_tensor, jax_utils, tree
+from unidist.keras.patching.compat import is_float_dtype, is_tensor, jax_utils, tree
 from unidist.planner.facts import Activation, Affine
 
 # Activation functions whose derivative is computed from what they give, which the next layer takes and keeps anyway.
@@ -24,11 +24,22 @@ as_in_a_step: ContextVar[bool] = ContextVar("unidist_as_in_a_step", default=Fals
 
 @dataclass(frozen=True, slots=True)
 class SeenTensor:
-    """`behind`: where the tensor has NaN, the candidate that gave such last; else None."""
+    """`behind`: where the tensor has NaN, the candidate that gave such last; else None.
+
+    `total`: the sum of its values, and `source`: the candidate that gave NaN last. Some kernels lose a NaN: torch's
+    attention does on processors that have AVX-512.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     behind: int | None
+    total: float | None = None
+    source: int | None = None
+
+    def after(self, clean: SeenTensor) -> int | None:
+        """Returns the candidate whose NaN has changed this tensor, which was `clean` in a run without any."""
+        has_changed = None not in (self.total, clean.total) and self.total != clean.total
+        return self.source if self.behind is None and has_changed else self.behind
 
 
 @dataclass
@@ -102,7 +113,7 @@ class Seens:
     def behind(self, k: int) -> tuple[int, ...]:
         """The candidates on whose outputs the k-th tensor depends."""
         runs = [run for run in self.marked if len(run) == len(self.near)]
-        return tuple(sorted({found for run in runs if (found := run[k].behind) is not None}))
+        return tuple(sorted({found for run in runs if (found := run[k].after(self.near[k])) is not None}))
 
 
 def activations(

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from unidist.keras.compat import BaseConv
 from unidist.keras.layers import computes_as, has_low_rank, has_more_than_its_kernel
+from unidist.keras.patching.compat import BaseConv
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
 _TABLES = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)

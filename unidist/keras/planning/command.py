@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["KERAS_BACKEND"] = on_keras.choice().name
     mesh = Mesh(parse_mesh(options.mesh))
     model = build(load(options.target))
-    from unidist.keras.planning.planning import plan
+    from unidist.keras.planning.plan import plan
 
     made = plan(
         model,
@@ -111,7 +111,7 @@ def build(function: Callable[[], Any]) -> Any:
     """
     import keras
 
-    from unidist.keras.planning.waiting import leave_without
+    from unidist.keras.planning.valueless import leave_without
 
     try:
         with keras.StatelessScope(initialize_variables=False):

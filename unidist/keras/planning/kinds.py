@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.calls import ENTRANCES
+from unidist.keras.patching.layer_calls import ENTRANCES
 from unidist.keras.planning.candidates import children
 
 # What concerns variables alone and no path between layers.

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 from unidist.errors import LayoutError
-from unidist.keras import sessions
-from unidist.keras.compat import is_float_dtype, tree
+from unidist.keras.patching.compat import is_float_dtype, tree
+from unidist.keras.records import model_record
 
 ROWS = 2
 # Where a model takes no such few: numbers that many divide.
@@ -24,7 +24,7 @@ def counts(model: Any, given: Any) -> list[int]:
     """
     described = tree.flatten(given if given is not None else described_by(model))
     fixed = [x.shape[0] for x in described if x is not None and len(x.shape) and x.shape[0] is not None]
-    known = fixed[0] if fixed else sessions.of(model).rows
+    known = fixed[0] if fixed else model_record.of(model).rows
     return list(dict.fromkeys([ROWS, *(_MORE if known is None else (known,))]))
 
 

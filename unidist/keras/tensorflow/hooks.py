@@ -13,13 +13,13 @@ from tensorflow.python.ops import array_ops, gen_math_ops
 
 from unidist.backends import registry
 from unidist.errors import MeshError
-from unidist.keras import distribution_lib, entrances
+from unidist.keras import distribution_lib, trainer_entry
 from unidist.keras import saving as keras_saving
-from unidist.keras.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
-from unidist.keras.compat import tensorflow_core as keras_core
-from unidist.keras.compat import tensorflow_distribution_lib as keras_distribution_lib
-from unidist.keras.compat import tensorflow_numpy as keras_numpy
-from unidist.keras.interception import Hook, Table, by
+from unidist.keras.patching.compat import BaseOptimizer, TensorFlowTrainer, data_adapters
+from unidist.keras.patching.compat import tensorflow_core as keras_core
+from unidist.keras.patching.compat import tensorflow_distribution_lib as keras_distribution_lib
+from unidist.keras.patching.compat import tensorflow_numpy as keras_numpy
+from unidist.keras.patching.patches import Hook, Table, by
 from unidist.keras.tensorflow import parts, pinning, placing, recurrent, saving, slicing, trainer, values, worlds
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
@@ -86,7 +86,7 @@ def _of_distribution() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield from entrances.hooks(TensorFlowTrainer, placing.distribution_of, trainer.entering)
+    yield from trainer_entry.hooks(TensorFlowTrainer, placing.distribution_of, trainer.entering)
     building = "models are built under their distribution"
     yield Hook(TensorFlowTrainer, "_maybe_symbolic_build", trainer.building, building)
     for kind in ("train", "test", "predict"):

@@ -11,8 +11,8 @@ from keras import tree
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, ring_bytes
 from unidist.backends.protocol import itemsize
-from unidist.keras import placed
-from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.records import variable_record
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.tensorflow import worlds
 
 
@@ -35,7 +35,7 @@ def record(model: Any, distribution: UnidistDistribution, kind: str, batch: Any)
     trained = kind == "train_step"
     trainable = {id(variable) for variable in model.trainable_variables}
     for variable in model.weights:
-        found: Any = placed.of(variable).layouts
+        found: Any = variable_record.of(variable).layouts
         shape, size = tuple(variable.shape), itemsize(str(variable.dtype))
         full, read = prod(shape) * size, Layout(*found.compute.dims)
         _emit_gather(found.storage, read, mesh, full, purpose)

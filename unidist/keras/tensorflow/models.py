@@ -9,9 +9,9 @@ from tensorflow.experimental import dtensor
 
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array, itemsize
-from unidist.keras import placed, sessions
-from unidist.keras.rows import Row, rows_of
-from unidist.keras.telling import of_partitioned
+from unidist.keras.api.variable_rows import Row, rows_of
+from unidist.keras.records import model_record, variable_record
+from unidist.keras.records.layer_report import of_partitioned
 from unidist.keras.tensorflow import placing, values, worlds
 
 
@@ -22,7 +22,7 @@ def parallelize(model: Any, distribution: Any) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    sessions.check_rules(model, distribution)
+    model_record.check_rules(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -54,7 +54,7 @@ def reasons(model: Any) -> Iterator[tuple[str, str]]:
         return
 
     def layouts(variable: Any) -> tuple[Layout, Layout]:
-        found = placed.of(variable).layouts
+        found = variable_record.of(variable).layouts
         return (found.storage, found.compute) if found is not None else (Layout(), Layout())
 
     refused = "DTensor is given shards of the weights of products and look-ups alone"
@@ -65,13 +65,13 @@ def _place(model: Any) -> None:
     """Places what was made under a scope on its mesh at its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
-        sessions.check_rules(model, distribution)
+        model_record.check_rules(model, distribution)
         placing.place_model(model, distribution)
 
 
 def _row(variable: Any, kind: str) -> Row:
     shape, dtype = tuple(variable.shape), str(variable.dtype)
-    layouts = placed.of(variable).layouts
+    layouts = variable_record.of(variable).layouts
     spread = isinstance(variable._value, values.SpreadVariable)
     held = [tuple(part.shape) for part in dtensor.unpack(variable._value.read_value())] if spread else [shape]
     sizes = []

@@ -21,9 +21,9 @@ from unidist import events
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, DesyncError
-from unidist.keras.datasets import Around, Same
-from unidist.keras.lockstep import Meeting, Part, as_parts, row_count
-from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.feed.lockstep import Meeting, Part, as_parts, row_count
+from unidist.keras.feed.tf_adapters import Around, Same
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.tensorflow import values, worlds
 
 # Whether each process brings its own rows; None: no model of several processes is at work.

@@ -16,8 +16,8 @@ from tensorflow.dtensor.python.layout import MATCH
 from tensorflow.experimental import dtensor
 from tensorflow.python.ops import gen_array_ops, gen_nn_ops
 
-from unidist.keras.compat import tensorflow_math, tensorflow_numpy
-from unidist.keras.interception import Hook
+from unidist.keras.patching.compat import tensorflow_math, tensorflow_numpy
+from unidist.keras.patching.patches import Hook
 from unidist.keras.tensorflow import slicing, values
 from unidist.keras.tensorflow.values import U
 

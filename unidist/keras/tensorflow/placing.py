@@ -20,13 +20,14 @@ from tensorflow.experimental import dtensor
 from unidist.algebra import Layout
 from unidist.array import as_layout
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import memory, placed, sessions
-from unidist.keras.compat import RNN, in_stateless_scope, random_seed_dtype, tree
+from unidist.keras import allocator
+from unidist.keras.lazy_values import Stored
+from unidist.keras.patching.compat import RNN, in_stateless_scope, random_seed_dtype, tree
+from unidist.keras.planning.auto_layouts import to_place
 from unidist.keras.planning.candidates import candidate
-from unidist.keras.planning.settling import to_place
-from unidist.keras.ranges import Stored
-from unidist.keras.strategy import UnidistDistribution, adopt, current
-from unidist.keras.telling import applied
+from unidist.keras.records import model_record, variable_record
+from unidist.keras.records.layer_report import applied
+from unidist.keras.strategies.strategy import UnidistDistribution, adopt, current
 from unidist.keras.tensorflow import values, worlds
 from unidist.strategies import VariableLayouts
 
@@ -39,7 +40,7 @@ def distribution_of(model: Any) -> UnidistDistribution | None:
     found = current()
     if found is not None:
         return found
-    before = sessions.of(model).told
+    before = model_record.of(model).told
     return None if before is None else adopt(before)
 
 
@@ -48,7 +49,7 @@ def is_placed(model: Any) -> bool:
 
 
 def _is_spread(variable: Any) -> bool:
-    return placed.of(variable).distribution is not None
+    return variable_record.of(variable).distribution is not None
 
 
 def place_model(model: Any, distribution: UnidistDistribution) -> None:
@@ -61,7 +62,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         CapabilityError: a layout that DTensor has not.
     """
     strangers = [*to_place(model, distribution), *_states(model)]
-    sessions.of(model).told = distribution
+    model_record.of(model).told = distribution
     if not strangers:
         return
     ruled = {id(variable) for variable in model.weights}
@@ -121,14 +122,14 @@ def _used_as_shards(layer: Any) -> list[Any]:
 
 
 def _layouts_of(variable: Any, distribution: UnidistDistribution, ruled: bool) -> VariableLayouts:
-    if variable._layout is not None and placed.of(variable).given is None:
-        placed.note_given(variable, distribution.mesh, as_layout(variable._layout))
+    if variable._layout is not None and variable_record.of(variable).given is None:
+        variable_record.note_given(variable, distribution.mesh, as_layout(variable._layout))
     is_weight = ruled and str(variable.dtype) != random_seed_dtype()
-    return placed.layouts_of(variable, distribution, is_weight=is_weight, otherwise=Layout())
+    return variable_record.layouts_of(variable, distribution, is_weight=is_weight, otherwise=Layout())
 
 
 def _place_variable(variable: Any, found: VariableLayouts, distribution: UnidistDistribution) -> None:
-    record = placed.of(variable)
+    record = variable_record.of(variable)
     record.distribution, record.layouts = distribution, found
     value = variable._value
     if value is None:
@@ -179,19 +180,19 @@ def initializing(original: Any) -> Any:
         variable._value.waits_on = distribution
         size = host.nbytes
         del host
-        memory.give_back_after(size)
+        allocator.give_back_after(size)
 
     return _initialize
 
 
 def _to_lie_on(variable: Any) -> UnidistDistribution | None:
     """The distribution in force; a slot's is its variable's."""
-    owner = placed.of_new(variable).owner
+    owner = variable_record.of_new(variable).owner
     if owner is None:
         return current()
     resting = getattr(owner, "_value", None)
     waits_on = resting.waits_on if isinstance(resting, values.SpreadVariable) else None
-    found: UnidistDistribution | None = waits_on or placed.of(owner).distribution
+    found: UnidistDistribution | None = waits_on or variable_record.of(owner).distribution
     return found
 
 
@@ -205,7 +206,7 @@ def _cut(variable: Any, distribution: UnidistDistribution) -> dtensor.Layout | N
         storage = worlds.native_layout(found.storage, tuple(variable.shape), distribution.mesh)
     except (LayoutError, CapabilityError):
         return None
-    placed.of(variable).layouts = found
+    variable_record.of(variable).layouts = found
     return storage if found.storage.dims else None
 
 
@@ -218,7 +219,7 @@ def loading(original: Any) -> Any:
         if not is_alike or not isinstance(variable._value, values.SpreadVariable) or in_stateless_scope():
             return original(variable, value)
         variable._value.assign_stored(value, variable._convert_to_tensor)
-        memory.give_back_after(value.size * value.dtype.itemsize)
+        allocator.give_back_after(value.size * value.dtype.itemsize)
         return value
 
     return assign
@@ -229,14 +230,14 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
     A train_step may have several; Keras knows one. While a step is traced this is done outside of its program.
     """
-    distribution = next((found for v in variables if (found := placed.of(v).distribution) is not None), None)
+    distribution = next((found for v in variables if (found := variable_record.of(v).distribution) is not None), None)
     if distribution is None or (optimizer.built and all(map(_is_spread, optimizer.variables))):
         return
     # Not on DTensor's device, where a step is traced.
     with tf.init_scope(), tf.device("CPU:0"):
         if not optimizer.built:
             optimizer.build(variables)
-        placed.note_slots(optimizer)
+        variable_record.note_slots(optimizer)
         for variable in optimizer.variables:
             if not _is_spread(variable):
                 _place_variable(variable, _layouts_of(variable, distribution, False), distribution)
@@ -244,13 +245,13 @@ def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
 
 def placed_under(model: Any) -> UnidistDistribution | None:
     """The distribution on which the model is, or None where it is on one device."""
-    found: UnidistDistribution | None = sessions.of(model).told
+    found: UnidistDistribution | None = model_record.of(model).told
     return found if found is not None and is_placed(model) else None
 
 
 def prepare(model: Any, distribution: UnidistDistribution) -> None:
     """Checks the rules of a built model, builds its optimizer and places all."""
-    sessions.check_rules(model, distribution)
+    model_record.check_rules(model, distribution)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and hasattr(optimizer, "build"):
         optimizer.build(model.trainable_variables)

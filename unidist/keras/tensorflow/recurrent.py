@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
-from unidist.keras.compat import RNN
-from unidist.keras.interception import Hook
+from unidist.keras.patching.compat import RNN
+from unidist.keras.patching.patches import Hook
 
 _layers: ContextVar[frozenset[int]] = ContextVar("unidist_dtensor_unrolled", default=frozenset())
 

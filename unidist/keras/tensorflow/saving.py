@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from unidist.keras import making
-from unidist.keras import strategy as strategies
-from unidist.keras.processes import Processes
+from unidist.keras import active_distribution
+from unidist.keras.consistency.processes import Processes
 from unidist.keras.saving import agree_on_room
+from unidist.keras.strategies import strategy as strategies
 from unidist.keras.tensorflow import placing, values, worlds
 
 
@@ -23,7 +23,7 @@ def holding(model: Any) -> Processes | None:
 def gathered(model: Any) -> Iterator[None]:
     """The model's variables read as whole values, without asking the other processes again."""
     agree_on_room(model, worlds.processes())
-    spread = [v._value for v in making.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
+    spread = [v._value for v in active_distribution.all_variables(model) if isinstance(v._value, values.SpreadVariable)]
     for value in spread:
         value.held = values.whole(value)
     try:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.experimental import dtensor
 
-from unidist.keras.compat import Trainer, get_keras_mask, set_keras_mask
+from unidist.keras.patching.compat import Trainer, get_keras_mask, set_keras_mask
 from unidist.keras.tensorflow import values
 
 _mesh = values.computing

@@ -13,9 +13,9 @@ from unidist import events
 from unidist.algebra import Sharding
 from unidist.backends.protocol import Array
 from unidist.checkpoint.shares import Share
-from unidist.keras import placed
 from unidist.keras.checkpoint.held import Held, OnMesh, Read, Whole, words
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.records import variable_record
 from unidist.keras.tensorflow import placing, values, worlds
 
 
@@ -33,7 +33,7 @@ def processes(model: Any) -> Processes | None:
 
 def held(variable: Any) -> Held:
     """A variable, as the devices of this process hold it."""
-    record = placed.of(variable)
+    record = variable_record.of(variable)
     if not isinstance(variable._value, values.SpreadVariable) or record.layouts is None:
         return Whole(variable)
     shape = tuple(int(n) for n in variable.shape)

@@ -19,10 +19,11 @@ from keras import tree
 from unidist import events
 from unidist.backends.tensorflow.guards import REPLICATED
 from unidist.errors import CapabilityError
-from unidist.keras import making, seeds, sessions
-from unidist.keras.compat import in_stateless_scope
-from unidist.keras.lockstep import Part, to_build
-from unidist.keras.strategy import UnidistDistribution
+from unidist.keras import active_distribution, seeds
+from unidist.keras.feed.lockstep import Part, to_build
+from unidist.keras.patching.compat import in_stateless_scope
+from unidist.keras.records import model_record
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.tensorflow import compiled, ledger, parts, placing, recurrent, slicing, values, worlds
 
 _NO_RULE = re.compile(r"SPMD|DTensor|[Ll]ayout|mesh|tf\.\w*TensorList|EmptyTensorList")
@@ -33,8 +34,8 @@ def entering(distribution: UnidistDistribution, given: inspect.BoundArguments, n
     """Works under the model's distribution. What is to be placed is placed where a step is made."""
     if name == "fit":
         worlds.align_seeds()
-    with making.active(None), worlds.telling(name), parts.reading(distribution):
-        sessions.of(given.arguments["self"]).told = distribution
+    with active_distribution.active(None), worlds.telling(name), parts.reading(distribution):
+        model_record.of(given.arguments["self"]).told = distribution
         yield worlds.processes(), worlds.peers
 
 
@@ -247,7 +248,7 @@ def calling(original: Any) -> Any:
             return original(self, *args, **kwargs)
         args, kwargs = tree.map_structure(lambda leaf: _packed(leaf, distribution), (args, kwargs))
         mesh = worlds.native_mesh(distribution.mesh)
-        with worlds.together("a call of a model"), making.active(None):
+        with worlds.together("a call of a model"), active_distribution.active(None):
             with slicing.on(mesh), recurrent.unrolled(self), placing.constants_on_mesh(self, mesh):
                 found = original(self, *args, **kwargs)
             return tree.map_structure(values.on_host, found)

@@ -15,8 +15,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from unidist.backends.protocol import Array
-from unidist.keras.compat import in_stateless_scope
-from unidist.keras.ranges import Stored
+from unidist.keras.lazy_values import Stored
+from unidist.keras.patching.compat import in_stateless_scope
 from unidist.keras.tensorflow import worlds
 
 U = dtensor.UNSHARDED

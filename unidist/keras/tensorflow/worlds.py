@@ -18,8 +18,8 @@ from unidist.backends.tensorflow import lost
 from unidist.backends.tensorflow.backend import TensorflowBackend
 from unidist.backends.tensorflow.devices import hide_gpus, task_of
 from unidist.errors import CapabilityError
-from unidist.keras.agreement import Peers
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.agreement import Peers
+from unidist.keras.consistency.processes import Processes
 
 
 @lru_cache(maxsize=4)

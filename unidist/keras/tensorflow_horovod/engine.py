@@ -18,15 +18,16 @@ from unidist import events, session
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import sessions, stateful
-from unidist.keras.agreement import Peers, stride
-from unidist.keras.calls import Call, Stage, around
-from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
-from unidist.keras.datasets import Same
-from unidist.keras.known import is_container
-from unidist.keras.processes import Processes
-from unidist.keras.strategy import UnidistDistribution
-from unidist.keras.telling import applied
+from unidist.keras import stateful_layers
+from unidist.keras.consistency.agreement import Peers, stride
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.feed.tf_adapters import Same
+from unidist.keras.layer_facts import is_container
+from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.patching.layer_calls import Call, Stage, around
+from unidist.keras.records import model_record
+from unidist.keras.records.layer_report import applied
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.tensorflow_horovod import mixing
 from unidist.keras.tensorflow_horovod.traced import Traced
 
@@ -95,7 +96,7 @@ class Engine:
             raise CapabilityError(
                 "jit_compile=True: XLA cannot compile Horovod's collectives; compile(..., jit_compile=False)"
             )
-        stateful.refuse(self.model, self.distribution)
+        stateful_layers.refuse(self.model, self.distribution)
         self.model._jit_compile = False
         if self._same or not self.model.built:
             return
@@ -206,7 +207,7 @@ def _cut(x: Any, start: Any, length: Any) -> Any:
 
 def engine_of(model: Any) -> Engine | None:
     """The engine of a model: the one it has, or one by the distribution that it has or that is active."""
-    found: Engine | None = sessions.engine_of(model, Engine)
+    found: Engine | None = model_record.engine_of(model, Engine)
     return found
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 from unidist.errors import CapabilityError
-from unidist.keras import entrances, files, numbers, overridden, sessions, stateful
+from unidist.keras import atomic_files, numbers, own_apply, stateful_layers, trainer_entry
 from unidist.keras import saving as keras_saving
-from unidist.keras import strategy as strategies
-from unidist.keras.compat import (
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.layer_facts import overrides
+from unidist.keras.patching.compat import (
     BaseOptimizer,
     BatchNormalization,
     Layer,
@@ -28,9 +29,9 @@ from unidist.keras.compat import (
     data_adapters,
     tensorflow_numpy,
 )
-from unidist.keras.interception import Hook, Table, kept
-from unidist.keras.known import overrides
-from unidist.keras.processes import Processes
+from unidist.keras.patching.patches import Hook, Table, kept
+from unidist.keras.records import model_record
+from unidist.keras.strategies import strategy as strategies
 from unidist.keras.tensorflow_horovod import engine, lookups
 from unidist.keras.tensorflow_horovod.engine import align_seeds as align_seeds
 from unidist.planner.layout_map import LayoutMap
@@ -70,7 +71,7 @@ def leave() -> None:
 
 
 def _of_training() -> Iterator[Hook]:
-    yield from entrances.hooks(TensorFlowTrainer, _engine_outside_of_sessions, _entering)
+    yield from trainer_entry.hooks(TensorFlowTrainer, _engine_outside_of_sessions, _entering)
     # A LossScaleOptimizer looks at the gradients before it asks the one it holds: all ranks must see the same.
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
@@ -86,13 +87,13 @@ def _of_training() -> Iterator[Hook]:
 
 
 def _of_files() -> Iterator[Hook]:
-    for owner, name in files.WRITERS:
+    for owner, name in atomic_files.WRITERS:
         yield Hook(owner, name, _by_one_process, "process 0 writes what all hold")
     yield from keras_saving.hooks_of_loading(_processes)
 
 
 def _processes(model: Any) -> Processes | None:
-    held = model is not None and sessions.of(model).engine is not None
+    held = model is not None and model_record.of(model).engine is not None
     return engine.processes() if held or strategies.current() is not None else None
 
 
@@ -103,7 +104,7 @@ def _engine_outside_of_sessions(model: Any) -> engine.Engine | None:
 @contextlib.contextmanager
 def _entering(found: engine.Engine, given: inspect.BoundArguments, name: str) -> Iterator[Any]:
     # An `apply` of the user's own is given what Keras's is.
-    overridden.install(found.model, _with_reduced)
+    own_apply.install(found.model, _with_reduced)
     with found.session():
         yield engine.processes(), engine.peers
 
@@ -137,7 +138,7 @@ def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> lis
     Those that a step of the user's own has from its tape are means: a dense one stays what it is by another mean, a
     sparse one would not.
     """
-    stateful.refuse_overwritten(here.model)
+    stateful_layers.refuse_overwritten(here.model)
     left = [
         k
         for k, grad in enumerate(grads)
@@ -240,5 +241,5 @@ def _by_one_process(original: Any) -> Any:
 
 def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any] | None = None) -> Any:
     """One process writes for all: see `saving.by_first`. Every process holds whole values."""
-    several = engine.processes() if model is None or sessions.distribution_of(model) is not None else None
+    several = engine.processes() if model is None or model_record.distribution_of(model) is not None else None
     return keras_saving.by_first(None, several, contextlib.nullcontext, write)

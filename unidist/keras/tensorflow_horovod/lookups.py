@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from unidist.algebra import chunk
-from unidist.keras.compat import backend, in_symbolic_scope
+from unidist.keras.patching.compat import backend, in_symbolic_scope
 from unidist.keras.tensorflow_horovod.engine import Engine, current, processes
 
 Tensor = Any  # tf.Tensor; TensorFlow has no types

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from unidist.keras import activity
-from unidist.keras.calls import Call, Stage, around
-from unidist.keras.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
-from unidist.keras.known import is_container, is_known, operations_of
+from unidist.keras.layer_facts import is_container, is_known, operations_of
+from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
+from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.tensorflow_horovod.trying import looks_at_other_rows
 
 if TYPE_CHECKING:

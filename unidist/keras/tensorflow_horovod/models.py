@@ -8,15 +8,15 @@ import numpy as np
 
 from unidist.algebra import Layout
 from unidist.backends.protocol import Array
-from unidist.keras import sessions
-from unidist.keras.rows import Row
-from unidist.keras.strategy import UnidistDistribution
+from unidist.keras.api.variable_rows import Row
+from unidist.keras.records import model_record
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.tensorflow_horovod import engine
 
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
     """Makes a built model data parallel, in place: from here on every process has rank 0's weights."""
-    sessions.engine_for(model, distribution, engine.Engine).prepare()
+    model_record.engine_for(model, distribution, engine.Engine).prepare()
 
 
 def rows(model: Any) -> list[Row]:

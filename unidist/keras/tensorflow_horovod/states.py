@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unidist.keras import sessions
 from unidist.keras.checkpoint.held import Held, Whole
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.records import model_record
 from unidist.keras.tensorflow_horovod import engine
 
 
@@ -20,7 +20,7 @@ def ready(model: Any) -> None:
 
 def processes(model: Any) -> Processes | None:
     """Returns the processes that hold the model together, if there are several."""
-    return engine.processes() if sessions.of(model).engine is not None else None
+    return engine.processes() if model_record.of(model).engine is not None else None
 
 
 def held(variable: Any) -> Held:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from unidist.keras.compat import StatelessScope, tree
+from unidist.keras.patching.compat import StatelessScope, tree
 
 # Rows that are tried, and those of them that are changed.
 ROWS = 5

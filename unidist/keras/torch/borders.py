@@ -19,10 +19,10 @@ from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
 from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.tensor import moved
 from unidist.keras import numbers
-from unidist.keras.calls import Call, Stage
-from unidist.keras.compat import get_keras_mask, set_keras_mask
-from unidist.keras.known import is_container, is_known, operations_of, overwritten
+from unidist.keras.layer_facts import is_container, is_known, operations_of, overwritten
 from unidist.keras.needs import draws
+from unidist.keras.patching.compat import get_keras_mask, set_keras_mask
+from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.torch import features
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.carrying import space_at, summand, wrapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unidist.keras.calls import Call, Stage, around
+from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
 

@@ -19,7 +19,7 @@ from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
 from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.tensor import distribute, moved
-from unidist.keras.compat import get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.patching.compat import get_device, get_keras_mask, set_keras_mask, tree
 from unidist.keras.torch import features
 from unidist.keras.torch.context import Frame, Rows
 from unidist.keras.torch.structures import mapped

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.known import is_of_either, is_of_keras
+from unidist.keras.layer_facts import is_of_either, is_of_keras
 
 # What such attributes hold: a mode, the number of a phase, a name, a function. A float, as a rate, chooses nothing.
 _CHOOSING = (bool, int, str)

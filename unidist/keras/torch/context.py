@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from unidist.keras.compat import AutocastScope, get_device
+from unidist.keras.patching.compat import AutocastScope, get_device
 
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
-    from unidist.keras.torch.tensor_parallel.sequence import SharedWeights
-    from unidist.keras.torch.values.units import Fetcher
+    from unidist.keras.torch.layers.sequence import SharedWeights
+    from unidist.keras.torch.params.param_groups import Fetcher
     from unidist.keras.torch.world import RankWorld
 
 

@@ -10,10 +10,10 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.errors import DesyncError, LayoutError
-from unidist.keras import telling
-from unidist.keras.compat import tree
+from unidist.keras.patching.compat import tree
+from unidist.keras.records import layer_report
+from unidist.keras.torch.activation_redistribute import rows_from
 from unidist.keras.torch.context import Rows
-from unidist.keras.torch.moving import rows_from
 from unidist.keras.torch.world import RankWorld
 from unidist.propagation.layouts import chunked
 
@@ -83,7 +83,7 @@ class Cutting:
         if not self.is_off and len(counts) > 1:
             self.is_off = True
             if self._shards > 1 and not self._apart:
-                telling.warn(
+                layer_report.warn(
                     f"tensors of a batch have {sorted(counts)} rows, so batches are not cut: each of {self._shards} "
                     "data shards computes all of them, and gains no time. To cut them, give all tensors one first dim, "
                     "or per_tensor_rows=True to the strategy"

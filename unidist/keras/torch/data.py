@@ -13,12 +13,13 @@ from unidist import events
 from unidist.algebra import Layout, Mesh, Sharding
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError
-from unidist.keras.agreement import Peers, stride
-from unidist.keras.compat import TorchEpochIterator, TorchTrainer, get_device, tree
-from unidist.keras.interception import Hook
-from unidist.keras.lockstep import symbol_of
-from unidist.keras.narrowing import Narrowed, tells_rows
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.agreement import Peers, stride
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.feed.batch_digest import Views
+from unidist.keras.feed.lockstep import symbol_of
+from unidist.keras.feed.row_sampler import Narrowed, tells_rows
+from unidist.keras.patching.compat import TorchEpochIterator, TorchTrainer, get_device, tree
+from unidist.keras.patching.patches import Hook
 from unidist.keras.torch import context, devices
 from unidist.keras.torch.context import Rows
 from unidist.keras.torch.cutting import (
@@ -35,7 +36,6 @@ from unidist.keras.torch.cutting import (
     rows_of,
 )
 from unidist.keras.torch.world import RankWorld, rank_world
-from unidist.keras.views import Views
 
 
 def _agree_on_length(world: RankWorld, batches: int) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from unidist.backends import registry
-from unidist.keras.compat import torch_core
-from unidist.keras.interception import Hook, Table, by
+from unidist.keras.patching.compat import torch_core
+from unidist.keras.patching.patches import Hook, Table, by
 
 _table: Table | None = None
 _wanted: str | None = None

@@ -10,27 +10,20 @@ import keras
 
 from unidist.backends import ending
 from unidist.errors import CapabilityError
-from unidist.keras import interception, needs, sessions, stateful, telling
-from unidist.keras.compat import TorchModuleWrapper, tree
-from unidist.keras.planning.settling import settle
-from unidist.keras.strategy import UnidistDistribution
+from unidist.keras import needs, stateful_layers
+from unidist.keras.patching import patches
+from unidist.keras.patching.compat import TorchModuleWrapper, tree
+from unidist.keras.planning.auto_layouts import settle
+from unidist.keras.records import layer_report, model_record
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.torch import borders, carrying, changes, context, cutting
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.gathers import Gathers
-from unidist.keras.torch.steps import (
-    activity,
-    attributes,
-    drawing,
-    eagerly,
-    metrics,
-    overridden,
-    programs,
-    statistics,
-)
-from unidist.keras.torch.steps.perrank import PerRankList, PerRankSet
-from unidist.keras.torch.steps.traffic import Traffic
-from unidist.keras.torch.tensor_parallel import applying, rules, sequence
-from unidist.keras.torch.values import placing
+from unidist.keras.torch.layers import applying, rules, sequence
+from unidist.keras.torch.params import placing
+from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, programs, statistics
+from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
+from unidist.keras.torch.step.step_comm import Traffic
 
 
 class Engine:
@@ -105,7 +98,7 @@ class Engine:
         changed = self._looked.changed(model._flatten_layers())
         if not changed and not self.is_behind() and self._state() == self._prepared:
             return
-        stateful.refuse(model, self.distribution)
+        stateful_layers.refuse(model, self.distribution)
         if self._exact and programs.is_compiled(model) and needs.draws(model):
             raise CapabilityError(
                 "exact_random=True with jit_compile=True: a program draws for its device's rows alone. Compile the "
@@ -125,7 +118,7 @@ class Engine:
                 statistics.keep_seeds_on_host(model)
         if changed:
             self._set_rules(changed)
-        overridden.install(model)
+        own_apply.install(model)
         metrics.adopt([*model.metrics, *self._loss_trackers()])
         self._watch_gradients()
         if programs.is_compiled(model):
@@ -183,7 +176,7 @@ class Engine:
         if world.data_axes:
             activity.show_all_rows(model)
         if not self._prepared:
-            telling.applied(model, self.distribution)
+            layer_report.applied(model, self.distribution)
 
     def _rule_of(self, layer: Any) -> rules.Rule | None:
         if self.world.is_virtual and not isinstance(vars(layer).get("_losses"), PerRankList):
@@ -232,7 +225,7 @@ class Engine:
             self.prepare()
             self._ready = True
             if kind == "train":
-                stateful.refuse_in_parts(self.model, self.distribution)
+                stateful_layers.refuse_in_parts(self.model, self.distribution)
         with self._attributes.apart(self._apart):
             out = self._step(function, batches, kind)
         if kind == "train" and context.frame() is None:
@@ -242,7 +235,7 @@ class Engine:
     def _step(self, function: Callable[[Any], Any], batches: Any, kind: str) -> Any:
         auto_shard = self.distribution.strategy.auto_shard_dataset
         shards = cutting.Shards.of(self.world, batches, auto_shard=auto_shard, by=self.cutting)
-        own_step = kind != "predict" and overridden.is_own_step(self.model, f"{kind}_step")
+        own_step = kind != "predict" and own_apply.is_own_step(self.model, f"{kind}_step")
 
         def on_rank(frame: Frame) -> Any:
             frame.own_step, frame.exact = own_step and kind == "train", self._exact
@@ -301,7 +294,7 @@ class StepFunction:
 
 
 def world_of_model(model: Any) -> Any:
-    found = sessions.of(model).engine
+    found = model_record.of(model).engine
     return found.world if found is not None else _world_of_variables(model)
 
 
@@ -311,7 +304,7 @@ def _world_of_variables(model: Any) -> Any:
 
 def engine_of(model: Any) -> Engine | None:
     """The engine of a model: the one it has, or one by the distribution that it has or that is active."""
-    return sessions.engine_of(model, Engine)  # type: ignore[no-any-return]
+    return model_record.engine_of(model, Engine)  # type: ignore[no-any-return]
 
 
 def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
@@ -319,7 +312,7 @@ def engine_for(model: Any, distribution: UnidistDistribution) -> Engine:
 
     Raises LayoutError: it is distributed already, in another way.
     """
-    return sessions.engine_for(model, distribution, Engine)  # type: ignore[no-any-return]
+    return model_record.engine_for(model, distribution, Engine)  # type: ignore[no-any-return]
 
 
 def prepare_for_loop(model: Any, given: Any) -> None:
@@ -327,7 +320,7 @@ def prepare_for_loop(model: Any, given: Any) -> None:
 
     In real processes, and not in a graph.
     """
-    known = sessions.of(model)
+    known = model_record.of(model)
     found: Engine | None = known.engine
     is_known = known.is_seen if found is None else not found.is_behind()
     if is_known or context.engine_at_work.get() is not None or not model.built:
@@ -341,6 +334,6 @@ def prepare_for_loop(model: Any, given: Any) -> None:
         return
     found = engine_of(model)
     if found is not None:
-        interception.check(model, in_own_loop=True)
+        patches.check(model, in_own_loop=True)
         with found.session():
             found.prepare()

@@ -19,10 +19,10 @@ from unidist.algebra import Axes
 from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
 from unidist.backends.torch.sharded.moving import plain_in
 from unidist.backends.torch.sharded.tensor import moved, plain
-from unidist.keras.compat import get_keras_mask, set_keras_mask
+from unidist.keras.patching.compat import get_keras_mask, set_keras_mask
+from unidist.keras.torch.activation_redistribute import WHOLE, cut_dim, move
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.context import frame as frame_at_work
-from unidist.keras.torch.moving import WHOLE, cut_dim, move
 from unidist.propagation.layouts import WHOLE as ALIKE
 from unidist.propagation.layouts import Cut, chunked
 

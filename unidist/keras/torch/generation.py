@@ -15,14 +15,14 @@ import torch
 from unidist import events
 from unidist.algebra import Layout, Sharding
 from unidist.array import DistributedArray
-from unidist.keras.compat import Trainer, torch_core, tree
-from unidist.keras.interception import Hook, kept
 from unidist.keras.needs import generates
+from unidist.keras.patching.compat import Trainer, torch_core, tree
+from unidist.keras.patching.patches import Hook, kept
 from unidist.keras.torch import engine, features
 from unidist.keras.torch.context import Frame, frame
-from unidist.keras.torch.values import placing
-from unidist.keras.torch.values.storage import Shardings
-from unidist.keras.torch.values.variables import place
+from unidist.keras.torch.params import placing
+from unidist.keras.torch.params.storage import Shardings
+from unidist.keras.torch.params.variables import place
 
 
 def hooks() -> tuple[Hook, ...]:

@@ -13,15 +13,17 @@ import torch
 
 from unidist import session
 from unidist.errors import CapabilityError
-from unidist.keras import entrances
-from unidist.keras.compat import Callback, CallbackList, TorchLayer, TorchTrainer, tree
-from unidist.keras.compat import backend as keras_backend
-from unidist.keras.compat import distribution_lib as keras_distribution_lib
-from unidist.keras.interception import Hook, Table, by
-from unidist.keras.known import overrides
-from unidist.keras.torch import context, data, devices, distribution_lib, engine, generation, natively, saving
+from unidist.keras import trainer_entry
+from unidist.keras.layer_facts import overrides
+from unidist.keras.patching.compat import Callback, CallbackList, TorchLayer, TorchTrainer, tree
+from unidist.keras.patching.compat import backend as keras_backend
+from unidist.keras.patching.compat import distribution_lib as keras_distribution_lib
+from unidist.keras.patching.patches import Hook, Table, by
+from unidist.keras.single_writer import silence
+from unidist.keras.torch import context, data, devices, disable_keras_ddp, distribution_lib, engine, generation, saving
+from unidist.keras.torch.params import initializing, placing, state_dicts, torch_optimizers
 from unidist.keras.torch.saving import writing as writing
-from unidist.keras.torch.steps import (
+from unidist.keras.torch.step import (
     clipping,
     derivatives,
     eagerly,
@@ -33,9 +35,7 @@ from unidist.keras.torch.steps import (
     rowless,
     statistics,
 )
-from unidist.keras.torch.values import initializing, placing, state_dicts, torch_optimizers
 from unidist.keras.torch.world import leave_worlds, rank_world
-from unidist.keras.writing import silence
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 
@@ -61,7 +61,7 @@ def table() -> Table:
         (
             *_of_distribution(),
             # First: others build on what it leaves.
-            *natively.hooks(),
+            *disable_keras_ddp.hooks(),
             *placing.hooks(),
             *initializing.hooks(),
             *metrics.hooks(),
@@ -114,7 +114,7 @@ def _of_distribution() -> Iterator[Hook]:
 
 
 def _of_trainers() -> Iterator[Hook]:
-    yield from entrances.hooks(TorchTrainer, _engine_outside_of_frames, _entering)
+    yield from trainer_entry.hooks(TorchTrainer, _engine_outside_of_frames, _entering)
     for maker, attribute, kind in _MAKERS:
         making = functools.partial(_making_steps, attribute=attribute, kind=kind)
         yield Hook(TorchTrainer, maker, making, "steps run on every rank")

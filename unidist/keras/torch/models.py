@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from unidist.backends.protocol import Array
-from unidist.keras import sessions
-from unidist.keras.planning.settling import waits
-from unidist.keras.rows import Row
-from unidist.keras.strategy import UnidistDistribution
-from unidist.keras.telling import in_parts, own_variables
+from unidist.keras.api.variable_rows import Row
+from unidist.keras.planning.auto_layouts import waits
+from unidist.keras.records import model_record
+from unidist.keras.records.layer_report import in_parts, own_variables
+from unidist.keras.strategies.strategy import UnidistDistribution
 from unidist.keras.torch import engine
-from unidist.keras.torch.tensor_parallel import rules
-from unidist.keras.torch.values import placing
-from unidist.keras.torch.values.placing import is_placed
+from unidist.keras.torch.layers import rules
+from unidist.keras.torch.params import placing
+from unidist.keras.torch.params.placing import is_placed
 
 
 def parallelize(model: Any, distribution: UnidistDistribution) -> None:
@@ -42,7 +42,7 @@ def rows(model: Any) -> list[Row]:
     """
     found = engine.engine_of(model)
     if found is not None and model.built:
-        sessions.check_rules(model, found.distribution)
+        model_record.check_rules(model, found.distribution)
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
     return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]

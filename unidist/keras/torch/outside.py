@@ -18,7 +18,7 @@ import torch
 from unidist.algebra import Sharding
 
 if TYPE_CHECKING:
-    from unidist.keras.torch.values.storage import Storage
+    from unidist.keras.torch.params.storage import Storage
 
 _looked_at: weakref.WeakSet[Storage] = weakref.WeakSet()
 _ranks_run = False

@@ -19,15 +19,15 @@ import torch
 from unidist.algebra import Axes, Layout, Sharding
 from unidist.backends.torch.rehearsing import RehearsingRank
 from unidist.backends.torch.sharded.autograd import serve_replaced
-from unidist.keras.calls import bare
-from unidist.keras.compat import is_float_dtype, to_torch_dtype, torch_random, tree
-from unidist.keras.known import is_container, operations_of
-from unidist.keras.planning.saved import without_values
+from unidist.keras.layer_facts import is_container, operations_of
+from unidist.keras.patching.compat import is_float_dtype, to_torch_dtype, torch_random, tree
+from unidist.keras.patching.layer_calls import bare
+from unidist.keras.planning.saved_tensors import without_values
 from unidist.keras.torch import borders, carrying, features
 from unidist.keras.torch.context import Rows, entered
-from unidist.keras.torch.tensor_parallel import applying, rules, sequence
-from unidist.keras.torch.values.storage import Shardings, Storage
-from unidist.keras.torch.values.variables import DistributedVariable
+from unidist.keras.torch.layers import applying, rules, sequence
+from unidist.keras.torch.params.storage import Shardings, Storage
+from unidist.keras.torch.params.variables import DistributedVariable
 from unidist.keras.torch.world import RankWorld
 from unidist.ledger import Ledger
 from unidist.propagation.layouts import chunked

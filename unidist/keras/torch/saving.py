@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from unidist.keras import saving as keras_saving
-from unidist.keras import sessions
-from unidist.keras import strategy as strategies
-from unidist.keras.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
-from unidist.keras.interception import Hook, kept
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
+from unidist.keras.patching.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
+from unidist.keras.patching.patches import Hook, kept
+from unidist.keras.records import model_record
+from unidist.keras.strategies import strategy as strategies
 from unidist.keras.torch import data
-from unidist.keras.torch.values import placing, walks
+from unidist.keras.torch.params import collective_traversal, placing
 
 _originals: dict[str, Any] = {}
 
@@ -66,7 +66,7 @@ def _processes(model: Any) -> Processes | None:
 
 
 def _settle(model: Any) -> None:
-    found = sessions.of(model).engine
+    found = model_record.of(model).engine
     if found is not None:
         found.settle()
 
@@ -125,7 +125,7 @@ def writing(model: Any, write: Callable[[], Any], read_along: Callable[[], Any])
         model: None: no values are read, and the others only wait.
     """
     if model is None:
-        several = data.processes(placing.world_of(strategies.adopt(sessions.latest())))
+        several = data.processes(placing.world_of(strategies.adopt(model_record.latest())))
         return _by_first(several, write, lambda: None)
     _settle(model)
     return _by_first(_processes(model), write, read_along)
@@ -135,16 +135,16 @@ def _by_first(several: Processes | None, write: Callable[[], Any], read_along: C
     if several is None:
         return write()
     if keras_saving.is_writing():
-        return write() if several.is_first and not walks.is_again() else read_along()
+        return write() if several.is_first and not collective_traversal.is_again() else read_along()
     with several.saving(), keras_saving.writing():
         if not several.is_first:
             read_along()
             return None
-        with walks.walking():
+        with collective_traversal.walking():
             try:
                 return write()
             except BaseException:
                 # The others are in the middle of their reading: it goes on to its end.
-                with walks.going_on():
+                with collective_traversal.going_on():
                     read_along()
                 raise

@@ -15,10 +15,10 @@ from unidist.backends.protocol import Array
 from unidist.checkpoint.regions import whole
 from unidist.checkpoint.shares import Share
 from unidist.keras.checkpoint.held import Held, Read
-from unidist.keras.processes import Processes
+from unidist.keras.consistency.processes import Processes
 from unidist.keras.torch import data, engine
-from unidist.keras.torch.values.placing import is_placed
-from unidist.keras.torch.values.storage import Storage
+from unidist.keras.torch.params.placing import is_placed
+from unidist.keras.torch.params.storage import Storage
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

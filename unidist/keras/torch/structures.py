@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unidist.keras.compat import backend
+from unidist.keras.patching.compat import backend
 
 
 def values(value: Any) -> Any:

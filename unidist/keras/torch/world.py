@@ -16,7 +16,7 @@ from unidist.algebra import Axes, Layout, Mesh, Sharding
 from unidist.backends import registry
 from unidist.backends.local import LocalViewBackend
 from unidist.errors import BackendMismatchError, CapabilityError
-from unidist.keras.compat import GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
+from unidist.keras.patching.compat import GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
 from unidist.keras.torch import context, outside
 from unidist.keras.torch.context import Frame
 

@@ -1,0 +1,1 @@
+"""The public interface beside strategies: parallelize, describe, TensorParallelKeras, Telemetry."""

@@ -1,0 +1,1 @@
+"""Compares what processes are about to do, and lets them decide together."""

@@ -1,0 +1,1 @@
+"""Shares a fit's data out: which rows of a batch are this process's."""

@@ -1,0 +1,1 @@
+"""Replaces attributes of Keras: one table, the versions it was read in, and the way back."""

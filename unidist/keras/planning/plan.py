@@ -1,0 +1,151 @@
+"""plan: how a Keras model is laid out on a mesh, before anything is placed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from unidist.algebra import Axes, Layout, Mesh
+from unidist.array import as_mesh
+from unidist.errors import LayoutError
+from unidist.keras import driver as drivers
+from unidist.keras import seeds
+from unidist.keras.planning import samples
+from unidist.keras.planning.facts import ended, read
+from unidist.keras.planning.valueless import let_go
+from unidist.keras.records.layer_report import in_words
+from unidist.keras.strategies.layout_maps import as_layout_map
+from unidist.keras.strategies.options import takes_uneven
+from unidist.ledger import Ledger
+from unidist.planner.layout_map import LayoutMap
+from unidist.planner.plan import Plan, Rehearse, make_plan, to_follow
+from unidist.strategies import Strategy
+from unidist.strategies.strategy import choose_axes
+
+
+def plan(
+    model: Any,
+    mesh: Any,
+    layout_map: Any = "auto",
+    *,
+    data_axis: str | Axes | None = None,
+    model_axis: str | Axes | None = None,
+    zero: int = 0,
+    inputs: Any = None,
+    batch: int | None = None,
+    sequence: int = 128,
+    sequence_parallel: bool = False,
+) -> Plan:
+    """Plans a model's layouts on a mesh, with reasons, bytes and the traffic of a step.
+
+    Nothing is placed or sent, and no device is needed. The model may have been built without values, inside of
+    `keras.StatelessScope(initialize_variables=False)`. Keras gives it values as soon as any model is fitted while it is
+    alive: delete it once it is planned, or call `keras.utils.clear_session()`.
+
+    Args:
+        model: a built Keras model.
+        mesh: a Mesh or Keras DeviceMesh.
+        layout_map: "auto": the layouts are found by running the model on a few small rows, with random numbers for the
+            outputs of its Dense, EinsumDense, Embedding and convolution layers, and watching where a change of one
+            slice of them arrives. Else a LayoutMap of unidist or of Keras, or a mapping of rules.
+        data_axis, model_axis, zero: see ModelParallel.
+        inputs: how the model is called, where it does not say itself: arrays or KerasTensors.
+        batch: rows of a global batch, for the traffic; None: 8 for each place of the data axes.
+        sequence: length of open dims, for the traffic.
+        sequence_parallel: the traffic is that of ModelParallel(..., sequence_parallel=True), on torch. Layouts are the
+            same.
+
+    Raises:
+        LayoutError: the model is not built or cannot be run; rules that do not fit, all together.
+
+    Example:
+        >>> import keras, unidist
+        >>> _ = unidist.use("sim", devices=2)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
+        >>> found = unidist.plan(model, unidist.Mesh({"model": 2}))
+        >>> found.bytes_per_device
+        576
+    """
+    grid = as_mesh(mesh)
+    data, axes = choose_axes(grid, data_axis, model_axis)
+    rules = None if _is_auto(layout_map) else as_layout_map(layout_map, grid)
+    if rules is not None and rules.mesh != grid:
+        raise LayoutError(f"the layout map is for {rules.mesh}, the plan for {grid}: use one mesh")
+    rows = batch if batch is not None else 8 * _places(grid, data)
+    strategy = Strategy(grid, data, zero=zero, uneven=takes_uneven(), sequence_parallel=sequence_parallel)
+    rehearse = _rehearsal(model, inputs, strategy, rows, sequence)
+    return _made(model, strategy, axes, rules, inputs, rows, sequence, rehearse)
+
+
+def layouts_of(model: Any, strategy: Strategy, axes: Axes) -> Plan:
+    """Plans a model's layouts alone: what a step sends and keeps is not looked at."""
+    return _made(model, strategy, axes, None, None, 1, 1, None)
+
+
+def _made(
+    model: Any,
+    strategy: Strategy,
+    axes: Axes,
+    rules: LayoutMap | None,
+    inputs: Any,
+    batch: int,
+    sequence: int,
+    rehearse: Rehearse | None,
+) -> Plan:
+    """`rehearse`: None where layouts alone are asked for."""
+    mesh = strategy.mesh
+    axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+    follow = functools.partial(to_follow, mesh=mesh, axes=axes) if rules is None else ended
+    with seeds.untouched(), _one_thread():
+        facts = read(model, _places(mesh, axes), inputs, follow, keeps=rehearse is not None)
+        how = rehearse or (lambda layouts, shared: "layouts alone were asked for")
+        made = make_plan(facts, strategy, axes, rules, batch=batch, sequence=sequence, rehearse=how)
+    let_go(model)
+    return made
+
+
+def _rehearsal(model: Any, inputs: Any, strategy: Strategy, batch: int, sequence: int) -> Rehearse:
+    def rehearse(layouts: list[Layout], shared: dict[str, Axes]) -> Ledger | str:
+        driver = drivers.current()
+        if driver is None:
+            return f"no driver trains with Keras on {keras.config.backend()}"
+        sample = samples.sample(model, inputs, samples.ROWS, sequence)
+        try:
+            return driver.rehearse(model, layouts, strategy, sample, batch, shared)
+        except Exception as error:
+            # Whatever a model may raise that asks tensors for values, which a rehearsal has not.
+            return f"the model cannot be called without values ({type(error).__name__}: {in_words(error)})"
+
+    return rehearse
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors of two rows are small: torch's threads would wait for each other longer than they work."""
+    if keras.config.backend() != "torch":
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _is_auto(layout_map: Any) -> bool:
+    if isinstance(layout_map, str):
+        if layout_map != "auto":
+            raise LayoutError(f"layout_map={layout_map!r}: give a LayoutMap, or 'auto' to have it found")
+        return True
+    return False
+
+
+def _places(mesh: Mesh, axes: Axes) -> int:
+    return mesh.axis_size(axes) if axes else 1

@@ -1,0 +1,144 @@
+"""Finds what torch's autograd keeps of a run for backward, each memory once."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import keras
+
+from unidist.keras.patching.compat import global_state, is_float_dtype
+from unidist.keras.planning.activations import Seen, SeenTensor, as_in_a_step
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Lets Keras compute on torch's meta device as on any other: its tensors have no values."""
+    import torch
+
+    with keras.device("meta"):
+        # Keras copies a tensor whose device is not that of the scope, and a device is no text to torch. And where Keras
+        # reads the text "meta" it infers shapes by rules of its own.
+        global_state.set_global_attribute("torch_device", torch.device("meta"))
+        yield
+
+
+class Saved(Seen):
+    """A run in which autograd is at work. Weights do not count: they are there anyway.
+
+    Attributes:
+        is_shadow: a layer is called on tensors that have no values: its weights have none either.
+    """
+
+    def __init__(self, marking: bool) -> None:
+        super().__init__(marking)
+        self.is_shadow = False
+        # By its address, memory that was counted, and of a weight the variable's id. Nothing is kept alive by it.
+        self._memory: dict[int, tuple[Any, int | None]] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        import torch
+
+        token = as_in_a_step.set(True)
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x):
+                yield
+        finally:
+            as_in_a_step.reset(token)
+
+    def weight(self, x: Any, variable: Any) -> Any:
+        """A variable's value, as the run reads it."""
+        self._note(x, id(variable))
+        self.read.append(id(variable))
+        return x.requires_grad_(variable.trainable and x.is_floating_point())
+
+    def shadow(self, variable: Any) -> Any:
+        """A variable's value in a call on tensors without values."""
+        import torch
+
+        from unidist.keras.patching.compat import torch_core
+
+        dtype = torch_core.to_torch_dtype(variable.dtype)
+        return self.weight(torch.empty(tuple(variable.shape), dtype=dtype, device="meta"), variable)
+
+    def of_layer(self, call: Callable[[Any], Any], x: Any, y: Any, activated: bool, marked: int | None) -> Any:
+        """Returns what a layer gives, `y`, in place of what it would compute of x: kept is what it would keep.
+
+        Args:
+            call: the layer's.
+            activated: the layer has an activation function.
+            marked: the candidate, where what it gives is NaN.
+        """
+        import torch
+
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+        kept: list[Any] = []
+
+        def keep(tensor: Any) -> Any:
+            kept.append(tensor)
+            return tensor
+
+        with self._shadows(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = call(like)
+        y.requires_grad_(out.requires_grad)
+        behind = self._behind(x)
+        self.source = self.source if marked is None else marked
+        same = {_address(like): (x, behind), _address(out): (y, self._behind(y))}
+        for tensor in kept:
+            # What the activation takes is cut as what is given; copies are cut as what is taken.
+            of_output = activated and tensor.numel() == out.numel()
+            self._keep(*same.get(_address(tensor), (tensor, self._behind(y) if of_output else behind)))
+        return y
+
+    @contextlib.contextmanager
+    def _shadows(self) -> Iterator[None]:
+        self.is_shadow = True
+        try:
+            with without_values():
+                yield
+        finally:
+            self.is_shadow = False
+
+    def _pack(self, x: Any) -> None:
+        """Takes the place of what autograd would keep: no backward comes."""
+        self._keep(x, self._behind(x))
+
+    def _keep(self, x: Any, behind: int | None) -> None:
+        memory, variable = self._memory.get(_address(x), (None, None))
+        is_known = memory is not None and memory() is x.untyped_storage()
+        if is_known and variable is not None:
+            self.weights.append(variable)
+        elif not is_known and x.ndim:
+            self._note(x)
+            dtype = keras.backend.standardize_dtype(x.dtype)
+            total = None if x.is_meta or not is_float_dtype(dtype) else float(x.detach().double().sum())
+            self.tensors.append(SeenTensor(_shape(x), dtype, behind, total, self.source))
+
+    def _note(self, x: Any, variable: int | None = None) -> None:
+        # An address is other memory's as soon as its own is gone.
+        self._memory[_address(x)] = weakref.ref(x.untyped_storage()), variable
+
+    def _behind(self, x: Any) -> int | None:
+        if not self.marking or x.is_meta:
+            return None
+        if is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
+            return self.source if bool(x.isnan().any()) else None
+        # A mask, as of a dropout, is cut as what it masks.
+        masked = (one.behind for one in reversed(self.tensors) if one.shape == _shape(x))
+        return next(masked, None)
+
+
+def _address(x: Any) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """The shape of all that a tensor's memory holds."""
+    base = x if x._base is None else x._base
+    shape = tuple(1 if stride == 0 else n for n, stride in zip(base.shape, base.stride(), strict=True))
+    held = x.untyped_storage().nbytes() // x.itemsize
+    return shape if base.dtype == x.dtype and prod(shape) == held else (held,)

@@ -1,0 +1,1 @@
+"""Keeps one record a variable and one a model, whatever the driver."""

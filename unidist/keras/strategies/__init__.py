@@ -1,0 +1,1 @@
+"""DataParallel and ModelParallel: the strategies that Keras sees as its distributions."""

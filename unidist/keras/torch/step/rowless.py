@@ -1,0 +1,88 @@
+"""Ranks without rows: the last batch of an epoch may have fewer rows than there are data shards.
+
+Layers compute with no rows as with any number. What Keras and torch refuse is mended here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unidist.keras import needs
+from unidist.keras.patching.compat import torch_image, torch_numpy
+from unidist.keras.patching.patches import Hook
+from unidist.keras.torch import context
+
+
+def hooks() -> Iterator[Hook]:
+    for name, reduce in (("max", torch.amax), ("min", torch.amin)):
+        yield Hook(torch_numpy, name, functools.partial(_of_no_rows, reduce), "a rank may have no rows")
+    yield Hook(torch_numpy, "reshape", _reshaping, "a rank may have no rows")
+    why = "a rank may have no rows"
+    yield Hook("torch.nn.functional:", "ctc_loss", _of_no_sequences, why, needed=needs.of_loss("CTC"))
+    for name in ("affine_transform", "elastic_transform"):
+        yield Hook(torch_image, name, _of_no_images, why, needed=needs.of_images)
+
+
+def _of_no_images(original: Any) -> Callable[..., Any]:
+    """Keras stacks what it makes of each image: of one that is made up, none is kept."""
+
+    @functools.wraps(original)
+    def transform(images: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.frame() is None or not _is_empty(images) or images.ndim != 4 or images.shape[0]:
+            return original(images, *args, **kwargs)
+        one = [x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for x in (images, *args)]
+        named = {key: x.new_ones(1, *x.shape[1:]) if _is_empty(x) else x for key, x in kwargs.items()}
+        return original(*one, **named)[:0]
+
+    return transform
+
+
+def _of_no_sequences(original: Any) -> Callable[..., Any]:
+    """torch refuses the losses of no sequences: they are none, and stay in the graph."""
+
+    @functools.wraps(original)
+    def ctc_loss(log_probs: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.frame() is None or not _is_empty(log_probs) or log_probs.ndim != 3 or log_probs.shape[1]:
+            return original(log_probs, *args, **kwargs)
+        return log_probs.sum((0, 2))
+
+    return ctc_loss
+
+
+def _of_no_rows(reduce: Callable[..., torch.Tensor], original: Any) -> Callable[..., Any]:
+    """Along dims that are not empty the largest of no rows are no rows. Keras refuses whatever is empty."""
+
+    @functools.wraps(original)
+    def extreme(x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
+        if context.frame() is None or axis is None or initial is not None or not _is_empty(x):
+            return original(x, axis=axis, keepdims=keepdims, initial=initial)
+        dims = [dim % x.ndim for dim in (axis if isinstance(axis, (list, tuple)) else [axis])]
+        if not all(x.shape[dim] for dim in dims):
+            return original(x, axis=axis, keepdims=keepdims, initial=initial)
+        return reduce(x, dim=dims, keepdim=keepdims)
+
+    return extreme
+
+
+def _reshaping(original: Any) -> Callable[..., Any]:
+    """Gives no rows of so many entries another shape: torch finds no size for what is left open."""
+
+    @functools.wraps(original)
+    def reshape(x: Any, newshape: Any) -> Any:
+        sizes = list(newshape) if isinstance(newshape, (list, tuple)) else [newshape]
+        if context.frame() is not None and _is_empty(x) and not x.shape[0] and sizes[0] == 0 and sizes.count(-1) == 1:
+            each = math.prod(x.shape[1:])
+            known = math.prod(n for n in sizes[1:] if n != -1)
+            newshape = [each // known if n == -1 and known else n for n in sizes]
+        return original(x, newshape)
+
+    return reshape
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and not x.numel()

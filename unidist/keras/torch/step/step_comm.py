@@ -1,0 +1,218 @@
+"""Traffic: moves a rank's gradients to where they are kept, and values to where layers need them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from unidist.errors import CapabilityError
+from unidist.keras.layer_facts import overwritten
+from unidist.keras.patching.compat import LossScaleOptimizer, TorchModuleWrapper, TorchTrainer
+from unidist.keras.torch import outside
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.layers.sequence import SharedWeights
+from unidist.keras.torch.params import compute_dtype
+from unidist.keras.torch.params.buckets import Watched
+from unidist.keras.torch.params.param_groups import Fetcher, Read, use_in_calls
+from unidist.keras.torch.params.storage import Storage
+from unidist.keras.torch.params.variables import DistributedVariable
+from unidist.keras.torch.step import eagerly
+from unidist.keras.torch.step.reducer import Reducer
+from unidist.keras.torch.world import RankWorld
+from unidist.planner.fetching import by_reads
+
+
+class Traffic:
+    """The reducers and fetchers of this process's ranks for one model.
+
+    Args:
+        in_parts: under sequence parallelism.
+        reads: what a training step reads, where that is known.
+
+    Raises:
+        CapabilityError: the model computes in a way that stored shards do not go with.
+    """
+
+    def __init__(
+        self, model: Any, world: RankWorld, *, in_parts: bool = False, reads: Sequence[Read] | None = None
+    ) -> None:
+        self.model = model
+        self.world = world
+        self._in_parts = in_parts
+        self._undo: list[Callable[[], None]] = []
+        made = _variables_by_layer(model)
+        reads = _still_there(reads or (), made)
+        by_layer = self._by_layer = [made[n] for n in _order(made, reads or ())]
+        self._is_ordered = reads is not None
+        fetched = [(layer, own) for layer, own in by_layer if any(not v._storage.is_kept for v in own)]
+        _check_fetched(model, [layer for layer, _ in fetched])
+        trainable = self._watched = [v._storage for v in model.trainable_variables]
+        for storage in trainable:
+            storage.watchers += 1
+        placed = [v for v in model.variables if isinstance(v, DistributedVariable)]
+        self._trained = {v._storage: outside.follow_torch(v._storage) for v in placed}
+        for layer in model._flatten_layers():
+            for variable in overwritten(layer):
+                variable._storage.is_overwritten = True
+        self._reducers = {
+            rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
+            for rank in world.ranks
+        }
+        layers = [[v._storage for v in own] for _, own in by_layer]
+        lows = {
+            id(v._storage): dtype for layer, own in by_layer for v in own if (dtype := compute_dtype.expected(layer, v))
+        }
+        self._fetchers = {rank: Fetcher(world, rank, layers, lows, reads) for rank in world.ranks}
+        self._make_ready()
+        for layer, own in fetched:
+            self._undo.append(use_in_calls(layer, [v._storage for v in own]))
+        self.fetches = bool(fetched)
+        self._has_modules = eagerly.has_modules(model)
+
+    def misses_some(self) -> bool:
+        """Says whether a variable trains by now that did not when gradients were first watched."""
+        now = [outside.follow_torch(storage) for storage in self._trained]
+        return any(is_trained and not was for is_trained, was in zip(now, self._trained.values(), strict=True))
+
+    def close(self) -> None:
+        """Stops watching and fetching."""
+        for storage in self._watched:
+            storage.watchers -= 1
+        for undo in self._undo:
+            undo()
+        for reducer in self._reducers.values():
+            reducer.close()
+        for fetcher in self._fetchers.values():
+            fetcher.close()
+
+    def _make_ready(self) -> None:
+        """Makes what carries the groups' tensors now: amid a backward it would hold up gradients' thread."""
+        for rank in self.world.ranks:
+            buckets, units = self._reducers[rank].buckets, self._fetchers[rank].units
+            groups = [b.group for b in buckets] + [u.buffer.group for u in units]
+            for group in {group.ranks: group for group in groups}.values():
+                self.world.backend.ready(group)
+
+    @property
+    def reads(self) -> Sequence[Read] | None:
+        """The reads of a training step, in its order; None where no step has shown them yet."""
+        return self._fetchers[self.world.ranks[0]].reads
+
+    def ordered(self) -> Traffic:
+        """Returns the traffic whose units are in the order in which a training step has read variables."""
+        reads = self.reads
+        if self._is_ordered or reads is None:
+            return self
+        self._is_ordered = True
+        if _order(self._by_layer, reads) == list(range(len(self._by_layer))):
+            return self
+        self.settle()
+        self.close()
+        return Traffic(self.model, self.world, in_parts=self._in_parts, reads=reads)
+
+    def reducer(self, rank: int) -> Reducer:
+        return self._reducers[rank]
+
+    @contextlib.contextmanager
+    def step(self, frame: Frame, kind: str) -> Iterator[None]:
+        """A step of Keras's trainer ("train", "test" or "predict") on a rank."""
+        reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
+        if self.model.jit_compile or self._has_modules:
+            fetcher.settle()  # compiled programs and torch modules do not wait for what they read
+        frame.fetcher = fetcher if fetcher.fetched else None
+        frame.keeps_gradients = reducer.is_holding
+        frame.accumulating = reducer.is_paused = kind == "train" and self._accumulates()
+        try:
+            with reducer.working(frame), fetcher.step(kind):
+                yield
+        finally:
+            frame.fetcher = None
+            if reducer.is_paused:
+                reducer.is_paused, reducer.is_holding = False, True
+
+    def shared(self, frame: Frame) -> SharedWeights | None:
+        """Returns what sums gradients of weights used on parts of sequences, for one step."""
+        if not self._in_parts:
+            return None
+        storages = [v._storage for v in self.model.trainable_variables if isinstance(v, DistributedVariable)]
+        return SharedWeights(frame, [p.leaf(frame.rank) for p in storages if self._is_late(p)])
+
+    def _is_late(self, storage: Storage) -> bool:
+        return self._in_parts and storage.is_whole and storage.is_kept
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        for fetcher in self._fetchers.values():
+            fetcher.settle()
+
+    # accumulation -------------------------------------------------------------------------------------------------
+
+    def _accumulates(self) -> bool:
+        """Returns whether this step's gradients may wait on their ranks for later ones: nothing is sent.
+
+        Not where somebody looks at them in between, nor where values are stored as shards: whole gradients would be
+        kept there. Nor where Keras takes the largest of some, and not their sum.
+        """
+        optimizer = getattr(self.model, "optimizer", None)
+        steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        own_step = type(self.model).train_step is not TorchTrainer.train_step
+        if not steps or own_step or self.fetches or isinstance(optimizer, LossScaleOptimizer):
+            return False
+        if any(map(overwritten, self.model._flatten_layers())):
+            return False
+        return bool((int(self.model.optimizer._iterations.value) + 1) % steps)
+
+    def flush(self, frame: Frame) -> None:
+        """Reduces what waits on its rank into the optimizer's accumulators, where one device would have it.
+
+        It waits no more, so the next step's zero_grad forgets it.
+        """
+        reducer = self._reducers[frame.rank]
+        if not reducer.is_holding:
+            return
+        reducer.reduce()
+        optimizer = self.model.optimizer
+        with frame.reading_shards(), torch.no_grad():
+            for variable in self.model.trainable_variables:
+                grad = variable._storage.own(frame).grad
+                if grad is not None:
+                    optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].assign_add(grad)
+
+
+def _check_fetched(model: Any, layers: list[Any]) -> None:
+    for layer in layers:
+        if isinstance(layer, TorchModuleWrapper):
+            raise CapabilityError(
+                f"layer {layer.name!r} wraps a torch module, which reads its own parameters: they cannot be stored as "
+                "shards over the data axis. Use zero=2 or less"
+            )
+
+
+_ByLayer = list[tuple[Any, list[DistributedVariable]]]
+
+
+def _order(by_layer: _ByLayer, reads: Sequence[Read]) -> list[int]:
+    """Numbers of the layers, in the order in which a step reads them."""
+    return by_reads([[id(v._storage) for v in own] for _, own in by_layer], [id(storage) for storage, _ in reads])
+
+
+def _still_there(reads: Sequence[Read], by_layer: _ByLayer) -> Sequence[Read] | None:
+    """Returns the reads of variables that are where they were; None where there are none."""
+    there = {id(v._storage) for _, own in by_layer for v in own}
+    return [one for one in reads if id(one[0]) in there] or None
+
+
+def _variables_by_layer(model: Any) -> _ByLayer:
+    """Each layer with its own variables, in the order of the model; a shared one counts once."""
+    seen: set[int] = set()
+    found = []
+    for layer in model._flatten_layers():
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        fresh = [v for v in own if isinstance(v, DistributedVariable) and id(v._storage) not in seen]
+        seen.update(id(v._storage) for v in fresh)
+        if fresh:
+            found.append((layer, fresh))
+    return found
