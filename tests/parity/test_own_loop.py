@@ -75,7 +75,9 @@ def test_gradients_that_are_kept_in_parts_are_of_one_step(zero: int, zeroes: str
         same(one, wanted)
 
 
-@pytest.mark.parametrize(("setting", "zero"), [("torch-2", 0), ("torch-2", 2), ("horovod-2", 0)])
+@pytest.mark.parametrize(
+    ("setting", "zero"), [("torch-2", 0), ("torch-2", 2), ("torch-2", 3), ("horovod-2", 0), ("horovod-2", 3)]
+)
 def test_gradients_of_autograd_grad_are_averaged_too(setting: str, zero: int, alone: Alone, worlds: Worlds) -> None:
     given = (True, zero, "zero_grad", True)
     wanted = alone.world("torch").call(RUN, None, "nothing", *given)[0]

@@ -115,10 +115,12 @@ class Storage:
         return bool(axes) and not self.world.is_first(frame.rank, axes)
 
     @property
-    def has_part_of_gradient(self) -> bool:
-        """Is true where a user's loop has made a gradient, and this process keeps a part of it."""
-        is_cut = bool(self.shardings.state.layout.dims) and not self.world.is_virtual
-        return is_cut and self.own(None).grad is not None
+    def is_seen_by_loops(self) -> bool:
+        """Is true where a loop of the user's own sees a `Value`: a gradient is here, or may come."""
+        if self.world.is_virtual or not self.shardings.state.layout.dims:
+            return False
+        may_ask = self.is_cut and self.own(None).requires_grad and torch.is_grad_enabled()
+        return may_ask or self.own(None).grad is not None
 
     @property
     def summed_axes(self) -> Axes:

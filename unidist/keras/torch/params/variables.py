@@ -92,7 +92,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         storage = self._storage
         if frame is None:
             storage.world.check()
-            if storage.has_part_of_gradient and not _in_layer():
+            if storage.is_seen_by_loops and not _in_layer():
                 return seen.Value.of(storage)
             return self._outside()
         override = frame.overrides.get(id(self))
