@@ -10,6 +10,7 @@ a check, or at the twentieth of a test.
 
     python3 ci/test.py                      all of it
     python3 ci/test.py tests/unit -k mesh   only these tests, with pytest's own arguments
+    python3 ci/test.py --changed [REF]      the tests that what differs from REF (HEAD) can break: ci/changed.py
     python3 ci/test.py --all ...            matrices that are sampled are run whole
     python3 ci/test.py --repeat N TEST ...  these tests N times over, one after the other; how often they failed
     python3 ci/test.py --measure            all of it, and what its time went to; writes ci/durations.json anew
@@ -44,6 +45,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 FRESH = ROOT / "ci" / "fresh.py"
+CHANGED = ROOT / "ci" / "changed.py"
 HOROVOD = ROOT / "ci" / "install_horovod.sh"
 EXTRAS = ("dev", "torch", "jax", "demo")
 CHECKS = (
@@ -88,6 +90,11 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments in ([], ["--all"]) and (code := run(sys.executable, FRESH, "--if-due")):
         return code
+    if arguments[:1] == ["--changed"]:
+        found = subprocess.run(
+            [sys.executable, CHANGED, *arguments[1:2]], stdout=subprocess.PIPE, text=True, check=True
+        )
+        arguments = found.stdout.splitlines()
     if arguments[:1] == ["--repeat"]:
         return repeat(python, int(arguments[1]), arguments[2:])
     if arguments == ["--measure"]:
