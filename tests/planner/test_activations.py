@@ -158,7 +158,7 @@ def test_a_model_that_refuses_nan_is_planned() -> None:
 
 
 def test_a_kernel_that_loses_nan_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's attention on a processor with AVX-512 gives numbers where others give NaN."""
+    """Torch's attention gives numbers on some processors where it gives NaN on others."""
     from unidist.keras.planning.saved_tensors import Saved
 
     found, own, lost = bytes_of(transformer(), {"model": 2}), Saved._behind, []

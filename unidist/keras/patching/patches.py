@@ -131,8 +131,6 @@ class _Replaced:
             raise TypeError(f"it is a {_kind(original)} there, and unidist was made for a {_kind(self._ours)}")
         setattr(self._owner, hook.name, self._ours)
         self._original = original
-        if hook.imported:
-            _rename(hook.name, original, self._ours)
 
     @property
     def is_on_top(self) -> bool:
@@ -144,8 +142,11 @@ class _Replaced:
             delattr(self._owner, self.hook.name)
         else:
             setattr(self._owner, self.hook.name, self._before)
-        if self.hook.imported:
-            _rename(self.hook.name, self._ours, self._original)
+
+    def renamed(self, *, back: bool = False) -> tuple[str, Any, Any]:
+        """The attribute's name, what other modules have imported under it, and what takes the place of that."""
+        change = self._original, self._ours
+        return (self.hook.name, *(reversed(change) if back else change))
 
 
 def _kind(value: Any) -> str:
@@ -154,11 +155,17 @@ def _kind(value: Any) -> str:
     return "function" if callable(value) or isinstance(value, classmethod | staticmethod) else "value"
 
 
-def _rename(name: str, found: Any, replacement: Any) -> None:
-    """In every module that has the one under this name the other takes its place."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is found:
-            module.__dict__[name] = replacement
+def _rename(changes: Iterable[tuple[str, Any, Any]]) -> None:
+    """Replaces what modules have imported under a name, in one walk through all modules."""
+    by_name: dict[str, list[tuple[Any, Any]]] = {}
+    for name, found, replacement in changes:
+        by_name.setdefault(name, []).append((found, replacement))
+    for module in list(sys.modules.values()) if by_name else ():
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        for name in by_name.keys() & names.keys():
+            for found, replacement in by_name[name]:
+                if names[name] is found:
+                    names[name] = replacement
 
 
 class Table:
@@ -207,18 +214,20 @@ class Table:
         except BaseException:
             self._take_off(self._on[known:])
             raise
+        self._rename_from(known)
 
     def turn_on_all_there_are(self) -> None:
         """Replaces every attribute of the table that the frameworks have as unidist knows it.
 
         The others are `lost`, with a warning for each.
         """
-        lost = []
+        lost, known = [], len(self._on)
         for hook in self._wanted():
             try:
                 self._on.append(_Replaced(hook))
             except _FOREIGN as error:
                 lost.append(Lost(hook.where, hook.why, _in_words(error), hook.needed))
+        self._rename_from(known)
         self._lose(lost)
 
     def lose(self, where: str, error: Exception) -> None:
@@ -249,11 +258,17 @@ class Table:
         if lost and self not in _with_lost:
             _with_lost.append(self)
 
+    def _rename_from(self, known: int) -> None:
+        _rename(one.renamed() for one in self._on[known:] if one.hook.imported)
+
     def _take_off(self, some: list[_Replaced]) -> None:
+        gone = []
         for one in reversed(some.copy()):
             if one.is_on_top:
                 one.undo()
                 self._on.remove(one)
+                gone.append(one)
+        _rename(one.renamed(back=True) for one in gone if one.hook.imported)
 
 
 # Tables that are on without all of their hooks, and what was said about them.

@@ -27,7 +27,7 @@ class SeenTensor:
     """`behind`: where the tensor has NaN, the candidate that gave such last; else None.
 
     `total`: the sum of its values, and `source`: the candidate that gave NaN last. Some kernels lose a NaN: torch's
-    attention does on processors that have AVX-512.
+    attention does on some processors.
     """
 
     shape: tuple[int, ...]
