@@ -7,6 +7,7 @@ needs it is refused by name (`check`).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 import sys
@@ -307,11 +308,14 @@ def by(replacement: Any) -> Callable[[Any], Any]:
     return lambda original: replacement
 
 
-def kept(originals: dict[str, Any], name: str, replacement: Any) -> Callable[[Any], Any]:
-    """For `Hook.make`: a replacement that finds the original in a dictionary, under a name."""
+def calling(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For `Hook.make`: a replacement that calls a function with the original, and then its own arguments."""
 
     def make(original: Any) -> Any:
-        originals[name] = original
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
         return replacement
 
     return make

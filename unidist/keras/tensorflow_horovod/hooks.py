@@ -29,7 +29,7 @@ from unidist.keras.patching.compat import (
     data_adapters,
     tensorflow_numpy,
 )
-from unidist.keras.patching.patches import Hook, Table, kept
+from unidist.keras.patching.patches import Hook, Table, calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies import strategy as strategies
 from unidist.keras.tensorflow_horovod import engine, lookups
@@ -38,7 +38,6 @@ from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 from unidist.strategies.zero import STAGES
 
-_originals: dict[str, Any] = {}
 # On a gradient: it is the mean over the ranks.
 _REDUCED = "_unidist_reduced"
 
@@ -76,12 +75,11 @@ def _of_training() -> Iterator[Hook]:
     for optimizer in (BaseOptimizer, LossScaleOptimizer):
         yield Hook(optimizer, "apply", _of_all_ranks, "gradients are averaged over the ranks")
     why = "a step of the user's own sees the gradients of all ranks"
-    yield Hook(tf.GradientTape, "gradient", kept(_originals, "gradient", _gradient), why)
-    moments = kept(_originals, "_moments", _moments)
-    yield Hook(BatchNormalization, "_moments", moments, "batch statistics of all rows")
+    yield Hook(tf.GradientTape, "gradient", calling(_gradient), why)
+    yield Hook(BatchNormalization, "_moments", calling(_moments), "batch statistics of all rows")
     yield Hook(TensorFlowTrainer, "_make_function", _until_the_end, "data may end where its length is not known")
     yield Hook(tensorflow_numpy, "take", lookups.looking_up, "ids that all ranks look up count once")
-    yield Hook(SeedGenerator, "next", kept(_originals, "next", _next), "random numbers differ where rows do")
+    yield Hook(SeedGenerator, "next", calling(_next), "random numbers differ where rows do")
     yield Hook(data_adapters, "get_data_adapter", engine.adapting, "each rank gets its rows")
     yield Hook(Layer, "losses", _adding_losses, "added losses count by a rank's share of the rows")
 
@@ -150,9 +148,9 @@ def _reduced(here: engine.Engine, grads: list[Any], variables: list[Any]) -> lis
     return grads
 
 
-def _gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+def _gradient(original: Any, self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     """A tape's gradients of a model's weights, in a step of the user's own: it may look at them."""
-    found = _originals["gradient"](self, target, sources, *args, **kwargs)
+    found = original(self, target, sources, *args, **kwargs)
     here = engine.current()
     if here is None or here.in_call or not overrides(here.model, "train_step"):
         return found
@@ -188,10 +186,10 @@ def _until_the_end(original: Any) -> Any:
     return _make_function
 
 
-def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+def _moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
     here = engine.current()
     if here is None or not here.in_call or here.sees_all:
-        return _originals["_moments"](self, inputs, mask)
+        return original(self, inputs, mask)
     if here.is_trying:
         # Of all rows, and the same whichever row is changed.
         return tf.zeros_like(self.moving_mean), tf.ones_like(self.moving_variance)
@@ -199,9 +197,9 @@ def _moments(self: Any, inputs: Any, mask: Any) -> Any:
     return numbers.moments(own, self._reduction_axes, mask, tf.reduce_sum, here.traced.of_ranks)
 
 
-def _next(self: Any, ordered: bool = True) -> Any:
+def _next(original: Any, self: Any, ordered: bool = True) -> Any:
     """Random numbers differ between ranks where rows do."""
-    seed = _originals["next"](self, ordered)
+    seed = original(self, ordered)
     here = engine.current()
     if here is None or not here.in_call or here.sees_all or not here.traced.place:
         return seed

@@ -17,7 +17,7 @@ from unidist.algebra import Layout, Sharding
 from unidist.array import DistributedArray
 from unidist.keras.needs import generates
 from unidist.keras.patching.compat import Trainer, torch_core, tree
-from unidist.keras.patching.patches import Hook, kept
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import engine, features
 from unidist.keras.torch.context import Frame, frame
 from unidist.keras.torch.params import placing
@@ -27,22 +27,19 @@ from unidist.keras.torch.params.variables import place
 
 def hooks() -> tuple[Hook, ...]:
     """After Trainer.compile a model of keras_hub can generate."""
-    update, whole = kept(_originals, "slice_update", _slice_update), "a cache is cut"
+    update, whole = calling(_slice_update), "a cache is cut"
     return (
         Hook(Trainer, "compile", _compiling, "generate runs on every rank", needed=generates),
         Hook(torch_core, "slice_update", update, whole, needed=generates),
     )
 
 
-_originals: dict[str, Any] = {}
-
-
-def _slice_update(inputs: Any, start_indices: Any, updates: Any) -> Any:
+def _slice_update(original: Any, inputs: Any, start_indices: Any, updates: Any) -> Any:
     """Replaces Keras's slice_update, which writes at flat places, which no rule cuts.
 
     Along a dim that is updated as a whole each rank writes its own part.
     """
-    here, original = frame(), _originals["slice_update"]
+    here = frame()
     cut = next((x for x in (inputs, updates) if features.is_cut(x) and features.axes_of(x)), None)
     if here is not None and cut is not None and cut.spec.space.invariant:
         dim, axes = cut.spec.states[0].dim, features.axes_of(cut)

@@ -11,13 +11,11 @@ from typing import Any
 from unidist.keras import saving as keras_saving
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.patching.compat import legacy_h5_format, saving_lib, torch_convert_to_numpy
-from unidist.keras.patching.patches import Hook, kept
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.records import model_record
 from unidist.keras.strategies import strategy as strategies
 from unidist.keras.torch import data
 from unidist.keras.torch.params import collective_traversal, placing
-
-_originals: dict[str, Any] = {}
 
 
 class _Discard(saving_lib.H5IOStore):  # type: ignore[misc]
@@ -49,9 +47,9 @@ class _Discard(saving_lib.H5IOStore):  # type: ignore[misc]
 def hooks() -> Iterator[Hook]:
     """saving_lib and the legacy HDF5 format: models that are not placed are saved as before."""
     why = "process 0 writes what all hold"
-    yield Hook(saving_lib, "save_model", kept(_originals, "model", _save_model), why)
-    yield Hook(saving_lib, "save_weights_only", kept(_originals, "weights", _save_weights_only), why)
-    yield Hook(legacy_h5_format, "save_model_to_hdf5", kept(_originals, "hdf5", _save_model_to_hdf5), why)
+    yield Hook(saving_lib, "save_model", calling(_save_model), why)
+    yield Hook(saving_lib, "save_weights_only", calling(_save_weights_only), why)
+    yield Hook(legacy_h5_format, "save_model_to_hdf5", calling(_save_model_to_hdf5), why)
     yield from keras_saving.hooks_of_loading(_processes)
 
 
@@ -71,29 +69,31 @@ def _settle(model: Any) -> None:
         found.settle()
 
 
-def _save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_model(original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     _save(
         model,
-        lambda: _originals["model"](model, filepath, *args, **kwargs),
+        lambda: original(model, filepath, *args, **kwargs),
         lambda: saving_lib._save_state(model, _Discard(), None, "", set()),
     )
 
 
-def _save_weights_only(model: Any, filepath: Any, max_shard_size: Any = None, objects_to_skip: Any = None) -> Any:
+def _save_weights_only(
+    original: Any, model: Any, filepath: Any, max_shard_size: Any = None, objects_to_skip: Any = None
+) -> Any:
     _save(
         model,
-        lambda: _originals["weights"](model, filepath, max_shard_size, objects_to_skip),
+        lambda: original(model, filepath, max_shard_size, objects_to_skip),
         lambda: saving_lib._save_state(model, _Discard(), None, "", {id(o) for o in objects_to_skip or ()}),
     )
 
 
-def _save_model_to_hdf5(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_model_to_hdf5(original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     def read_along() -> None:
         # The legacy format has no store to replace: the others write into a file that is thrown away.
         with tempfile.TemporaryDirectory() as folder:
-            _originals["hdf5"](model, os.fspath(Path(folder) / "discarded.h5"), *args, **kwargs)
+            original(model, os.fspath(Path(folder) / "discarded.h5"), *args, **kwargs)
 
-    _save(model, lambda: _originals["hdf5"](model, filepath, *args, **kwargs), read_along)
+    _save(model, lambda: original(model, filepath, *args, **kwargs), read_along)
 
 
 def _save(model: Any, write: Callable[[], Any], read_along: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unidist.keras.patching.compat import floatx, get_device, to_torch_dtype, torch_random
-from unidist.keras.patching.patches import Hook, kept, no_model
+from unidist.keras.patching.patches import Hook, calling, no_model
 from unidist.keras.strategies import strategy as strategies
 from unidist.keras.torch.context import frame
 
@@ -21,16 +21,13 @@ SMALL = 1 << 16
 # torch fills normal numbers in blocks of 16 from one stream: pieces of whole blocks continue it.
 BLOCK = 16
 
-_originals: dict[str, Any] = {}
-
 
 def hooks() -> tuple[Hook, ...]:
     """uniform and truncated_normal of Keras's torch backend, for large variables in a scope."""
     why = "large variables are drawn in place"
-    normal = kept(_originals, "truncated_normal", truncated_normal)
     return (
-        Hook(torch_random, "uniform", kept(_originals, "uniform", uniform), why, needed=no_model),
-        Hook(torch_random, "truncated_normal", normal, why, needed=no_model),
+        Hook(torch_random, "uniform", calling(_uniform), why, needed=no_model),
+        Hook(torch_random, "truncated_normal", calling(_truncated_normal), why, needed=no_model),
     )
 
 
@@ -38,10 +35,12 @@ def _is_large_and_placed(shape: Sequence[int]) -> bool:
     return prod(shape) > SMALL and frame() is None and str(get_device()) != "meta" and strategies.current() is not None
 
 
-def uniform(shape: Any, minval: float = 0.0, maxval: float = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+def _uniform(
+    original: Any, shape: Any, minval: float = 0.0, maxval: float = 1.0, dtype: Any = None, seed: Any = None
+) -> Any:
     """Keras's uniform, scaled in place."""
     if not _is_large_and_placed(shape):
-        return _originals["uniform"](shape, minval, maxval, dtype, seed)
+        return original(shape, minval, maxval, dtype, seed)
     generator = torch_random.torch_seed_generator(seed)
     values = torch.rand(
         size=tuple(shape), generator=generator, dtype=to_torch_dtype(dtype or floatx()), device=get_device()
@@ -49,12 +48,14 @@ def uniform(shape: Any, minval: float = 0.0, maxval: float = 1.0, dtype: Any = N
     return values.mul_(maxval - minval).add_(minval)
 
 
-def truncated_normal(shape: Any, mean: float = 0.0, stddev: float = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+def _truncated_normal(
+    original: Any, shape: Any, mean: float = 0.0, stddev: float = 1.0, dtype: Any = None, seed: Any = None
+) -> Any:
     """Keras's truncated normal, the first of four draws within two deviations, by pieces of some rows."""
     cpu = torch.device(get_device()).type == "cpu"
     if not cpu or not _is_large_and_placed(shape):
         # An accelerator's stream does not go on from piece to piece.
-        return _originals["truncated_normal"](shape, mean, stddev, dtype, seed)
+        return original(shape, mean, stddev, dtype, seed)
     generator = torch_random.torch_seed_generator(seed)
     values = torch.empty(tuple(shape), dtype=to_torch_dtype(dtype))
     flat = values.view(-1)

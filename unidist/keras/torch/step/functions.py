@@ -17,11 +17,10 @@ from unidist.backends.torch.sharded import entrances, wrap
 from unidist.backends.torch.sharded.autograd import OwnGradient
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
-from unidist.keras.patching.compat import CustomGradientFunction
+from unidist.keras.patching.compat import CustomGradientFunction, torch_core
 from unidist.keras.patching.patches import Hook
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.params import saved, seen
-from unidist.keras.torch.step import remat
 from unidist.keras.torch.structures import mapped
 
 # Of torch.func: what gives a function, and, at the end, what computes at once.
@@ -51,7 +50,7 @@ def _applied_to_wholes(original: Any) -> Any:
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
         if kind is entrances.CHECKPOINT and frame is not None:
-            return remat.remat(args[0])(*args[2:])
+            return torch_core.remat(args[0])(*args[2:])
         called = functools.partial(of_kind(None, kind), **kwargs)
         if frame is not None and frame.carried is not None and frame.world.cuts_rows and _is_users(kind):
             # Of what each rank has the whole of, as a weight, the gradient is a summand.

@@ -13,40 +13,40 @@ import torch
 
 from unidist import events
 from unidist.keras.patching.compat import Trainer, in_symbolic_scope, tree
-from unidist.keras.patching.patches import Hook, kept
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.records import model_record
 from unidist.keras.torch.context import Frame, frame
 from unidist.keras.torch.params.variables import DistributedVariable
-
-_originals: dict[str, Any] = {}
 
 
 def hooks() -> tuple[Hook, ...]:
     """Outside of a frame Trainer.get_metrics_result is as before."""
     why = "metrics are of all rows"
-    return (Hook(Trainer, "get_metrics_result", kept(_originals, "result", _get_metrics_result), why),)
+    return (Hook(Trainer, "get_metrics_result", calling(_get_metrics_result), why),)
 
 
-def _get_metrics_result(self: Any) -> Any:
+def _get_metrics_result(original: Any, self: Any) -> Any:
     here = frame()
     engine = model_record.of(self).engine
     if here is not None:
         # Where nobody reads the logs of a step, its results stay this rank's: those of the epoch are merged below.
-        return _merged(self, here) if engine is None or engine.logs_are_read else _unmerged(self, here)
+        return (
+            _merged(original, self, here) if engine is None or engine.logs_are_read else _unmerged(original, self, here)
+        )
     if engine is None or engine.world.is_virtual or in_symbolic_scope():
-        return _originals["result"](self)
-    return engine.world.run(lambda at_work: _merged(self, at_work))
+        return original(self)
+    return engine.world.run(lambda at_work: _merged(original, self, at_work))
 
 
-def _merged(model: Any, here: Frame) -> Any:
+def _merged(original: Any, model: Any, here: Frame) -> Any:
     with here.reading(summed(here, model.metrics_variables)):
-        return _originals["result"](model)
+        return original(model)
 
 
-def _unmerged(model: Any, here: Frame) -> Any:
+def _unmerged(original: Any, model: Any, here: Frame) -> Any:
     own = [v for v in model.metrics_variables if isinstance(v, DistributedVariable)]
     with here.reading({id(v): v._storage.local(here) for v in own}):
-        return _originals["result"](model)
+        return original(model)
 
 
 def summed(here: Frame, variables: Iterable[Any]) -> dict[int, torch.Tensor]:

@@ -18,7 +18,7 @@ from unidist.keras.patching.compat import (
     TorchParallelOptimizer,
     in_stateless_scope,
 )
-from unidist.keras.patching.patches import Hook, kept
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import placing, seen, sharded_norms
@@ -36,7 +36,6 @@ _UPDATED_IN_TURNS = (
     optimizers.Lion,
     optimizers.RMSprop,
 )
-_originals: dict[str, Any] = {}
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -45,33 +44,37 @@ def hooks() -> tuple[Hook, ...]:
     Norms are those of whole variables, and all ranks skip a step alike.
     """
     parts = "a rank updates its parts"
-    turns = kept(_originals, "parallel", _update_in_turns)
-    finite = kept(_originals, "finite", _check_finite)
     return (
-        Hook(BaseOptimizer, "apply", kept(_originals, "apply", _apply), parts),
-        Hook(BaseOptimizer, "_backend_apply_gradients", kept(_originals, "gradients", _backend_apply_gradients), parts),
-        Hook(BaseOptimizer, "_clip_gradients", kept(_originals, "clip", _clip_gradients), "norms of whole variables"),
-        Hook(BaseOptimizer, "_backend_update_step", kept(_originals, "update", _backend_update_step), parts),
-        Hook(TorchParallelOptimizer, "_backend_update_step", turns, parts),
-        Hook(LossScaleOptimizer, "check_finite", finite, "all ranks skip a step alike", needed=of_scaled_losses),
+        Hook(BaseOptimizer, "apply", calling(_apply), parts),
+        Hook(BaseOptimizer, "_backend_apply_gradients", calling(_backend_apply_gradients), parts),
+        Hook(BaseOptimizer, "_clip_gradients", calling(_clip_gradients), "norms of whole variables"),
+        Hook(BaseOptimizer, "_backend_update_step", calling(_backend_update_step), parts),
+        Hook(TorchParallelOptimizer, "_backend_update_step", calling(_update_in_turns), parts),
+        Hook(
+            LossScaleOptimizer,
+            "check_finite",
+            calling(_check_finite),
+            "all ranks skip a step alike",
+            needed=of_scaled_losses,
+        ),
     )
 
 
-def _apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = context.frame()
     if frame is None:
-        return _apply_outside(self, grads, trainable_variables)
+        return _apply_outside(original, self, grads, trainable_variables)
     _settle(frame, trainable_variables if trainable_variables is not None else self._trainable_variables)
     # What is read behind it is a value, no longer what has a gradient.
     frame.backward_done = False
     if frame.accumulating:
-        return _accumulate(self, frame)
+        return _accumulate(original, self, frame)
     if trainable_variables is not None:
         placing.place_optimizer(self, list(trainable_variables))
     targets = _targets(self, trainable_variables)
     with frame.reading_shards():
         own = [_own_part(frame, g, v) for g, v in zip(grads, targets, strict=True)] if targets else grads
-        result = _originals["apply"](self, own, trainable_variables)
+        result = original(self, own, trainable_variables)
     _join(frame, targets or self._trainable_variables)
     return result
 
@@ -132,7 +135,7 @@ def _join(frame: Frame, variables: Any) -> None:
         fetcher.join(apart)
 
 
-def _accumulate(optimizer: Any, frame: Frame) -> None:
+def _accumulate(original: Any, optimizer: Any, frame: Frame) -> None:
     """A step of an accumulation whose gradients wait on their ranks: the accumulators take nothing."""
     variables = optimizer._trainable_variables
     is_constrained = any(v.constraint is not None for v in variables)
@@ -142,12 +145,12 @@ def _accumulate(optimizer: Any, frame: Frame) -> None:
     frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
     writes = is_constrained or bool(frequency and (int(optimizer.iterations) + 1) % frequency == 0)
     with frame.reading_shards():
-        _originals["apply"](optimizer, [torch.zeros_like(v.value) for v in variables], variables)
+        original(optimizer, [torch.zeros_like(v.value) for v in variables], variables)
     if writes:
         _join(frame, variables)
 
 
-def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
+def _apply_outside(original: Any, self: Any, grads: Any, trainable_variables: Any) -> Any:
     """Applies in a loop of the user's own: the rank at work is this process's.
 
     The simulator's program is one device's, and so is a step on values that are given, which are whole.
@@ -155,19 +158,19 @@ def _apply_outside(self: Any, grads: Any, trainable_variables: Any) -> Any:
     targets = trainable_variables if trainable_variables is not None else getattr(self, "_trainable_variables", [])
     world = next((v._storage.world for v in targets if placing.is_placed(v)), None)
     if world is None or world.runs_several or in_stateless_scope():
-        return _originals["apply"](self, grads, trainable_variables)
+        return original(self, grads, trainable_variables)
     given = grads
     if len(targets) == len(grads):
         pairs = zip(grads, targets, strict=True)
         given = [v._storage.own(None).grad if g is None and placing.is_placed(v) else g for g, v in pairs]
-    done = world.run(lambda frame: _apply(self, given, trainable_variables))
+    done = world.run(lambda frame: _apply(original, self, given, trainable_variables))
     for storage in [v._storage for v in targets if placing.is_placed(v)]:
         if storage.shardings.state.layout.dims:
             storage.own(None).grad = None  # a loop that forgets the gradients of parameters() knows nothing of this one
     return done
 
 
-def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+def _backend_update_step(original: Any, self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
     """Updates one variable after the other, as Keras does.
 
     Keras's elementwise optimizers have a faster update for torch. So those that come here, but Ftrl, may look at whole
@@ -175,7 +178,7 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
     """
     frame = context.frame()
     if frame is None or not frame.local or type(self) is Ftrl:
-        return _originals["update"](self, grads, trainable_variables, learning_rate)
+        return original(self, grads, trainable_variables, learning_rate)
     for grad, variable in zip(grads, trainable_variables, strict=True):
         with frame.updating_by_rules():
             whole = seen.carried(variable._storage, grad) if placing.is_placed(variable) else grad
@@ -183,11 +186,11 @@ def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learni
     return None
 
 
-def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+def _update_in_turns(original: Any, self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
     """Updates as elementwise optimizers do: Adam's by a fused kernel, others some variables at a time."""
     frame = context.frame()
     if frame is None or not isinstance(self, _UPDATED_IN_TURNS):
-        return _originals["parallel"](self, grads, trainable_variables, learning_rate)
+        return original(self, grads, trainable_variables, learning_rate)
     pairs = list(zip(grads, trainable_variables, strict=True))
     if fused.takes(self):
         pairs = fused.update(self, frame, pairs, learning_rate)
@@ -196,16 +199,16 @@ def _update_in_turns(self: Any, grads: Any, trainable_variables: Any, learning_r
     for grad, variable in pairs:
         more = grad.numel() * grad.element_size()
         if turn and nbytes + more > UPDATE_BYTES:
-            _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
+            original(self, [g for g, _ in turn], [v for _, v in turn], learning_rate)
             turn, nbytes = [], 0
         turn.append((grad, variable))
         nbytes += more
-    return _originals["parallel"](self, [g for g, _ in turn], [v for _, v in turn], learning_rate) if turn else None
+    return original(self, [g for g, _ in turn], [v for _, v in turn], learning_rate) if turn else None
 
 
-def _check_finite(self: Any, grads: Any) -> Any:
+def _check_finite(original: Any, self: Any, grads: Any) -> Any:
     """Returns whether all gradients are finite, on every rank. The simulator's program has whole ones."""
-    finite = _originals["finite"](self, [g.local if features.is_cut(g) else g for g in grads])
+    finite = original(self, [g.local if features.is_cut(g) else g for g in grads])
     placed = [v for v in self._trainable_variables if placing.is_placed(v)]
     axes = tuple(dict.fromkeys(a for v in placed for a in v._storage.shardings.state.layout.sharded_axes))
     world = placed[0]._storage.world if axes else None
@@ -217,21 +220,21 @@ def _check_finite(self: Any, grads: Any) -> Any:
     return everywhere > 0
 
 
-def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+def _backend_apply_gradients(original: Any, self: Any, grads: Any, trainable_variables: Any) -> Any:
     object.__setattr__(self, "_unidist_clipped", list(trainable_variables))
     frame = context.frame()
     if frame is None or frame.local:
-        return _originals["gradients"](self, grads, trainable_variables)
+        return original(self, grads, trainable_variables)
     # A method of the user's own was given whole gradients (overridden.py).
     with frame.reading_shards():
         own = [_own_part(frame, g, v) for g, v in zip(grads, trainable_variables, strict=True)]
-        return _originals["gradients"](self, own, trainable_variables)
+        return original(self, own, trainable_variables)
 
 
-def _clip_gradients(self: Any, grads: Any) -> Any:
+def _clip_gradients(original: Any, self: Any, grads: Any) -> Any:
     frame, variables = context.frame(), getattr(self, "_unidist_clipped", [])
     if frame is None or not any(placing.is_placed(v) and v._storage.shardings.state.layout.dims for v in variables):
-        return _originals["clip"](self, grads)
+        return original(self, grads)
     return clipped(self, grads, variables)
 
 

@@ -15,31 +15,29 @@ from typing import Any
 
 from unidist.keras.needs import recomputes
 from unidist.keras.patching.compat import StatelessScope, get_stateless_scope, global_state, torch_core
-from unidist.keras.patching.patches import Hook, kept
+from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context
 from unidist.keras.torch.context import Before, Frame
 from unidist.keras.torch.params import saved
 from unidist.keras.torch.world import keras_state, restore_keras_state
-
-_originals: dict[str, Any] = {}
 
 
 def hooks() -> tuple[Hook, ...]:
     """The torch backend's remat; without a frame it is as before."""
     why = "recomputation is the call over again"
     # From Keras 3.16 on it is read where it was imported to.
-    return (Hook(torch_core, "remat", kept(_originals, "remat", remat), why, imported=True, needed=recomputes),)
+    return (Hook(torch_core, "remat", calling(_remat), why, imported=True, needed=recomputes),)
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def _remat(original: Any, f: Callable[..., Any]) -> Callable[..., Any]:
     """Keras's remat, whose recomputation is the call over again."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         frame = context.frame()
         if frame is None or context.infers_shapes():
-            return _originals["remat"](f)(*args, **kwargs)
+            return original(f)(*args, **kwargs)
         (args, kwargs), put_on = carrying.taken_off((args, kwargs))  # torch saves what it is given
-        return _originals["remat"](_Call(f, frame, put_on))(*args, **kwargs)
+        return original(_Call(f, frame, put_on))(*args, **kwargs)
 
     return wrapped
 
