@@ -103,7 +103,7 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
             given = replaced((args, kwargs), ShardedTensor, left)
         return func(*given[0], **given[1])
     out = _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
-    return replaced(out, ShardedTensor, _left_whole) if plan.native else out
+    return replaced(out, ShardedTensor, _left_whole) if plan.leaves else out
 
 
 def _left_whole(x: ShardedTensor) -> Any:

@@ -190,6 +190,9 @@ def _by_algebra(
     if src is None or dst is None or space.redistribute is None:
         return None
     shape = tuple(map(int, whole_shape(x.shape, have)))
+    if x.is_complex():  # which a backend may not send
+        pairs = (Sharding(space.mesh, layout, (*shape, 2)) for layout in (src, dst))
+        return torch.view_as_complex(space.redistribute(torch.view_as_real(x.resolve_conj()), *pairs).contiguous())
     return space.redistribute(x, Sharding(space.mesh, src, shape), Sharding(space.mesh, dst, shape))
 
 

@@ -29,7 +29,7 @@ class Plan:
         gathers: the name to count where a whole must be made.
         composed: is called with the arguments, in place of all this.
         mixed: whether there are carriers of several spaces.
-        leaves: whether wholes that a composed call gives are made plain.
+        leaves: whether wholes that it gives are made plain, in an invariant space.
         passes: whether the operation on the parts may be given carriers of another space: it makes a view, or writes.
         native: whether all is to be made whole in an invariant space, so that torch goes on with plain tensors.
     """
@@ -97,7 +97,8 @@ def make_plan(
         plan.gathers = name_of(func)
     if space.invariant and any(state != whole for state in have):
         plan.ready = plan.ready and all(type(x) is ShardedTensor for x in tensors)
-        plan.native = not in_place and all(states == whole for states in (plan.out, *plan.wants))
+        plan.leaves = not in_place and plan.out == whole
+        plan.native = plan.leaves and all(states == whole for states in plan.wants)
     elif space.invariant:
         plan.ready = False  # plain tensors beside carriers of wholes
     return plan
