@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ import numpy as np
 
 from unidist import session
 from unidist.algebra import Mesh
+from unidist.algebra.mesh import parse_mesh
 from unidist.backends import extras, registry
 from unidist.backends.protocol import Array, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.api.variable_rows import Row
 from unidist.ledger import Ledger, ledger
+from unidist.tables import table
 
 SEED = 1
 BATCH = 64
@@ -76,9 +79,17 @@ def main(arguments: Sequence[str] = ()) -> int:
     adapter = session.use(
         options.backend, devices=math.prod(sizes.values()) if not registry.entry(options.backend).one_device else None
     )
-    say = _print if adapter.process_index() == 0 else _be_silent
+
+    def say(text: str) -> None:
+        if adapter.process_index() == 0:
+            print(text, flush=True)
+
     mesh = Mesh(sizes)
-    say(f"{mesh.size} devices ({_places(adapter)}) as {mesh}, backend {adapter.name!r}, {_keras_version()}")
+    import keras
+
+    places = "in one process" if adapter.process_count() == 1 else f"in {adapter.process_count()} processes"
+    version = f"Keras {keras.__version__} on {keras.config.backend()}"
+    say(f"{mesh.size} devices ({places}) as {mesh}, backend {adapter.name!r}, {version}")
 
     say(f"\nOn the mesh, {options.epochs} epochs of {len(digits.x)} images:")
     with _strategy(mesh).scope():
@@ -116,27 +127,13 @@ def _mesh_sizes(text: str | None, devices: int | None) -> dict[str, int]:
         count = devices or 4
         model = 2 if count % 2 == 0 else 1
         return {"data": count // model, "model": model}
-    sizes = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in ("data", "model") or not size.isdigit() or axis in sizes or int(size) < 1:
-            raise MeshError(f"--mesh {text!r}: write the sizes of the axes data and model, as data=2,model=2")
-        sizes[axis] = int(size)
+    sizes = parse_mesh(text)
+    if not sizes.keys() <= {"data", "model"}:
+        raise MeshError(f"--mesh {text!r}: write the sizes of the axes data and model, as data=2,model=2")
     sizes = {axis: sizes.get(axis, 1) for axis in ("data", "model")}
     if devices is not None and math.prod(sizes.values()) != devices:
         raise MeshError(f"--mesh {text} has {math.prod(sizes.values())} places, but --devices is {devices}")
     return sizes
-
-
-def _places(adapter: Any) -> str:
-    count = adapter.process_count()
-    return "in one process" if count == 1 else f"in {count} processes"
-
-
-def _keras_version() -> str:
-    import keras
-
-    return f"Keras {keras.__version__} on {keras.config.backend()}"
 
 
 def _digits() -> Digits:
@@ -231,7 +228,7 @@ def _layouts(model: Any) -> str:
     body.append((f"optimizer: {len(slots)} variables", "", "", "", *_share(slots)))
     body.append((f"all {len(found)} variables", "", "", "", *_share(found)))
     head = ("variable", "layout", "shape", "on a device", "bytes", "share")
-    return _table("What each device holds, and what share that is of the whole", head, body, numbers=2)
+    return _table("What each device holds, and what share that is of the whole", [head, *body], (4, 5))
 
 
 def _cuts(row: Row) -> str:
@@ -270,7 +267,7 @@ def _traffic(book: Ledger, epochs: int) -> str:
     ]
     body.append(("all", "", "", f"{book.count():,}", f"{round(book.bytes()):,}"))
     head = ("collective", "axes", "for", "count", "bytes sent by a device")
-    return _table(f"Traffic of {epochs} epochs", head, body, numbers=2)
+    return _table(f"Traffic of {epochs} epochs", [head, *body], (3, 4))
 
 
 def _some(words: list[str]) -> str:
@@ -283,7 +280,8 @@ def _epochs(many: Run, alone: Run) -> str:
         for k, (a, b) in enumerate(zip(many.losses, alone.losses, strict=True))
     ]
     body.append(("seconds", f"{many.seconds:.1f}", f"{alone.seconds:.1f}", ""))
-    return _table("Loss of each epoch", ("epoch", "on the mesh", "one device", "difference"), body, numbers=3)
+    head = ("epoch", "on the mesh", "one device", "difference")
+    return _table("Loss of each epoch", [head, *body], (1, 2, 3))
 
 
 def _verdicts(many: Run, alone: Run) -> list[tuple[bool, str]]:
@@ -305,26 +303,5 @@ def _difference(left: dict[str, Array], right: dict[str, Array]) -> float:
     return worst if math.isfinite(worst) else math.inf
 
 
-def _print(text: str) -> None:
-    print(text, flush=True)
-
-
-def _be_silent(text: str) -> None:
-    return
-
-
-def _table(title: str, head: Cells, body: list[Cells], *, numbers: int) -> str:
-    """Returns text for a terminal; the last `numbers` columns are aligned right.
-
-    Drawn by rich, which Keras brings along.
-    """
-    box = importlib.import_module("rich.box").SIMPLE_HEAD
-    table = importlib.import_module("rich.table").Table(title=title, title_justify="left", box=box, pad_edge=False)
-    for k, name in enumerate(head):
-        table.add_column(name, justify="right" if k >= len(head) - numbers else "left", no_wrap=k == 0)
-    for row in body:
-        table.add_row(*row)
-    console = importlib.import_module("rich").get_console()
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in str(capture.get()).splitlines()).rstrip()
+def _table(title: str, rows: list[Cells], numbers: tuple[int, ...]) -> str:
+    return table(rows, numbers, title=title, width=shutil.get_terminal_size().columns).rstrip()

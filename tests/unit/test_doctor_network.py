@@ -126,14 +126,14 @@ def test_a_proxy_between_processes_of_one_machine(environ: dict[str, str], used:
 
 
 def test_the_meeting_place() -> None:
-    assert network.meeting_place(asked()) == []
-    good = asked(nodes=2, address=f"127.0.0.1:{free_port()}")
-    assert [check.status for check in network.meeting_place(good)] == ["ok"]
+    address = f"127.0.0.1:{free_port()}"
+    assert network.meeting_place(address, asked(nodes=2, address=address)).status == "ok"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = asked(nodes=2, address=f"127.0.0.1:{server.getsockname()[1]}")
-        is_said(*network.meeting_place(taken), "failed", "something listens there already", "another port")  # type: ignore[call-arg]
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        taken = asked(nodes=2, address=address)
+        is_said(network.meeting_place(address, taken), "failed", "something listens there already", "another port")
         # Another node does not listen there itself.
-        assert network.meeting_place(replace(taken, node_rank=1))[0].status == "ok"
+        assert network.meeting_place(address, replace(taken, node_rank=1)).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,9 @@ def test_the_meeting_place() -> None:
     ],
 )
 def test_a_meeting_place_that_cannot_be(lookup: network.Lookup, own: bool, found: str, advice: str) -> None:
-    checks = network.meeting_place(asked(nodes=2, address="node0:29500"), lookup, lambda address: own)
-    is_said(of(checks, "address"), "failed", found, advice)
+    address = "node0:29500"
+    check = network.meeting_place(address, asked(nodes=2, address=address), lookup, lambda address: own)
+    is_said(check, "failed", found, advice)
 
 
 # the environment

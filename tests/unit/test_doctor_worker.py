@@ -14,8 +14,7 @@ from unidist import array
 from unidist.array import DistributedArray
 from unidist.backends import registry
 from unidist.doctor import worker, world
-from unidist.doctor.links import Task
-from unidist.doctor.watch import MARK
+from unidist.doctor.links import MARK, Task
 
 TASK = Task(backend="sim", processes=1, timeout=5.0, importing=5.0, joining=5.0, small=1, large=1)
 
@@ -58,7 +57,7 @@ def test_the_whole_world_is_right_and_told_once(three: worker._World) -> None:
 
 PROGRAM = """
 import time
-from unidist.doctor.watch import Watch
+from unidist.doctor.worker import Watch
 watch = Watch(4, 0.1)
 with watch.step("join", 0.2):
     pass

@@ -28,7 +28,7 @@ from unidist.doctor import versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HEAVY = ("keras", "torch", "jax", "jaxlib", "tensorflow", "horovod", "sklearn", "rich")
+HEAVY = ("keras", "torch", "jax", "jaxlib", "tensorflow", "horovod", "sklearn", "rich", "psutil")
 
 
 def python(program: str) -> str:
@@ -126,7 +126,7 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.Path) -> None:
     assert "unidist = unidist.cli:main" in (info / "entry_points.txt").read_text()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
-    assert [Requirement(r).name for r in plain] == ["google-crc32c", "numpy", "safetensors"]
+    assert [Requirement(r).name for r in plain] == ["google-crc32c", "numpy", "psutil", "rich", "safetensors"]
 
 
 def pins() -> dict[str, str]:

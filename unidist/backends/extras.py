@@ -13,7 +13,7 @@ EXTRAS = {
     "tensorflow": (_KERAS, "tensorflow>=2.21"),
     "horovod": (_KERAS, "horovod>=0.28.1"),
     "remote": ("fsspec>=2024.6",),
-    "demo": ("scikit-learn>=1.5", "rich>=13"),
+    "demo": ("scikit-learn>=1.5",),
 }
 
 

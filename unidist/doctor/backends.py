@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from unidist.backends import registry
 from unidist.backends.environment import without_launcher
-from unidist.doctor.check import Check, counted
+from unidist.doctor.check import Check, Question, counted
 from unidist.errors import BackendNotAvailableError
 
 Ask: TypeAlias = Callable[[str], Mapping[str, Any]]
@@ -23,7 +23,6 @@ Ask: TypeAlias = Callable[[str], Mapping[str, Any]]
 # A framework's imports take a minute from a cold network disk.
 SECONDS = 180.0
 _AT_ONCE = 2
-_ASKED = "its adapter can be imported and finds its devices"
 
 
 def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
@@ -42,10 +41,7 @@ def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
         try:
             registry.find(name)
         except BackendNotAvailableError as error:
-            found = "not installed"
-            checks[name] = Check(
-                name=_name(name), asked=_ASKED, status="not checked", found=found, advice=f"to have it: {error}"
-            )
+            checks[name] = _question(name).not_checked("not installed", f"to have it: {error}")
         else:
             there.append(name)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -58,41 +54,30 @@ def check(ask: Ask | None = None, cards: int | None = None) -> list[Check]:
 
 def judge_keras(name: str, told: Mapping[str, Any]) -> Check:
     """The check of Keras on a backend that works."""
-    asked = "Keras has every attribute that unidist replaces in it"
-    label = f"Keras on {name}"
+    question = Question(f"Keras on {name}", "Keras has every attribute that unidist replaces in it")
     if "error" in told:
-        advice = "see the error: another Keras, or another KERAS_BACKEND"
-        return Check(name=label, asked=asked, status="failed", found=told["error"], advice=advice)
+        return question.failed(told["error"], "see the error: another Keras, or another KERAS_BACKEND")
     if lost := told.get("lost"):
         advice = "install a version that unidist was tested with; models that need it are refused until then"
-        return Check(name=label, asked=asked, status="failed", found="; ".join(lost), advice=advice)
-    return Check(
-        name=label, asked=asked, status="ok", found=f"{told['replaced']} are replaced, and put back at the end"
-    )
+        return question.failed("; ".join(lost), advice)
+    return question.ok(f"{told['replaced']} are replaced, and put back at the end")
 
 
 def judge(name: str, told: Mapping[str, Any], cards: int) -> Check:
     """The check of a backend that is installed."""
     if "error" in told:
-        hint = registry.entry(name).hint or "see the error"
-        return Check(name=_name(name), asked=_ASKED, status="failed", found=told["error"], advice=hint)
-    devices: Sequence[str] = told["devices"]
+        return _question(name).failed(told["error"], registry.entry(name).hint or "see the error")
+    return judge_devices(_question(name), name, told["devices"], cards)
+
+
+def judge_devices(question: Question, name: str, devices: Sequence[str], cards: int) -> Check:
+    """The check of a backend's devices, where the machine has so many NVIDIA cards."""
     kinds = Counter(device.partition(":")[0] for device in devices)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     if cards and registry.entry(name).accelerators and set(kinds) == {"cpu"}:
-        return Check(
-            name=_name(name),
-            asked="it sees this machine's accelerators",
-            status="warning",
-            found=f"{found}, but the machine has {counted(cards, 'NVIDIA card')}",
-            advice=use_cards(name),
-        )
-    return Check(name=_name(name), asked=_ASKED, status="ok", found=found)
-
-
-def use_cards(name: str) -> str:
-    """Returns what to do where a backend does not see the machine's cards."""
-    return f"unset CUDA_VISIBLE_DEVICES (or name cards in it), or install a build of {name} for CUDA"
+        advice = f"unset CUDA_VISIBLE_DEVICES (or name cards in it), or install a build of {name} for CUDA"
+        return question.warning(f"{found}, but this machine has {counted(cards, 'NVIDIA card')}", advice)
+    return question.ok(found)
 
 
 def count_cards(folder: Path = Path("/dev")) -> int:
@@ -119,5 +104,7 @@ def ask_a_process(name: str, seconds: float = SECONDS) -> Mapping[str, Any]:
     return told
 
 
-def _name(backend: str) -> str:
-    return f"backend {backend}"
+def _question(backend: str) -> Question:
+    return Question(
+        f"backend {backend}", "its adapter can be imported and finds its devices, accelerators where there are any"
+    )

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 Status: TypeAlias = Literal["ok", "warning", "failed", "not checked"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One check.
 
@@ -28,12 +28,28 @@ class Check:
     advice: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Asks one thing of the machine or of the world; its methods give the check that an answer makes."""
+
+    name: str
+    asked: str
+
+    def ok(self, found: str) -> Check:
+        return Check(self.name, self.asked, "ok", found)
+
+    def warning(self, found: str, advice: str) -> Check:
+        return Check(self.name, self.asked, "warning", found, advice)
+
+    def failed(self, found: str, advice: str) -> Check:
+        return Check(self.name, self.asked, "failed", found, advice)
+
+    def not_checked(self, found: str, advice: str = "") -> Check:
+        return Check(self.name, self.asked, "not checked", found, advice)
+
+
 def counted(number: int, noun: str) -> str:
     """ "1 process", "2 processes"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def has_failed(checks: list[Check]) -> bool:
-    return any(check.status == "failed" for check in checks)

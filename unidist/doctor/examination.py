@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from unidist.backends import registry
 from unidist.doctor import backends, launchers, machine, network, versions, world
-from unidist.doctor.check import Check, has_failed
+from unidist.doctor.check import Check
 from unidist.doctor.matrix import Link
 from unidist.doctor.reports import Reports
 from unidist.errors import BackendNotAvailableError
@@ -36,7 +37,7 @@ class Examination:
 
     @property
     def failed(self) -> bool:
-        return has_failed(list(self.checks))
+        return any(check.status == "failed" for check in self.checks)
 
 
 def examine(request: Request | None, *, say: Callable[[str], None] = lambda text: None) -> Examination:
@@ -84,7 +85,8 @@ def _network(request: Request | None, environ: Mapping[str, str]) -> list[Check]
     return [
         network.hostname(name, 1 if request is None else request.nodes),
         network.loopback(),
-        *([] if request is None else network.meeting_place(request)),
+        # Without an address the loopback is taken.
+        *([network.meeting_place(address, request)] if request is not None and address else []),
         *network.interfaces(environ, network.cards(), own=own),
         network.proxies(environ, host, used),
     ]
@@ -93,9 +95,7 @@ def _network(request: Request | None, environ: Mapping[str, str]) -> list[Check]
 def _installed() -> list[str]:
     found = []
     for name in registry.names():
-        try:
+        with contextlib.suppress(BackendNotAvailableError):
             registry.find(name)
-        except BackendNotAvailableError:
-            continue
-        found.append(name)
+            found.append(name)
     return found

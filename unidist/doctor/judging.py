@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from unidist.backends import registry
 from unidist.doctor import backends
-from unidist.doctor.check import Check, counted
-from unidist.doctor.reports import Reports, Stop
+from unidist.doctor.check import Check, Question, counted
+from unidist.doctor.reports import Reports
 from unidist.launch.attempt import GIVEN_UP
 
 _CLOCKS = 1.0
@@ -28,29 +27,28 @@ _OPS = {
 
 def processes(reports: Reports) -> Check:
     """Checks that all processes of this node started."""
-    asked = f"{counted(reports.request.processes, 'process')} of {reports.request.world_size} start on this node"
-    if reports.count != reports.request.world_size:
-        found = f"the world has {counted(reports.count, 'process')}"
+    request = reports.request
+    asked = f"{counted(request.processes, 'process')} of {request.world_size} start on this node"
+    question = Question("processes", asked)
+    if reports.count != request.world_size:
         advice = "give -n, --nodes and --backend alike on every node"
-        return Check(name="processes", asked=asked, status="failed", found=found, advice=advice)
+        return question.failed(f"the world has {counted(reports.count, 'process')}", advice)
     silent = [process for process in reports.own if process not in reports.facts]
     if not silent:
         hosts = Counter(facts["host"] for facts in reports.facts.values())
-        found = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-        return Check(name="processes", asked=asked, status="ok", found=found)
-    found = f"process {_numbers(silent)} said nothing; the launcher ended with exit code {reports.code}"
-    if reports.code == GIVEN_UP:
-        found = f"process {_numbers(silent)} did not start in time"
-        if reports.request.nodes > 1:
-            found += f": the {reports.request.nodes} nodes have not met at {reports.request.address}"
-            return Check(name="processes", asked=asked, status="failed", found=found, advice=_MEET)
-    return Check(name="processes", asked=asked, status="failed", found=found, advice=_LOOK)
+        return question.ok(", ".join(f"{count} on {host}" for host, count in hosts.items()))
+    if reports.code != GIVEN_UP:
+        said = f"process {_numbers(silent)} said nothing; the launcher ended with exit code {reports.code}"
+        return question.failed(said, _LOOK)
+    late = f"process {_numbers(silent)} did not start in time"
+    if request.nodes == 1:
+        return question.failed(late, _LOOK)
+    return question.failed(f"{late}: the {request.nodes} nodes have not met at {request.address}", _MEET)
 
 
 def same_versions(reports: Reports) -> list[Check]:
     """Checks that all processes run the same versions: one failed check for each that differs."""
-    asked = "all processes run the same versions"
-    facts = reports.facts
+    question, facts = Question("same versions", "all processes run the same versions"), reports.facts
     missing = reports.count - len(facts)
     names = sorted({name for one in facts.values() for name in one["versions"]})
     checks = []
@@ -59,68 +57,58 @@ def same_versions(reports: Reports) -> list[Check]:
         usual = Counter(held.values()).most_common(1)[0][0]
         if other := {process: version for process, version in held.items() if version != usual}:
             said = ", ".join(f"{reports.place(process)} has {version}" for process, version in other.items())
-            found = f"{name}: {said}; the others have {usual}"
             advice = f"install {name} {usual} there, from one list of pinned versions for all machines"
-            checks.append(Check(name="same versions", asked=asked, status="failed", found=found, advice=advice))
+            checks.append(question.failed(f"{name}: {said}; the others have {usual}", advice))
     if checks:
         return checks
     if missing:
-        found = f"{missing} of {reports.count} processes did not tell theirs"
-        return [Check(name="same versions", asked=asked, status="not checked", found=found, advice=LATER)]
-    return [Check(name="same versions", asked=asked, status="ok", found=counted(len(facts), "process"))]
+        return [question.not_checked(f"{missing} of {reports.count} processes did not tell theirs", LATER)]
+    return [question.ok(counted(len(facts), "process"))]
 
 
 def joining(reports: Reports) -> Check:
     """Checks that the processes have met."""
-    asked = f"{counted(reports.count, 'process')} meet"
+    question = Question("world", f"{counted(reports.count, 'process')} meet")
     outside = [process for process in reports.own if process not in reports.joined]
     if not outside:
         slowest = max(report["seconds"] for report in reports.joined.values())
-        found = f"{counted(reports.size, 'rank')}, {slowest:.1f} s with the imports"
-        return Check(name="world", asked=asked, status="ok", found=found)
+        return question.ok(f"{counted(reports.size, 'rank')}, {slowest:.1f} s with the imports")
     if not reports.facts:
-        return Check(name="world", asked=asked, status="not checked", found="no process started", advice=LATER)
+        return question.not_checked("no process started", LATER)
     found = told(reports, ("import", "join"), outside)
     if unknown := [k for k in range(reports.count) if k not in reports.own and k not in reports.facts]:
         found += f"; of process {_numbers(unknown)}, on other nodes, nothing is known here: are they started?"
-    return Check(name="world", asked=asked, status="failed", found=found, advice=_MEET)
+    return question.failed(found, _MEET)
 
 
 def devices(reports: Reports, cards: int) -> Check:
     """Which devices the ranks are. `cards`: NVIDIA cards of this machine."""
-    name, asked = "devices", "the ranks are accelerators where there are any"
+    question = Question("devices", "the ranks are accelerators where there are any")
     if not reports.joined:
-        return Check(name=name, asked=asked, status="not checked", found=before(reports), advice=LATER)
+        return question.not_checked(before(reports), LATER)
     names = next(iter(reports.joined.values()))["devices"]
-    kinds = Counter(device.partition(":")[0] for device in names)
-    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if cards and set(kinds) == {"cpu"} and registry.entry(reports.request.backend).accelerators:
-        found += f", but this machine has {counted(cards, 'NVIDIA card')}"
-        advice = backends.use_cards(reports.request.backend)
-        return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
-    return Check(name=name, asked=asked, status="ok", found=found)
+    return backends.judge_devices(question, reports.request.backend, names, cards)
 
 
 def clocks(reports: Reports) -> Check:
     """Checks that the machines' clocks agree: read at the end of a barrier."""
-    asked = f"clocks agree to {_CLOCKS:g} s"
+    question = Question("clocks", f"clocks agree to {_CLOCKS:g} s")
     if len(reports.joined) < reports.count:
-        found = "not all processes have reported their time"
-        return Check(name="clocks", asked=asked, status="not checked", found=found, advice=LATER)
+        return question.not_checked("not all processes have reported their time", LATER)
     times = {process: report["clock"] for process, report in reports.joined.items()}
     first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
     apart = times[last] - times[first]
     if apart > _CLOCKS:
         found = f"{reports.place(last)} is {apart:.1f} s ahead of {reports.place(first)}"
         advice = "run an NTP client on every machine (`timedatectl set-ntp true`): times in logs and files mislead"
-        return Check(name="clocks", asked=asked, status="warning", found=found, advice=advice)
-    return Check(name="clocks", asked=asked, status="ok", found=f"{apart * 1e3:.0f} ms apart at most")
+        return question.warning(found, advice)
+    return question.ok(f"{apart * 1e3:.0f} ms apart at most")
 
 
 def whole_world(reports: Reports) -> Iterator[Check]:
     """The collectives over all ranks."""
     for op, asked in _OPS.items():
-        name, step = f"world {op}", f"world {op}"
+        question, step = Question(f"world {op}", asked), f"world {op}"
         found = {report["process"]: report for report in reports.of("world", op=op)}
         wrong = [f"{reports.place(k)}: {report['wrong']}" for k, report in found.items() if report["wrong"]]
         missing = [process for process in reports.own if process not in found]
@@ -128,15 +116,15 @@ def whole_world(reports: Reports) -> Iterator[Check]:
             advice = (
                 "a rank's memory, card or driver makes wrong values: run that host alone, then the others without it"
             )
-            yield Check(name=name, asked=asked, status="failed", found="; ".join(wrong), advice=advice)
+            yield question.failed("; ".join(wrong), advice)
         elif not missing:
             seconds = max((report.get("seconds") or 0.0 for report in found.values()), default=0.0)
-            yield Check(name=name, asked=asked, status="ok", found=f"{seconds * 1e3:.1f} ms" if seconds else "right")
+            yield question.ok(f"{seconds * 1e3:.1f} ms" if seconds else "right")
         elif reports.first_stop == step:
             advice = "where all links are right: a longer --timeout, or fewer processes to find the one that disturbs"
-            yield Check(name=name, asked=asked, status="failed", found=told(reports, (step,), missing), advice=advice)
+            yield question.failed(told(reports, (step,), missing), advice)
         else:
-            yield Check(name=name, asked=asked, status="not checked", found=before(reports), advice=LATER)
+            yield question.not_checked(before(reports), LATER)
 
 
 def ending(reports: Reports, others: list[Check]) -> Iterator[Check]:
@@ -145,7 +133,7 @@ def ending(reports: Reports, others: list[Check]) -> Iterator[Check]:
         return
     stops = "; ".join(f"{reports.place(stop.process)}: {stop.step}: {stop.text}" for stop in reports.stops)
     found = stops or reports.launcher or f"exit code {reports.code}"
-    yield Check(name="end", asked="all processes end well", status="failed", found=found, advice=_LOOK)
+    yield Question("end", "all processes end well").failed(found, _LOOK)
 
 
 def told(reports: Reports, steps: tuple[str, ...], members: list[int]) -> str:
@@ -159,7 +147,8 @@ def told(reports: Reports, steps: tuple[str, ...], members: list[int]) -> str:
     for stop in sorted(stops, key=lambda stop: stop.late):
         # The same words with other numbers need no second reading.
         first = texts.setdefault(re.sub(r"\d+", "", stop.text), stop.process)
-        said.append(_says(reports, stop, None if first == stop.process else first))
+        text = stop.text if first == stop.process else f"the same as process {first}"
+        said.append(f"{reports.place(stop.process)}{' (at its imports)' if stop.step == 'import' else ''}: {text}")
     if not stops and reports.launcher:
         said.append(reports.launcher)
     silent = [process for process in members if process not in {stop.process for stop in stops}]
@@ -177,12 +166,6 @@ def before(reports: Reports) -> str:
     if reports.first_stop:
         return f"the processes were ended in {reports.first_stop!r}"
     return f"the processes were ended before (exit code {reports.code})"
-
-
-def _says(reports: Reports, stop: Stop, as_process: int | None) -> str:
-    what = " (at its imports)" if stop.step == "import" else ""
-    text = stop.text if as_process is None else f"the same as process {as_process}"
-    return f"{reports.place(stop.process)}{what}: {text}"
 
 
 def _numbers(processes_: list[int]) -> str:

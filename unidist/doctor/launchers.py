@@ -6,25 +6,23 @@ from collections.abc import Iterator, Mapping
 
 from unidist.backends import registry
 from unidist.backends.environment import detect, launchers
-from unidist.doctor.check import Check
+from unidist.doctor.check import Check, Question
 from unidist.errors import BackendNotAvailableError
 
-_ASKED = "the variables that launchers set do not contradict each other"
+_QUESTION = Question("launcher", "the variables that launchers set do not contradict each other")
 
 
 def check(environ: Mapping[str, str]) -> list[Check]:
     """One failed check for each contradiction; else one that says which launcher is seen."""
     wrong = [*_halves(environ), *_beyond(environ), *_two_worlds(environ), *_backend(environ)]
     if wrong:
-        return [
-            Check(name="launcher", asked=_ASKED, status="failed", found=found, advice=advice) for found, advice in wrong
-        ]
+        return [_QUESTION.failed(found, advice) for found, advice in wrong]
     try:
         launch = detect(environ)
     except BackendNotAvailableError as error:
-        return [Check(name="launcher", asked=_ASKED, status="failed", found=str(error), advice="unset it")]
+        return [_QUESTION.failed(str(error), "unset it")]
     found = "no launcher" if launch is None else f"{launch.launcher}: {launch.process_index} of {launch.process_count}"
-    return [Check(name="launcher", asked=_ASKED, status="ok", found=found)]
+    return [_QUESTION.ok(found)]
 
 
 def _halves(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -55,11 +53,13 @@ def _beyond(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             continue
         both = f"{place}={environ[place]}, {count}={environ[count]}"
         advice = f"unset {place} and {count}, or start the program with its launcher"
-        numbers = [_number(environ[name]) for name in (place, count)]
-        if None in numbers:
+        try:
+            index, size = int(environ[place]), int(environ[count])
+        except ValueError:
             yield f"{both}: these should be numbers", advice
-        elif not 0 <= (numbers[0] or 0) < (numbers[1] or 0):
-            yield f"{both}: a process's number must be one of 0..{(numbers[1] or 0) - 1}", advice
+            continue
+        if not 0 <= index < size:
+            yield f"{both}: a process's number must be one of 0..{size - 1}", advice
 
 
 def _two_worlds(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -88,10 +88,3 @@ def _backend(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             f"UNIDIST_BACKEND={name}, KERAS_BACKEND={keras}: Keras must run on {' or '.join(served)}",
             "unset KERAS_BACKEND: unidist chooses it",
         )
-
-
-def _number(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None

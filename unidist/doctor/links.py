@@ -15,6 +15,8 @@ Pair: TypeAlias = tuple[int, int]
 
 # Above it only neighbours on the ring are tried.
 MOST_PAIRS = 64
+# Before what a process of the world reports; all else that it prints is its framework's.
+MARK = "unidist doctor: "
 # Values of the two messages: one for latency, one for bandwidth.
 SMALL, LARGE = 16, 2**20
 _PERIOD = 1021

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import resource
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unidist.doctor.check import Check, counted
+import psutil
+
+from unidist.doctor.check import Check, Question, counted
 from unidist.launch import counting
 
 _GIB = 2**30
@@ -37,7 +39,7 @@ class Machine:
 
     cores: int
     quota: float | None
-    memory: int | None
+    memory: int
     memory_limit: int | None
     shared: int | None
     files: tuple[int, int]
@@ -49,9 +51,9 @@ def look(system: Path = _SYSTEM) -> Machine:
     return Machine(
         cores=counting.cores(),
         quota=_quota(system),
-        memory=_available(Path("/proc/meminfo")),
+        memory=psutil.virtual_memory().available,
         memory_limit=_limit(system),
-        shared=_free(Path("/dev/shm")),
+        shared=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         files=tuple(_UNLIMITED if n == resource.RLIM_INFINITY else n for n in (soft, hard)),  # type: ignore[arg-type]
     )
 
@@ -80,68 +82,57 @@ def _usable(machine: Machine) -> float:
 
 def _cores(machine: Machine) -> Check:
     quota = "" if machine.quota is None else f"; its container may use {machine.quota:g} at a time"
-    return Check(name="cores", asked="cores are known", status="ok", found=f"{machine.cores}{quota}")
+    return Question("cores", "cores are known").ok(f"{machine.cores}{quota}")
 
 
 def _threads(machine: Machine, environ: Mapping[str, str], processes: int) -> Check:
-    name, asked = "threads", "threads of all processes are no more than the cores"
+    question = Question("threads", "threads of all processes are no more than the cores")
     text, usable = environ.get("OMP_NUM_THREADS"), _usable(machine)
     share = max(1, int(usable) // processes)
     advice = f"export OMP_NUM_THREADS={share}"
     if text is None:
         if machine.quota is not None and machine.quota < machine.cores:
             found = f"OMP_NUM_THREADS is not set: frameworks start {machine.cores} threads, and {usable:g} can run"
-            return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
-        found = "OMP_NUM_THREADS is not set; `unidist run` shares the cores out to processes of torch and Horovod"
-        return Check(name=name, asked=asked, status="ok", found=found)
+            return question.warning(found, advice)
+        shared = "`unidist run` shares the cores out to processes of torch and Horovod"
+        return question.ok(f"OMP_NUM_THREADS is not set; {shared}")
     first = text.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
-        found = f"OMP_NUM_THREADS={text!r} is no number of threads"
-        return Check(name=name, asked=asked, status="failed", found=found, advice=advice)
+        return question.failed(f"OMP_NUM_THREADS={text!r} is no number of threads", advice)
     found = f"OMP_NUM_THREADS={text}, {counted(processes, 'process')}, {usable:g} cores"
     if int(first) * processes > usable and int(first) > 1:
-        return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
-    return Check(name=name, asked=asked, status="ok", found=found)
+        return question.warning(found, advice)
+    return question.ok(found)
 
 
 def _memory(machine: Machine, processes: int) -> Check:
-    name, asked = "memory", f"{_size(_PROCESS_BYTES)} are free for each process"
+    question = Question("memory", f"{_size(_PROCESS_BYTES)} are free for each process")
     known = [n for n in (machine.memory, machine.memory_limit) if n is not None]
-    if not known:
-        return Check(name=name, asked=asked, status="not checked", found="/proc/meminfo cannot be read")
     found = f"{_size(min(known))} for {counted(processes, 'process')}"
     if min(known) < processes * _PROCESS_BYTES:
-        advice = "start fewer processes on this machine, or give its container more memory"
-        return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
-    return Check(name=name, asked=asked, status="ok", found=found)
+        return question.warning(found, "start fewer processes on this machine, or give its container more memory")
+    return question.ok(found)
 
 
 def _shared(machine: Machine) -> Check:
-    name, asked = "shared memory", f"{_size(_SHARED_BYTES)} are free in /dev/shm"
+    question = Question("shared memory", f"{_size(_SHARED_BYTES)} are free in /dev/shm")
     if machine.shared is None:
-        return Check(name=name, asked=asked, status="not checked", found="there is no /dev/shm")
-    found = _size(machine.shared)
+        return question.not_checked("there is no /dev/shm")
     if machine.shared < _SHARED_BYTES:
         advice = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
-        return Check(name=name, asked=asked, status="warning", found=found, advice=advice)
-    return Check(name=name, asked=asked, status="ok", found=found)
+        return question.warning(_size(machine.shared), advice)
+    return question.ok(_size(machine.shared))
 
 
 def _files(machine: Machine, world: int) -> Check:
     soft, hard = machine.files
     needed = _FILES + _FILES_EACH * world
-    name, asked = "open files", f"a process may open {needed} files and connections"
-    found = "no limit" if soft >= _UNLIMITED else f"{soft}"
+    question = Question("open files", f"a process may open {needed} files and connections")
     if soft >= needed:
-        return Check(name=name, asked=asked, status="ok", found=found)
+        return question.ok("no limit" if soft >= _UNLIMITED else f"{soft}")
     allowed = "" if hard >= needed else " (the hard limit is lower: ask the administrator, or docker run --ulimit)"
-    return Check(
-        name=name,
-        asked=asked,
-        status="failed" if soft < _FILES else "warning",
-        found=found,
-        advice=f"ulimit -n {needed}{allowed}",
-    )
+    answer = question.failed if soft < _FILES else question.warning
+    return answer(f"{soft}", f"ulimit -n {needed}{allowed}")
 
 
 def _size(count: int) -> str:
@@ -167,16 +158,3 @@ def _quota(system: Path) -> float | None:
 def _limit(system: Path) -> int | None:
     words = _read(system / "memory.max") or _read(system / "memory/memory.limit_in_bytes")
     return int(words[0]) if words and words[0].isdecimal() and int(words[0]) < _UNLIMITED else None
-
-
-def _available(path: Path) -> int | None:
-    words = _read(path)
-    return int(words[words.index("MemAvailable:") + 1]) * 1024 if "MemAvailable:" in words else None
-
-
-def _free(folder: Path) -> int | None:
-    try:
-        held = os.statvfs(folder)
-    except OSError:
-        return None
-    return held.f_bavail * held.f_frsize

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from unidist.backends import registry
-from unidist.doctor.check import Check, Status
+from unidist.doctor.check import Check, Question, Status
 from unidist.doctor.judging import LATER, before, told
 from unidist.doctor.links import Pair, pairs
 from unidist.doctor.reports import Reports
@@ -111,26 +111,24 @@ def _slow(found: Sequence[Link]) -> Iterator[Link]:
 
 def check(reports: Reports, found: Sequence[Link]) -> list[Check]:
     """One check for each link that failed or is slow, and one that sums up."""
+    question = Question("links", _ASKED)
     if not reports.size:
-        return [Check(name="links", asked=_ASKED, status="not checked", found=before(reports), advice=LATER)]
+        return [question.not_checked(before(reports), LATER)]
     if reports.size == 1:
-        alone = "one rank has no link"
-        return [Check(name="links", asked=_ASKED, status="not checked", found=alone, advice="start two: -n 2")]
+        return [question.not_checked("one rank has no link", "start two: -n 2")]
     checks = []
     blame = _culprit(reports, [link for link in found if link.status == "failed"])
     for link in found:
         if link.status in ("failed", "warning"):
             advice = f"{blame}{_advice(reports, link)}"
-            checks.append(
-                Check(name=link.name, asked=_ASKED, status=link.status, found=_where(reports, link), advice=advice)
-            )
+            checks.append(Check(link.name, _ASKED, link.status, _where(reports, link), advice))
     waiting = [link for link in found if link.status == "not checked"]
     if waiting:
         said = f"{len(waiting)} of {len(found)} links, the first {waiting[0].name}: {waiting[0].found}"
-        checks.append(Check(name="links", asked=_ASKED, status="not checked", found=said, advice=LATER))
+        checks.append(question.not_checked(said, LATER))
     if good := [link for link in found if link.status in ("ok", "warning")]:
-        said = f"{len(good)} of {len(found)} are right" + ("" if _is_whole(reports, found) else ", those of the ring")
-        checks.append(Check(name="links", asked=_ASKED, status="ok", found=said))
+        is_whole = len(found) == reports.size * (reports.size - 1) // 2
+        checks.append(question.ok(f"{len(good)} of {len(found)} are right{'' if is_whole else ', those of the ring'}"))
     return checks
 
 
@@ -143,10 +141,6 @@ def _advice(reports: Reports, link: Link) -> str:
     if link.status == "failed" and registry.entry(backend).all_take_part:
         return f"with {backend} all ranks take part in every link: look at each that is named; {advice}"
     return advice
-
-
-def _is_whole(reports: Reports, found: Sequence[Link]) -> bool:
-    return len(found) == reports.size * (reports.size - 1) // 2
 
 
 def _where(reports: Reports, link: Link) -> str:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
+import psutil
+
 from unidist.backends import registry
-from unidist.doctor.check import Check, Status
+from unidist.doctor.check import Check, Question
 from unidist.launch.request import LOOPBACK, LaunchError, Request, free_port, split_address
 
 Lookup: TypeAlias = Callable[[str], list[str]]
 
 _SECONDS = 10.0
-_SIOCGIFADDR = 0x8915
+
 # gRPC asks for them in this order, and knows no upper case.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXEMPT = ("no_grpc_proxy", "no_proxy")
@@ -69,7 +68,7 @@ def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[s
 
     gloo, without an interface named, listens at that address.
     """
-    asked = "the hostname resolves to an address at which other machines reach this one"
+    question = Question("hostname", "the hostname resolves to an address at which other machines reach this one")
     advice = (
         "in /etc/hosts give the hostname the address of the network card (`hostname -I`), or DNS; or export "
         "GLOO_SOCKET_IFNAME=INTERFACE on every node"
@@ -77,28 +76,22 @@ def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[s
     if nodes == 1:
         # Gloo then takes the loopback.
         advice = f"nothing on one machine; before you use several: {advice}"
-
-    def check(found: str, ok: bool = False) -> Check:
-        if ok:
-            return Check(name="hostname", asked=asked, status="ok", found=found)
-        status: Status = "failed" if nodes > 1 else "warning"
-        return Check(name="hostname", asked=asked, status=status, found=found, advice=advice)
-
+    wrong = question.failed if nodes > 1 else question.warning
     try:
         found = lookup(name)
     except OSError as error:
-        return check(f"{name!r} does not resolve ({error})")
+        return wrong(f"{name!r} does not resolve ({error})", advice)
     said = f"{name} is {', '.join(found)}"
     if foreign := [address for address in found if not own(address)]:
-        return check(f"{said}, but this machine has no address {', '.join(foreign)}")
+        return wrong(f"{said}, but this machine has no address {', '.join(foreign)}", advice)
     if all(is_loopback(address) for address in found):
-        return check(f"{said}: the loopback, which other machines do not reach")
-    return check(said, ok=True)
+        return wrong(f"{said}: the loopback, which other machines do not reach", advice)
+    return question.ok(said)
 
 
 def loopback() -> Check:
     """Checks that a process of this machine reaches another one at a port of the loopback."""
-    asked = f"a connection over {LOOPBACK} carries bytes"
+    question = Question("loopback", f"a connection over {LOOPBACK} carries bytes")
     try:
         with socket.create_server((LOOPBACK, free_port())) as server:
             server.settimeout(_SECONDS)
@@ -109,47 +102,39 @@ def loopback() -> Check:
                     near.sendall(b"unidist")
                     found = far.recv(7, socket.MSG_WAITALL)
     except (OSError, LaunchError) as error:
-        advice = "bring the loopback up (`ip link set lo up`), and let the firewall pass it"
-        return Check(name="loopback", asked=asked, status="failed", found=str(error), advice=advice)
+        return question.failed(str(error), "bring the loopback up (`ip link set lo up`), and let the firewall pass it")
     if found != b"unidist":
-        said, advice = f"{found!r} came of b'unidist'", "look for a proxy or firewall that changes connections"
-        return Check(name="loopback", asked=asked, status="failed", found=said, advice=advice)
-    return Check(name="loopback", asked=asked, status="ok", found="it does")
+        advice = "look for a proxy or firewall that changes connections"
+        return question.failed(f"{found!r} came of b'unidist'", advice)
+    return question.ok("it does")
 
 
-def meeting_place(request: Request, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> list[Check]:
-    """Checks that the processes can meet at --address.
-
-    None where none was given: the loopback is taken.
-    """
-    if request.address is None:
-        return []
-    host, port = split_address(request.address)
-    asked = f"node 0 can listen at {request.address}, and the others reach it there"
-
-    def failed(found: str, advice: str) -> list[Check]:
-        return [Check(name="address", asked=asked, status="failed", found=found, advice=advice)]
-
+def meeting_place(
+    address: str, request: Request, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own
+) -> Check:
+    """Checks that the processes can meet at --address."""
+    host, port = split_address(address)
+    question = Question("address", f"node 0 can listen at {address}, and the others reach it there")
     try:
         found = lookup(host)
     except OSError as error:
-        return failed(f"{host!r} does not resolve ({error})", "give node 0's IP address: --address IP:PORT")
+        return question.failed(f"{host!r} does not resolve ({error})", "give node 0's IP address: --address IP:PORT")
+    said = f"{host} is {', '.join(found)}"
     if request.nodes > 1 and all(is_loopback(address) for address in found) and host != LOOPBACK:
-        return failed(
-            f"{host} is {', '.join(found)} here: the loopback, where other nodes find themselves",
+        return question.failed(
+            f"{said} here: the loopback, where other nodes find themselves",
             "give node 0's IP address in the network: --address IP:PORT",
         )
     if request.node_rank > 0:
-        said = f"{host} is {', '.join(found)}; whether it answers shows when the world is joined"
-        return [Check(name="address", asked=asked, status="ok", found=said)]
+        return question.ok(f"{said}; whether it answers shows when the world is joined")
     if not any(own(address) for address in found):
-        return failed(
+        return question.failed(
             f"this is node 0, but {host} ({', '.join(found)}) is another machine's address",
             "give this machine's address on all nodes, or --node-rank 0 to the machine that has it",
         )
     if (taken := _taken(next(a for a in found if own(a)), port)) is not None:
-        return failed(taken, "take another port, the same on all nodes; `ss -ltnp` shows who listens")
-    return [Check(name="address", asked=asked, status="ok", found=f"{host} is {', '.join(found)}, the port is free")]
+        return question.failed(taken, "take another port, the same on all nodes; `ss -ltnp` shows who listens")
+    return question.ok(f"{said}, the port is free")
 
 
 def _taken(address: str, port: int) -> str | None:
@@ -166,24 +151,14 @@ def _taken(address: str, port: int) -> str | None:
 
 def cards() -> dict[str, str]:
     """This machine's network interfaces: name -> IPv4 address, "" where it has none."""
-    return {name: _address_of(name) for _, name in socket.if_nameindex()}
+    every = psutil.net_if_addrs().items()
+    return {name: next((a.address for a in held if a.family == socket.AF_INET), "") for name, held in every}
 
 
-def _address_of(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # it has no IPv4 address, or the system is not Linux
-            return ""
-    return socket.inet_ntoa(told[20:24])
-
-
-def up(name: str, folder: Path = Path("/sys/class/net")) -> bool:
+def up(name: str) -> bool:
     """Returns whether an interface carries anything; where the system does not say, it is taken to."""
-    try:
-        return (folder / name / "operstate").read_text().strip() != "down"
-    except OSError:
-        return True
+    found = psutil.net_if_stats().get(name)
+    return found is None or bool(found.isup)
 
 
 def interfaces(
@@ -210,27 +185,19 @@ def interfaces(
     else:
         rest = [n for n in there if n != "lo" and not n.startswith(("docker", "veth", "br-")) and works(n)]
         first = next((n for n in rest if n.startswith("ib")), rest[0] if rest else "lo")
-        checks.append(
-            Check(
-                name="NCCL's interface",
-                asked="NCCL takes one that exists",
-                status="ok",
-                found=f"none is named: {first}",
-            )
-        )
+        checks.append(Question("NCCL's interface", "NCCL takes one that exists").ok(f"none is named: {first}"))
     return checks
 
 
 def _by_hostname(there: Mapping[str, str], own: Sequence[str]) -> Check:
-    name, asked = "gloo's interface", "gloo takes one that exists"
+    question = Question("gloo's interface", "gloo takes one that exists")
+    found = "none is named, so gloo takes that of the hostname"
     if not own:
-        found = "none is named, so gloo takes that of the hostname, which leads nowhere here"
         advice = f"repair the hostname, or export GLOO_SOCKET_IFNAME=ONE OF {', '.join(there)}"
-        return Check(name=name, asked=asked, status="not checked", found=found, advice=advice)
+        return question.not_checked(f"{found}, which leads nowhere here", advice)
     chosen = next((card for card, address in there.items() if address == own[0]), None)
     said = f"{chosen}, with the address {own[0]}" if chosen else f"the one with the address {own[0]}"
-    found = f"none is named, so gloo takes that of the hostname: {said}"
-    return Check(name=name, asked=asked, status="ok", found=found)
+    return question.ok(f"{found}: {said}")
 
 
 def matching(named: str, there: Iterable[str]) -> list[str]:
@@ -250,17 +217,16 @@ def _named(
     there: Iterable[str],
     works: Callable[[str], bool],
 ) -> Check:
-    asked = f"{variable} names an interface of this machine that is up"
+    question = Question(variable, f"{variable} names an interface of this machine that is up")
     known = ", ".join(there)
     if missing:
         found = f"{variable}={named}: there is no {', '.join(missing)} here, there are {known}"
         advice = f"export {variable}=ONE OF THESE, or unset it; it may differ from node to node"
-        return Check(name=variable, asked=asked, status="failed", found=found, advice=advice)
+        return question.failed(found, advice)
     if down := [name for name in chosen if not works(name)]:
         found = f"{variable}={named}: {', '.join(down)} is down; there are {known}"
-        advice = f"ip link set {down[0]} up, or name another"
-        return Check(name=variable, asked=asked, status="failed", found=found, advice=advice)
-    return Check(name=variable, asked=asked, status="ok", found=f"{variable}={named}: {', '.join(chosen)}")
+        return question.failed(found, f"ip link set {down[0]} up, or name another")
+    return question.ok(f"{variable}={named}: {', '.join(chosen)}")
 
 
 def proxies(environ: Mapping[str, str], host: str, used: Sequence[str]) -> Check:
@@ -271,21 +237,20 @@ def proxies(environ: Mapping[str, str], host: str, used: Sequence[str]) -> Check
         host: where they meet.
         used: the backends that are, or may be, used.
     """
-    asked = f"connections to {host} go there without a proxy"
+    question = Question("proxies", f"connections to {host} go there without a proxy")
     proxy = next((name for name in _PROXIES if environ.get(name)), None)
     if proxy is None:
-        return Check(name="proxies", asked=asked, status="ok", found="none is set")
+        return question.ok("none is set")
     exempt = next((name for name in _EXEMPT if environ.get(name)), "no_proxy")
     said = f"{proxy}={environ[proxy]}, {exempt}={environ.get(exempt, '')}"
     if _is_exempt(host, environ.get(exempt, "")):
-        return Check(name="proxies", asked=asked, status="ok", found=said)
+        return question.ok(said)
     concerned = [name for name in used if registry.entry(name).over_grpc]
     if not concerned:
-        said = f"{said}: only gRPC would go through it, by which none of the backends in use meets"
-        return Check(name="proxies", asked=asked, status="ok", found=said)
+        return question.ok(f"{said}: only gRPC would go through it, by which none of the backends in use meets")
     found = f"{said}: {' and '.join(concerned)} reach their other processes through the proxy, and hang"
     advice = f"export no_proxy={','.join(filter(None, (environ.get(exempt), host, 'localhost')))} (lower case)"
-    return Check(name="proxies", asked=asked, status="failed", found=found, advice=advice)
+    return question.failed(found, advice)
 
 
 def _is_exempt(host: str, text: str) -> bool:

@@ -14,6 +14,7 @@ from unidist.doctor.examination import Examination
 from unidist.doctor.links import LARGE, SMALL, Pair
 from unidist.doctor.matrix import Link
 from unidist.doctor.reports import Reports
+from unidist.tables import table
 
 _WIDTH = 118
 _INDENT = 16
@@ -80,21 +81,22 @@ def _figures(examination: Examination) -> Iterator[str]:
     large = f"an exchange of {LARGE * 4 / _MIB:g} MiB each way, in MiB/s that came"
     if size <= _MATRIX:
         yield f"latency: {small}"
-        yield from _matrix(size, links, {link.pair: {k: s * 1e6 for k, s in link.latency.items()} for link in links})
-        yield ""
-        yield f"bandwidth: {large}"
-        yield from _matrix(size, links, {link.pair: {k: b / _MIB for k, b in link.bandwidth.items()} for link in links})
+        yield _matrix(size, links, {link.pair: {k: s * 1e6 for k, s in link.latency.items()} for link in links})
+        yield f"\nbandwidth: {large}"
+        yield _matrix(size, links, {link.pair: {k: b / _MIB for k, b in link.bandwidth.items()} for link in links})
         return
     yield f"links of the ring: latency ({small.replace('rank of the row', 'slower end')}), bandwidth ({large})"
+    rows = [("ranks", "latency", "bandwidth", "")]
     for link in links:
-        slow = f"{max(link.latency.values()) * 1e6:9.0f}" if link.latency else f"{'-':>9}"
-        rate = f"{min(link.bandwidth.values()) / _MIB:9.0f}" if link.bandwidth else f"{'-':>9}"
-        yield f"  {link.pair[0]:>5} - {link.pair[1]:<5} {slow} {rate}  {link.status}"
+        slow = f"{max(link.latency.values()) * 1e6:.0f}" if link.latency else "-"
+        rate = f"{min(link.bandwidth.values()) / _MIB:.0f}" if link.bandwidth else "-"
+        rows.append((f"{link.pair[0]} - {link.pair[1]}", slow, rate, link.status))
+    yield table(rows, (0, 1, 2))
 
 
-def _matrix(size: int, links: tuple[Link, ...], held: dict[Pair, dict[int, float]]) -> Iterator[str]:
+def _matrix(size: int, links: tuple[Link, ...], held: dict[Pair, dict[int, float]]) -> str:
     status = {link.pair: link.status for link in links}
-    yield "  " + " " * 5 + "".join(f"{column:>9}" for column in range(size))
+    rows = [("", *map(str, range(size)))]
     for row in range(size):
         cells = []
         for column in range(size):
@@ -102,7 +104,8 @@ def _matrix(size: int, links: tuple[Link, ...], held: dict[Pair, dict[int, float
             value = held.get(pair, {}).get(row)
             missing = {"failed": "FAILED", "not checked": "?"}.get(status.get(pair, ""), "-")
             cells.append(missing if value is None or missing == "FAILED" else f"{value:.0f}")
-        yield f"  {row:>5}" + "".join(f"{cell:>9}" for cell in cells)
+        rows.append((str(row), *cells))
+    return table(rows, range(size + 1))
 
 
 def _sum(examination: Examination) -> str:

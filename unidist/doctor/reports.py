@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from unidist.doctor.links import Pair, pairs
-from unidist.doctor.watch import MARK
+from unidist.doctor.links import MARK, Pair, pairs
 from unidist.launch import Request
 
 Report: TypeAlias = dict[str, Any]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unidist import namesake
 from unidist.backends import registry
-from unidist.doctor.check import Check
+from unidist.doctor.check import Check, Question
 
 PACKAGE = "keras-unidist"
 _ALWAYS = ("numpy", "keras", "keras-hub")
@@ -65,7 +65,7 @@ def beside(folder: Path) -> list[Check]:
     if (version := namesake.version_beside(folder)) is None:
         return []
     asked, found = "no other package has this one's name", f"modin's unidist {version} in {folder}: files are mixed"
-    return [Check(name="unidist", asked=asked, status="failed", found=found, advice=namesake.REMEDY)]
+    return [Question("unidist", asked).failed(found, namesake.REMEDY)]
 
 
 def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
@@ -73,46 +73,33 @@ def check(found: Mapping[str, str], asked: Ranges | None) -> list[Check]:
     if asked is None:
         why = f"{PACKAGE} is not installed (it is imported from a folder), so its ranges are unknown"
         advice = "install it from its checkout: pip install -e FOLDER"
-        return [
-            Check(name=name, asked="its version is within the range", status="not checked", found=why, advice=advice)
-            for name in ("python", PACKAGE, *_told())
-        ]
+        names = ("python", PACKAGE, *_told())
+        return [Question(name, "its version is within the range").not_checked(why, advice) for name in names]
     within = _within()
     wanted = _by_name(asked.requires) if within else {}
     checks = [_one("python", found.get("python"), asked.python, within)]
-    version = found.get(PACKAGE, "?")
-    checks.append(Check(name=PACKAGE, asked="it is installed", status="ok", found=version))
+    checks.append(Question(PACKAGE, "it is installed").ok(found.get(PACKAGE, "?")))
     checks += beside(Path(namesake.__file__).parents[1])
     return [*checks, *(_one(name, found.get(name), wanted.get(name, ""), within) for name in _told())]
 
 
 def _one(name: str, version: str | None, range_: str, within: Callable[[str, str], bool] | None) -> Check:
-    asked = f"its version is within {range_}" if range_ else "its version is known"
+    question = Question(name, f"its version is within {range_}" if range_ else "its version is known")
     install = f'pip install "{name}{range_}"'
     if version is None:
-        return Check(
-            name=name,
-            asked=asked,
-            status="not checked",
-            found="not installed",
-            advice=f"where you need it: {registry.distributions().get(name) or install}",
+        return question.not_checked(
+            "not installed", f"where you need it: {registry.distributions().get(name) or install}"
         )
     if within is None:
-        advice = "pip install packaging"
         found = f"{version}; the package `packaging`, which compares versions, is not installed"
-        return Check(name=name, asked=asked, status="not checked", found=found, advice=advice)
+        return question.not_checked(found, "pip install packaging")
     if range_ and not within(version, range_):
-        advice = "use another Python" if name == "python" else install
-        return Check(name=name, asked=asked, status="failed", found=version, advice=advice)
+        return question.failed(version, "use another Python" if name == "python" else install)
     if registry.is_newer(version, tested := registry.tested(name)):
-        return Check(
-            name=name,
-            asked="unidist was tested with its version",
-            status="warning",
-            found=f"{version}, and unidist was tested with {', '.join(tested)}",
-            advice="use it where Keras on its backends is ok below; else install one of these",
-        )
-    return Check(name=name, asked=asked, status="ok", found=f"{version} ({range_})" if range_ else version)
+        found = f"{version}, and unidist was tested with {', '.join(tested)}"
+        advice = "use it where Keras on its backends is ok below; else install one of these"
+        return Question(name, "unidist was tested with its version").warning(found, advice)
+    return question.ok(f"{version} ({range_})" if range_ else version)
 
 
 def _within() -> Callable[[str, str], bool] | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from unidist import names
@@ -17,6 +15,7 @@ from unidist.planner.holding import activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
 from unidist.strategies import Strategy, VariableLayouts
+from unidist.tables import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,36 +134,18 @@ class Plan:
 
     def show(self, width: int = 160) -> str:
         """Tables of text: variables with their reasons, totals of a device, collectives of a step."""
-        box = importlib.import_module("rich.box").SIMPLE_HEAD
-        table = importlib.import_module("rich.table").Table
-        console = importlib.import_module("rich.console").Console(file=io.StringIO(), width=width)
-
-        def add(title: str, head: tuple[str, ...], body: Sequence[tuple[str, ...]], numbers: frozenset[int]) -> None:
-            drawn = table(title=title, title_justify="left", box=box, pad_edge=False)
-            for k, name in enumerate(head):
-                drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold")
-            for row in body:
-                drawn.add_row(*(cell.replace("[", r"\[") for cell in row))
-            console.print(drawn)
-
         sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
-        add(
-            f"{self.name} on {sizes}: {self.sharded_fraction:.1%} of its bytes sharded",
-            ("variable", "shape", "layout", "bytes per device", "why"),
-            [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in self.rows],
-            frozenset({3}),
-        )
+        head = ("variable", "shape", "layout", "bytes per device", "why")
+        rows = [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in self.rows]
+        title = f"{self.name} on {sizes}: {self.sharded_fraction:.1%} of its bytes sharded"
+        variables = table((head, *rows), (3,), title=title, width=width)
         zero = f", zero={self.zero}" if self.zero else ""
-        add(f"each device{zero}", ("what", "bytes"), self.totals(), frozenset({1}))
-        add(
-            f"one training step of {self.batch} rows, sequence length {self.sequence}",
-            ("collective", "axes", "count", "bytes per device"),
-            self.traffic(),
-            frozenset({2, 3}),
-        )
-        told = str(console.file.getvalue())
+        totals = table((("what", "bytes"), *self.totals()), (1,), title=f"each device{zero}", width=width)
+        sent = (("collective", "axes", "count", "bytes per device"), *self.traffic())
+        title = f"one training step of {self.batch} rows, sequence length {self.sequence}"
+        traffic = table(sent, (2, 3), title=title, width=width)
         note = f"the collectives are an estimate: {self.estimated}" if self.estimated else ""
-        return told + "".join(f"{line}\n" for line in (note, self.idle) if line)
+        return "".join(f"{part}\n" for part in (variables, totals, traffic, note, self.idle) if part)
 
     def _repr_svg_(self) -> str | None:
         return names.shown(self, "svg")
