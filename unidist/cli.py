@@ -23,16 +23,15 @@ Handler = Callable[[argparse.Namespace], int]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. `add` declares its arguments, `handle` does the work and gives the exit code.
+    """A subcommand. `handle` does the work and gives the exit code, `add` declares the arguments.
 
-    One that `passes_on` parses its arguments by itself: options too reach it as they are.
+    One without `add` parses its arguments by itself: options too reach it as they are.
     """
 
     name: str
     summary: str
-    add: Callable[[argparse.ArgumentParser], None]
     handle: Handler
-    passes_on: bool = False
+    add: Callable[[argparse.ArgumentParser], None] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,10 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             help=command.summary,
             description=command.summary,
             # No argument begins with NUL: to argparse all of them are positional then, also "--help".
-            prefix_chars="\0" if command.passes_on else "-",
-            add_help=not command.passes_on,
+            prefix_chars="-" if command.add else "\0",
+            add_help=command.add is not None,
         )
-        command.add(sub)
+        if command.add:
+            command.add(sub)
+        else:
+            sub.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
         sub.set_defaults(handle=command.handle)
     parsed = parser.parse_args(arguments)
     handle: Handler = parsed.handle
@@ -64,44 +66,30 @@ def commands() -> list[Command]:
     """All subcommands, in the order in which help shows them."""
     return [
         Command(
-            "backends", "What is installed, what it can do, and how to get what is missing", _no_arguments, _backends
+            "backends", "What is installed, what it can do, and how to get what is missing", _backends, lambda _: None
         ),
-        Command("doctor", "Check this machine, and with -n each link of a world of processes", _add_doctor, _doctor),
+        Command("doctor", "Check this machine, and with -n each link of a world of processes", _doctor, _add_doctor),
+        Command("checkpoint", "List, show, verify, compare, export checkpoints", _checkpoint),
+        Command("demo", "Train on virtual devices and compare with one device", _main_of("unidist.demo")),
+        Command("parity", "Compare a training on each backend with one device", _main_of("unidist.parity")),
         Command(
-            "checkpoint", "List, show, verify, compare, export checkpoints", _add_rest, _checkpoint, passes_on=True
+            "plan", "Show a model's layouts on a mesh, and what they cost", _main_of("unidist.keras.planning.command")
         ),
-        Command("demo", "Train on virtual devices and compare with one device", _add_rest, _demo, passes_on=True),
-        Command("parity", "Compare a training on each backend with one device", _add_rest, _parity, passes_on=True),
-        Command("plan", "Show a model's layouts on a mesh, and what they cost", _add_rest, _plan, passes_on=True),
-        Command("run", "Start a script in several processes", _add_run, _run),
+        Command("run", "Start a script in several processes", _run, _add_run),
     ]
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    return
-
-
-def _add_rest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+def _main_of(module: str) -> Handler:
+    return lambda parsed: int(importlib.import_module(module).main(parsed.arguments))
 
 
 def _checkpoint(parsed: argparse.Namespace) -> int:
+    from unidist.checkpoint import command
+
     def by_keras(*given: object) -> None:
         importlib.import_module("unidist.keras.checkpoint.exporting").export(*given)
 
-    return int(importlib.import_module("unidist.checkpoint.command").main(parsed.arguments, by_keras))
-
-
-def _demo(parsed: argparse.Namespace) -> int:
-    return int(importlib.import_module("unidist.demo").main(parsed.arguments))
-
-
-def _parity(parsed: argparse.Namespace) -> int:
-    return int(importlib.import_module("unidist.parity").main(parsed.arguments))
-
-
-def _plan(parsed: argparse.Namespace) -> int:
-    return int(importlib.import_module("unidist.keras.planning.command").main(parsed.arguments))
+    return command.main(parsed.arguments, by_keras)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -141,16 +129,20 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
 
 
 def _backend(parsed: argparse.Namespace) -> str:
-    return parsed.backend or str(importlib.import_module("unidist.backends.registry").name_for_processes())
+    from unidist.backends import registry
+
+    return parsed.backend or registry.name_for_processes()
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    launch = importlib.import_module("unidist.launch")
+    from unidist import launch, log
+    from unidist.launch.counting import processes_of
+
     program = ("-m", parsed.program) if parsed.module else (parsed.program,)
     request = launch.Request(
         backend=_backend(parsed),
         command=(*program, *parsed.arguments),
-        processes=importlib.import_module("unidist.launch.counting").processes_of(parsed.processes),
+        processes=processes_of(parsed.processes),
         nodes=parsed.nodes,
         node_rank=parsed.node_rank,
         address=parsed.address,
@@ -161,8 +153,8 @@ def _run(parsed: argparse.Namespace) -> int:
         min_processes=parsed.min_processes,
         log_dir=parsed.log_dir,
     )
-    importlib.import_module("unidist.log").start(lambda: None)
-    code = int(launch.run(request))
+    log.start(lambda: None)
+    code = launch.run(request)
     if code == 128 + signal.SIGPIPE:
         _forget_output()
     return code
@@ -181,9 +173,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
+    from unidist import doctor
+    from unidist.doctor import post_mortem
+
     if parsed.post_mortem is not None:
-        return int(importlib.import_module("unidist.doctor.post_mortem").main(parsed.post_mortem, as_json=parsed.json))
-    doctor = importlib.import_module("unidist.doctor")
+        return post_mortem.main(parsed.post_mortem, as_json=parsed.json)
     request = None
     if parsed.processes is not None or parsed.nodes > 1:
         request = doctor.request(
@@ -209,8 +203,16 @@ def _forget_output() -> None:
 
 
 def _backends(parsed: argparse.Namespace) -> int:
-    infos = importlib.import_module("unidist.backends.registry").backends().values()
-    rows = [("backend", "installed", "version", "view", "can do"), *(_row(info) for info in infos)]
+    from unidist.backends import registry
+
+    infos = registry.backends().values()
+    rows = [
+        ("backend", "installed", "version", "view", "can do"),
+        *(
+            (info.name, "yes" if info.installed else "no", info.version or "-", info.view or "-", _abilities(info))
+            for info in infos
+        ),
+    ]
     print(table(rows))
     missing = [info for info in infos if not info.installed]
     if missing:
@@ -220,28 +222,19 @@ def _backends(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _row(info: BackendInfo) -> tuple[str, str, str, str, str]:
-    return (
-        info.name,
-        "yes" if info.installed else "no",
-        info.version or "-",
-        info.view or "-",
-        _abilities(info),
-    )
-
-
 def _abilities(info: BackendInfo) -> str:
     """Returns what an adapter declares, gaps by name."""
+    from unidist.algebra.layout import REDUCE_OPS
+    from unidist.backends.protocol import ALL_DTYPES
+
     can = info.capabilities
     if can is None:
         return "-"
-    protocol = importlib.import_module("unidist.backends.protocol")
-    reduce_ops = importlib.import_module("unidist.algebra.layout").REDUCE_OPS
     said = ["several processes" if can.processes else "one process", f"uneven shards {can.uneven}"]
     said.append("differentiable" if can.differentiable else "not differentiable")
-    if gaps := sorted(protocol.ALL_DTYPES - can.dtypes):
+    if gaps := sorted(ALL_DTYPES - can.dtypes):
         said.append(f"no {', '.join(gaps)}")
-    if gaps := sorted(set(reduce_ops) - can.reduce_ops):
+    if gaps := sorted(set(REDUCE_OPS) - can.reduce_ops):
         said.append(f"no {', '.join(gaps)} reduction")
     return ", ".join(said)
 

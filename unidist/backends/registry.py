@@ -57,7 +57,7 @@ _entries: dict[str, Entry] = {
         requires=("torch",),
         tested=("2.13", "2.14", "2.15"),
         keras_backends=("torch",),
-        job="unidist.launch.around_store:TorchProcesses",
+        job="unidist.launch.jobs:TorchProcesses",
         accelerators=True,
     ),
     "jax": Entry(

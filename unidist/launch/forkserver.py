@@ -21,7 +21,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from unidist.launch import forking
 
@@ -192,8 +191,6 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdin: IO[bytes] | None = None
-        self.stdout: IO[bytes] | None = None
         self._ended = threading.Event()
 
     def set_ended(self, code: int) -> None:

@@ -5,12 +5,15 @@ The records are those of unidist.flight.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from unidist.backends.desync import ranks_text
 from unidist.backends.noting import members_of
@@ -26,8 +29,12 @@ _ON_ITS_WAY = 3.0
 # Seconds until a process that is asked for its stacks has written them, and lines of them that are shown.
 _STACKS_ARRIVE, _SHOWN = 1.0, 60
 _PACKAGE, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
-_STOPPED = ("T", "t")
-_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a device or a file system"}
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_STATES = {
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "waits for a device or a file system",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +154,10 @@ def late(flights: Mapping[int, Flight], ranks: Iterable[int]) -> tuple[int, ...]
 
 
 def state_of(pid: int) -> str:
-    """Returns Linux's letter for a process: "T" is stopped, "Z" has ended. "": no process, or no /proc."""
-    if not pid:
-        return ""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    """Returns psutil's word for the state of a process, as "stopped". "": no process."""
+    with contextlib.suppress(psutil.Error):
+        return str(psutil.Process(pid).status()) if pid else ""
+    return ""
 
 
 def records(folder: Path) -> dict[Path, bytes]:
@@ -198,4 +202,4 @@ def _silence(flight: Flight, now: float) -> str:
 
 
 def _is_alive(flight: Flight) -> bool:
-    return state_of(flight.pid) not in ("", "Z")
+    return state_of(flight.pid) not in ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unidist import session
 from unidist.backends.environment import detect
 from unidist.notebook import values
 
-ARGUMENTS, NAMES, RESULT = "arguments", "names", "result"
+ARGUMENTS, NAMES, RESULT = "arguments.npz", "names.npz", "result.npz"
 # As much of a traceback is kept, from its end.
 _MOST = 50_000
 
@@ -39,22 +37,17 @@ def answer(function: Callable[..., Any], folder: str) -> None:
 
 
 def _leave(error: BaseException, place: Path) -> None:
-    launch = detect()
+    launch, trace = detect(), error.__traceback__
     rank = 0 if launch is None else launch.process_index
     told = {
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
         "message": str(error)[-_MOST:],
-        "trace": "".join(traceback.format_exception(error.with_traceback(_of_the_function(error))))[-_MOST:],
+        # Without this file's frame at its top.
+        "trace": "".join(traceback.format_exception(type(error), error, (trace and trace.tb_next) or trace))[-_MOST:],
     }
     written = place / f"error-{rank}.part"
-    with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(told, file)
+    with values.private(written) as file:
+        file.write(json.dumps(told).encode())
     written.rename(place / f"error-{rank}.json")
-
-
-def _of_the_function(error: BaseException) -> TracebackType | None:
-    """The traceback without this file's frame at its top."""
-    trace = error.__traceback__
-    return trace.tb_next if trace is not None and trace.tb_next is not None else trace

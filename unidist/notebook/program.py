@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import linecache
 import os
+import symtable
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -174,23 +175,11 @@ def _globals(thing: Any) -> dict[str, Any]:
 
 
 def _names(source: str) -> list[str]:
-    """The names that a definition reads, in order, without its own arguments and without annotations."""
-    tree = ast.parse(source).body[0]
-    notes = {id(x) for node in ast.walk(tree) for x in _annotations(node)}
-    skipped = {id(inner) for node in ast.walk(tree) if id(node) in notes for inner in ast.walk(node)}
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in skipped]
-    written = {node.id for node in found if not isinstance(node.ctx, ast.Load)}
-    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
-        given = tree.args
-        written |= {
-            arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if arg
-        }
-    else:
-        written = set()
-    shared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return list(dict.fromkeys(node.id for node in found if node.id not in written - shared))
-
-
-def _annotations(node: ast.AST) -> list[ast.AST]:
-    kept = (getattr(node, "annotation", None), getattr(node, "returns", None))
-    return [one for one in kept if isinstance(one, ast.AST)]
+    """The names that a definition reads and does not make itself, without those of annotations."""
+    top = symtable.symtable(f"from __future__ import annotations\n{source}", "<notebook>", "exec")
+    tables, found = [top], []
+    for table in tables:
+        tables += table.get_children()
+        is_read = (one for one in table.get_symbols() if one.is_referenced())
+        found += [one.get_name() for one in is_read if (table is top and not one.is_assigned()) or one.is_global()]
+    return list(dict.fromkeys(found))

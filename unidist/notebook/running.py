@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import signal
 import sys
 import tempfile
@@ -83,8 +82,8 @@ def notebook_run(
         values.write([list(args), kwargs], folder / ARGUMENTS, "an argument")
         values.write(list(held.values()), folder / NAMES, "a value of the notebook")
         program = folder / f"{function.__name__}.py"
-        with os.fdopen(os.open(program, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
+        with values.private(program) as file:
+            file.write(text.encode())
         request = Request(
             backend=chosen,
             command=(str(program),),
@@ -101,7 +100,7 @@ def _result(name: str, request: Request, folder: Path, timeout: float | None) ->
     code = launch.run(request, err=cast(TextIO, kept), give_up=lambda: late if time.monotonic() > deadline else None)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
-    if code == 0 and values.has(folder / RESULT):
+    if code == 0 and (folder / RESULT).is_file():
         return values.read(folder / RESULT)
     errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
     if errors:

@@ -1,4 +1,4 @@
-"""Carries values between a notebook and its processes: JSON, and NumPy's own files.
+"""Carries values between a notebook and its processes: JSON beside arrays, in one file of NumPy's.
 
 Nothing is pickled.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from unidist.launch.request import LaunchError
 
 _PLAIN = "numbers, strings, None, lists, tuples, dicts and NumPy arrays"
-_TREE = "tree.json"
 
 
-def write(value: Any, folder: Path, what: str) -> None:
-    """Writes a value into a folder that is made for it, which its user alone can read.
+def write(value: Any, file: Path, what: str) -> None:
+    """Writes a value into a new file, which its user alone can read.
 
     Args:
         what: how an error names the value.
@@ -27,27 +27,24 @@ def write(value: Any, folder: Path, what: str) -> None:
     Raises:
         LaunchError: something in it is none of numbers, strings, None, lists, tuples, dicts and NumPy arrays.
     """
-    folder.mkdir(mode=0o700)
     arrays: list[Any] = []
-    tree = _packed(value, arrays, what, ())
-    for number, array in enumerate(arrays):
-        with _private(folder / f"{number}.npy") as file:
-            np.save(file, array, allow_pickle=False)
-    # Last, and at once: where it is, all is.
-    written = folder / "tree.part"
-    with _private(written) as file:
-        file.write(json.dumps(tree).encode())
-    written.rename(folder / _TREE)
+    tree = json.dumps(_packed(value, arrays, what, ()))
+    # Where the file is, all of it is.
+    written = file.with_suffix(".part")
+    with private(written) as opened:
+        np.savez(opened, *arrays, tree=np.frombuffer(tree.encode(), np.uint8))
+    written.rename(file)
 
 
-def has(folder: Path) -> bool:
-    """Returns whether a value was written there, whole."""
-    return (folder / _TREE).is_file()
+def private(path: Path) -> IO[bytes]:
+    """Opens a new file, which its user alone can read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
-def read(folder: Path) -> Any:
+def read(file: Path) -> Any:
     """Reads what `write` wrote."""
-    return _unpacked(json.loads((folder / _TREE).read_text()), folder)
+    with np.load(file, allow_pickle=False) as held:
+        return _unpacked(json.loads(held["tree"].tobytes()), held)
 
 
 def is_plain(value: Any) -> bool:
@@ -57,10 +54,6 @@ def is_plain(value: Any) -> bool:
     except LaunchError:
         return False
     return True
-
-
-def _private(path: Path) -> Any:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def _packed(value: Any, arrays: list[Any], what: str, around: tuple[int, ...]) -> Any:
@@ -85,14 +78,14 @@ def _packed(value: Any, arrays: list[Any], what: str, around: tuple[int, ...]) -
     raise LaunchError(f"{what} is or has a {type(value).__name__}: only {_PLAIN} go between a notebook and processes")
 
 
-def _unpacked(tree: Any, folder: Path) -> Any:
+def _unpacked(tree: Any, arrays: Mapping[str, Any]) -> Any:
     if not isinstance(tree, list):
         return tree
     kind, *members = tree
     if kind in ("array", "number"):
-        array = np.load(folder / f"{int(members[0])}.npy", allow_pickle=False)
+        array = arrays[f"arr_{members[0]}"]
         return array if kind == "array" else array[()]
     if kind == "dict":
-        return {_unpacked(key, folder): _unpacked(value, folder) for key, value in members}
-    found = [_unpacked(one, folder) for one in members]
+        return {_unpacked(key, arrays): _unpacked(value, arrays) for key, value in members}
+    found = [_unpacked(one, arrays) for one in members]
     return tuple(found) if kind == "tuple" else found

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unidist.launch.forkserver import Forked, ForkServer
+from unidist.launch.forkserver import ForkServer
 
 # Servers that differ in the seed of Python's string hashes alone.
 TWINS = 2
 # Of those that nothing runs of: each holds some hundred megabytes. The least recently used one is ended first.
 KEPT = 6
-_WORKER = "unidist.testing.worker"
+# What the processes run.
+WORKER = "unidist.testing.worker"
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
 _servers_lock = threading.Lock()
@@ -44,18 +45,13 @@ def server(env: Mapping[str, str], modules: Sequence[str], twin: int = 0) -> For
 
 
 def _started(env: Mapping[str, str], modules: Sequence[str]) -> ForkServer:
-    made = ForkServer(env, (_WORKER, *modules), path=sys.path)
+    made = ForkServer(env, (WORKER, *modules), path=sys.path)
     try:
         made.wait()
     except RuntimeError:
         made.close()
         raise
     return made
-
-
-def worker(server: ForkServer, env: Mapping[str, str], stdin: int, stdout: int, stderr: int) -> Forked:
-    """A process of the server that runs `unidist.testing.worker`."""
-    return server.fork(f"{_WORKER}:main", env, stdin, stdout, stderr, command=("-m", _WORKER))
 
 
 def close_all() -> None:

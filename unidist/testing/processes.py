@@ -5,41 +5,44 @@
 
 The processes live as long as the world; each `call` runs one function in all of them at once.
 
-Calls and results are pickled, and go over pipes without a name between a process and its own children: nobody else can
-write there, and both ends already run each other's code. Nothing of it listens.
+Calls and results are pickled, and go over sockets without a name between a process and its own children: nobody else
+can write there, and both ends already run each other's code. Nothing of it listens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import queue
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, TypeAlias
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from typing import Any, TypeAlias
 
 from unidist.backends.environment import Launch, launchers, without_launcher
 from unidist.launch.forkserver import Forked, ForkServer
 from unidist.launch.request import LOOPBACK
 from unidist.launch.request import free_port as free_port
 from unidist.testing import forkserver
-from unidist.testing.stacks import native_stacks
 
 Target: TypeAlias = str | Callable[..., Any]
-# Starts a process that writes its errors to a file.
-Starter: TypeAlias = Callable[[IO[bytes]], subprocess.Popen[bytes] | Forked]
+# Starts a process whose standard input is the first descriptor, and whose output the second.
+Starter: TypeAlias = Callable[[int, int], subprocess.Popen[bytes] | Forked]
 
 # One thread pool for each of many processes on few cores would spoil the world.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _STDERR_KEPT = 4000
+# Seconds that a debugger may take: it reads the symbols of a framework's libraries first.
+_PATIENCE = 60.0
+# Characters of what it prints that are kept.
+_KEPT = 20_000
 # Variables that no import reads: worlds that differ in them are forked from one server. (CUDA and XLA read theirs when
 # devices are asked for.)
 _NOT_OF_IMPORTS = ("PYTEST_", "UNIDIST_", "HOROVOD_", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS")
@@ -133,7 +136,6 @@ class ProcessWorld:
         self._preload = tuple(preload)
         self._debugger = debugger
         self._children: list[_Child] = []
-        self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     def __enter__(self) -> ProcessWorld:
         self.start()
@@ -156,11 +158,10 @@ class ProcessWorld:
         if self._children:
             return
         port = free_port()
-        self._replies = queue.SimpleQueue()
         try:
             for index in range(self.count):
                 own = launcher_environment(self._launcher, self.count, index, port)
-                self._children.append(_Child(self._starter(index, own), index, self._replies))
+                self._children.append(_Child(self._starter(index, own)))
             if self._setup is not None:
                 _first_failure(self._outcomes(self._setup, self._setup_args, {}, self.timeout))
         except BaseException:
@@ -191,7 +192,7 @@ class ProcessWorld:
         """Ends every process: asks, then after `patience` seconds kills. Leaves none behind."""
         children, self._children = self._children, []
         for child in children:
-            child.ask_to_stop()
+            child.send(None)
         deadline = time.monotonic() + patience
         for child in children:
             child.end(max(0.0, deadline - time.monotonic()))
@@ -217,20 +218,18 @@ class ProcessWorld:
     def _outcomes(
         self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> dict[int, Outcome]:
-        request = pickle.dumps((target, args, kwargs))
         for child in self._children:
-            child.send(request)
+            child.send((target, args, kwargs))
         found: dict[int, Outcome] = {}
+        waiting = {child.line: index for index, child in enumerate(self._children)}
         deadline = time.monotonic() + timeout
-        while len(found) < self.count:
-            try:
-                index, reply = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                break
-            found[index] = self._outcome(index, reply)
-            if found[index].failure is not None:
-                # The others may wait for this one for ever: they get a little time to say what they see.
-                deadline = min(deadline, time.monotonic() + min(10.0, timeout))
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for line in ready:
+                index = waiting.pop(line)  # type: ignore[call-overload]
+                found[index] = self._outcome(index, self._children[index].reply())
+                if found[index].failure is not None:
+                    # The others may wait for this one for ever: they get a little time to say what they see.
+                    deadline = min(deadline, time.monotonic() + min(10.0, timeout))
         late = [index for index in range(self.count) if index not in found]
         for index in late:
             self._children[index].tell_where()
@@ -254,56 +253,36 @@ class ProcessWorld:
         return ProcessFailedError(index, self.count, kind, message, detail)
 
 
-def _new_process(env: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _new_process(env: Mapping[str, str], stdin: int, output: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "unidist.testing.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=output,
-        env=env,
+        [sys.executable, "-m", forkserver.WORKER], stdin=stdin, stdout=output, stderr=output, env=env
     )
 
 
-def _forked(server: ForkServer, env: Mapping[str, str], output: IO[bytes]) -> Forked:
-    read, to_child = os.pipe()
-    from_child, write = os.pipe()
-    try:
-        process = forkserver.worker(server, env, read, write, output.fileno())
-    finally:
-        os.close(read)
-        os.close(write)
-    process.stdin, process.stdout = os.fdopen(to_child, "wb", 0), os.fdopen(from_child, "rb")
-    return process
+def _forked(server: ForkServer, env: Mapping[str, str], stdin: int, output: int) -> Forked:
+    return server.fork(f"{forkserver.WORKER}:main", env, stdin, output, output, command=("-m", forkserver.WORKER))
 
 
 class _Child:
-    """One process and the thread that reads its replies."""
+    """One process, what it prints, and the line to it."""
 
-    def __init__(self, start: Starter, index: int, replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
+    def __init__(self, start: Starter) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
-        self.process = start(self._output)
-        self._reader = threading.Thread(target=self._read, args=(index, replies), daemon=True)
-        self._reader.start()
-        self.send(pickle.dumps(list(sys.path)))
+        self.line, theirs = Pipe()
+        with theirs:
+            self.process = start(theirs.fileno(), self._output.fileno())
+        self.send(list(sys.path))
 
-    def _read(self, index: int, replies: queue.SimpleQueue[tuple[int, Any]]) -> None:
-        stream = self.process.stdout
-        if stream is None:
-            return
-        with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
-            while True:
-                replies.put((index, pickle.load(stream)))
-        replies.put((index, None))
+    def send(self, message: Any) -> None:
+        """Sends to the process; of one that has ended no reply comes."""
+        with contextlib.suppress(OSError):
+            self.line.send(message)
 
-    def send(self, message: bytes) -> None:
-        """Writes to the process; one that has ended is noticed by the reader."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.write(message)
-                self.process.stdin.flush()
-
-    def ask_to_stop(self) -> None:
-        self.send(pickle.dumps(None))
+    def reply(self) -> Any:
+        """The reply to a call; None where the process has ended."""
+        with contextlib.suppress(EOFError, OSError):
+            return self.line.recv()
+        return None
 
     def exit_code(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -330,20 +309,26 @@ class _Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    if stream is self.process.stdout:
-                        self._reader.join(5.0)
-                    stream.close()
+        self.line.close()
         self._output.close()
 
 
-def _failures(outcomes: Mapping[int, Outcome]) -> Iterator[ProcessFailedError]:
-    return (outcome.failure for outcome in outcomes.values() if outcome.failure is not None)
-
-
 def _first_failure(outcomes: Mapping[int, Outcome]) -> None:
-    failure = next(_failures(outcomes), None)
-    if failure is not None:
-        raise failure
+    for outcome in outcomes.values():
+        if outcome.failure is not None:
+            raise outcome.failure
+
+
+def native_stacks(pid: int) -> str:
+    """Returns all threads' stacks of a process, by gdb; "" where there is no gdb, or it may not look."""
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return ""
+    commands = ("-ex", "set print frame-arguments none", "-ex", "thread apply all bt 14")
+    command = [gdb, "-p", str(pid), "-batch", "-nx", *commands]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    _, found, stacks = done.stdout.partition("\nThread ")
+    return (found + stacks)[:_KEPT]

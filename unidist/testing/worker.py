@@ -1,4 +1,4 @@
-"""Runs in a process of a ProcessWorld: reads calls from its standard input, answers on its output."""
+"""Runs in a process of a ProcessWorld: reads calls from its standard input, a socket; answers there."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import sys
 import threading
 import traceback
 from functools import reduce
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 
 def main() -> None:
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)
-    requests, replies = _streams()
+    line = _line()
     known = set(sys.path)
-    sys.path += [entry for entry in pickle.load(requests) if entry not in known]
+    sys.path += [entry for entry in line.recv() if entry not in known]
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    reader = threading.Thread(target=_read, args=(requests, calls), daemon=True)
-    reader.start()
+    threading.Thread(target=_read, args=(line, calls), daemon=True).start()
     while (call := calls.get()) is not None:
-        replies.write(_answer(*call))
-        replies.flush()
+        line.send_bytes(_answer(*call))
     _leave()
 
 
@@ -40,33 +39,27 @@ def _leave() -> None:
     os._exit(0)
 
 
-def _streams() -> tuple[BinaryIO, BinaryIO]:
-    """Moves the two pipes aside.
-
-    What the functions print goes to standard error, what they read is empty.
-    """
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
+def _line() -> Connection[Any, Any]:
+    """Moves the connection aside that is the standard input: what the functions read is empty."""
+    line: Connection[Any, Any] = Connection(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    os.dup2(2, 1)
-    return requests, replies
+    return line
 
 
-def _read(requests: BinaryIO, calls: queue.SimpleQueue[Any]) -> None:
+def _read(line: Connection[Any, Any], calls: queue.SimpleQueue[Any]) -> None:
     """Hands calls to the main thread.
 
     The parent's end without a goodbye ends this process, even amid a call.
     """
-    while True:
+    call: Any = ()
+    while call is not None:
         try:
-            call = pickle.load(requests)
-        except EOFError:
+            call = line.recv()
+        except (EOFError, OSError):
             os._exit(1)
         calls.put(call)
-        if call is None:
-            return
 
 
 def _answer(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
