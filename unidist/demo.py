@@ -22,7 +22,7 @@ from unidist.backends.protocol import Array, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.api.variable_rows import Row
 from unidist.ledger import Ledger, ledger
-from unidist.tables import table
+from unidist.tables import titled
 
 SEED = 1
 BATCH = 64
@@ -304,4 +304,4 @@ def _difference(left: dict[str, Array], right: dict[str, Array]) -> float:
 
 
 def _table(title: str, rows: list[Cells], numbers: tuple[int, ...]) -> str:
-    return table(rows, numbers, title=title, width=shutil.get_terminal_size().columns).rstrip()
+    return titled(title, rows, numbers, shutil.get_terminal_size().columns).rstrip()

@@ -52,7 +52,7 @@ def shown(what: Any, form: str) -> str | None:
 
     A package above those that ask for it draws it.
     """
-    found: str | None = getattr(importlib.import_module("unidist.drawing.shown"), form)(what)
+    found: str | None = getattr(importlib.import_module("unidist.drawing.page"), form)(what)
     return found
 
 

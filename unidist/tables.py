@@ -1,45 +1,45 @@
-"""Tables as text, drawn by rich: the same on a terminal, in a pipe and in a file."""
+"""Tables as text: the same on a terminal, in a pipe and in a file."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Container, Sequence
 
-# Wider than any row: nothing is folded where nobody says how wide a table may be.
-_ENDLESS = 1 << 16
 
-
-def table(
-    rows: Sequence[Sequence[str]], numbers: Container[int] = (), *, title: str = "", width: int = _ENDLESS
-) -> str:
-    """Rows of cells, in columns as wide as their widest cell.
+def table(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> str:
+    """Rows of cells, in columns as wide as their widest cell; quick for tens of thousands of rows.
 
     Args:
-        rows: of one length; the first is the head.
+        rows: of one length; the first may be a head.
         numbers: the columns whose cells end in one line, and do not begin in one.
-        title: stands above the head, which a line then parts from the others.
-        width: longer lines are folded.
 
     Example:
         >>> print(table([("what", "bytes"), ("a kernel", "96")], numbers=(1,)))
         what      bytes
         a kernel     96
     """
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if k in numbers else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def titled(title: str, rows: Sequence[Sequence[str]], numbers: Container[int], width: int) -> str:
+    """Rows below their title and a head, which is the first of them; cells are folded into the width."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     head, *body = rows
-    console = Console(
-        file=io.StringIO(), width=width, force_terminal=False, color_system=None, markup=False, emoji=False
-    )
-    drawn = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD if title else None, pad_edge=False)
-    if not title:
-        drawn.padding = (0, 2, 0, 0)
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for k, name in enumerate(head):
         drawn.add_column(name, justify="right" if k in numbers else "left", overflow="fold")
     for row in body:
         drawn.add_row(*row)
+    console = Console(width=width, force_terminal=False, color_system=None, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(drawn)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

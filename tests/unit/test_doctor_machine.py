@@ -14,7 +14,7 @@ import pytest
 from tests.unit.doctor_checks import is_said, of, resolved
 from unidist import cli
 from unidist.backends import registry
-from unidist.doctor import backends, examination, machine, network, versions, world
+from unidist.doctor import backends, machine, network, versions, world
 from unidist.doctor.links import Task
 from unidist.doctor.reports import Reports
 from unidist.launch import Request
@@ -149,7 +149,7 @@ def test_backends_by_what_their_processes_tell(monkeypatch: pytest.MonkeyPatch) 
     is_said(of(checks, "Keras on jax"), "failed", "Keras 2.0 does not have", "another Keras")
     assert not any(check.name == "Keras on near" for check in checks)
     blind = backends.check(told.__getitem__, cards=8)
-    is_said(of(blind, "backend jax"), "warning", "the machine has 8 NVIDIA cards", "CUDA_VISIBLE_DEVICES")
+    is_said(of(blind, "backend jax"), "warning", "this machine has 8 NVIDIA cards", "CUDA_VISIBLE_DEVICES")
 
 
 def test_a_backend_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_the_commands_own_process_imports_no_framework() -> None:
 
 
 def test_each_check_has_its_place(quick: None) -> None:
-    found = examination.examine(None)
+    found = world.examine(None)
     assert list(found.sections) == ["versions", "machine", "network", "environment", "backends"]
     for check in found.checks:
         assert check.asked

@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.doctor_reports import OPS, VERSIONS, begun, facts, late, op, reports, start, tried, whole
 from unidist.doctor import judging, report, world
-from unidist.doctor.examination import Examination
 from unidist.doctor.links import LARGE, MARK, MOST_PAIRS, Task, difference, pairs, pattern
 from unidist.doctor.reports import Report, read
+from unidist.doctor.world import Examination
 
 # what is sent
 

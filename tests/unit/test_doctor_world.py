@@ -95,7 +95,7 @@ def test_clocks_that_differ() -> None:
 
 def test_ranks_on_the_cpu_of_a_machine_with_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(judged(whole(3), 3), "devices").found == "3 cpu"
-    monkeypatch.setattr(world, "count_cards", lambda: 8)
+    monkeypatch.setattr("unidist.doctor.backends.count_cards", lambda: 8)
     check = one(judged(whole(3), 3), "devices")
     assert check.status == "warning"
     assert check.found == "3 cpu, but this machine has 8 NVIDIA cards"

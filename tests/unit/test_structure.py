@@ -18,7 +18,7 @@ LONGEST = 350
 BY_NAME = {
     ("unidist.keras_import_hook", "unidist.keras.hooks"),
     ("unidist.drawing.entry", "unidist.keras.api.models"),
-    ("unidist.names", "unidist.drawing.shown"),
+    ("unidist.names", "unidist.drawing.page"),
 }
 Graph = Mapping[str, frozenset[str]]
 

@@ -54,13 +54,19 @@ def is_loopback(address: str) -> bool:
 
 def is_own(address: str) -> bool:
     """Returns whether this machine has an address."""
+    return _refusal(address, 0) is None
+
+
+def _refusal(address: str, port: int) -> OSError | None:
+    """Why nobody can listen there; None where one can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+            probe.bind((address, port))
+        except OSError as error:
+            return error
+    return None
 
 
 def hostname(name: str, nodes: int, lookup: Lookup = addresses, own: Callable[[str], bool] = is_own) -> Check:
@@ -132,21 +138,12 @@ def meeting_place(
             f"this is node 0, but {host} ({', '.join(found)}) is another machine's address",
             "give this machine's address on all nodes, or --node-rank 0 to the machine that has it",
         )
-    if (taken := _taken(next(a for a in found if own(a)), port)) is not None:
-        return question.failed(taken, "take another port, the same on all nodes; `ss -ltnp` shows who listens")
+    mine = next(a for a in found if own(a))
+    if (refusal := _refusal(mine, port)) is not None:
+        what = "something listens there already" if refusal.errno == errno.EADDRINUSE else str(refusal)
+        advice = "take another port, the same on all nodes; `ss -ltnp` shows who listens"
+        return question.failed(f"port {port} of {mine}: {what}", advice)
     return question.ok(f"{said}, the port is free")
-
-
-def _taken(address: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            what = "something listens there already" if error.errno == errno.EADDRINUSE else str(error)
-            return f"port {port} of {address}: {what}"
-    return None
 
 
 def cards() -> dict[str, str]:

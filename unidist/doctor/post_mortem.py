@@ -194,15 +194,11 @@ def _instead(flight: Flight, entry: Entry, silence: float) -> str:
     if silence > _SILENT:
         said.append(f"then gave no sign of life for {silence:.1f} s")
     if members_of(entry.what):
-        came = _came(flight, entry)
+        came = max((one.count for one in flight.entries if one.what == entry.what), default=0)
         said.append(f"had come to {came} of them" if came else "none of them is among its last")
     if (last := _last(flight)) is not None:
         said.append(f"and last to {last.what}: {_how(last, flight)}")
     return ", ".join(said)
-
-
-def _came(flight: Flight, entry: Entry) -> int:
-    return max((one.count for one in flight.entries if one.what == entry.what), default=0)
 
 
 def _last(flight: Flight) -> Entry | None:

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from unidist.doctor.check import Check, Status
-from unidist.doctor.examination import Examination
 from unidist.doctor.links import LARGE, SMALL, Pair
 from unidist.doctor.matrix import Link
 from unidist.doctor.reports import Reports
+from unidist.doctor.world import Examination
 from unidist.tables import table
 
 _WIDTH = 118

@@ -98,14 +98,14 @@ class _World:
         self.size = len(adapter.list_devices())
         self._here = adapter.local_ranks()
         self._mesh = Mesh({AXIS: self.size})
-        self._messages = {length: self._spread(length) for length in (SMALL, LARGE)}
+        self._messages = {
+            length: array.from_local([pattern(rank, length) for rank in self._here], self._mesh, Layout(AXIS))
+            for length in (SMALL, LARGE)
+        }
         self.checks: Mapping[str, Callable[[], list[Report]]] = {
             "all_gather": self._gathered,
             "all_reduce": self._reduced,
         }
-
-    def _spread(self, length: int) -> DistributedArray:
-        return array.from_local([pattern(rank, length) for rank in self._here], self._mesh, Layout(AXIS))
 
     def link(self, pair: Pair) -> list[Report]:
         """Sends between both ends at once, compares what comes, then times it: one report for each end here.

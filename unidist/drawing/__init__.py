@@ -3,5 +3,5 @@
 Pure: they are made from layouts, plans and records; no framework is imported, and nothing is read but what is given.
 """
 
+from unidist.drawing.canvas import Picture as Picture
 from unidist.drawing.entry import draw as draw
-from unidist.drawing.picture import Picture as Picture

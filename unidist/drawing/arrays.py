@@ -8,8 +8,7 @@ from fractions import Fraction
 from unidist.algebra import Mesh, redistribution
 from unidist.algebra.step import Step
 from unidist.backends.protocol import itemsize
-from unidist.drawing.canvas import MARGIN, WIDTH, Canvas
-from unidist.drawing.picture import Picture
+from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, Picture
 from unidist.drawing.shards import MOST_DEVICES, View, dim_text, facts, rectangle, size_of, tint, told
 from unidist.drawing.style import colour
 from unidist.errors import DrawingError

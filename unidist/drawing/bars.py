@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, width_of
-from unidist.drawing.picture import Picture
+from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, Picture, width_of
 from unidist.drawing.style import colour
 from unidist.ledger import Ledger
 from unidist.planner.choosing import size_text

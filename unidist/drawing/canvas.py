@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
-from unidist.drawing.picture import Picture
 from unidist.drawing.style import ROOT, STYLE
+from unidist.errors import DrawingError
 
 WIDTH = 1000
 MARGIN = 20
@@ -61,6 +64,43 @@ def number(value: float) -> str:
 def plain(text: str) -> str:
     """Text for XML: escaped, and without the marks that no XML may hold."""
     return escape("".join(mark if mark.isprintable() or mark == " " else "�" for mark in text))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing. Notebooks show it by themselves.
+
+    Attributes:
+        title: what it shows, in a line.
+        svg: the drawing: SVG that needs nothing from elsewhere. The same for the same input, byte for byte.
+
+    Example:
+        >>> import unidist
+        >>> mesh = unidist.Mesh({"data": 4})
+        >>> picture = unidist.draw(unidist.Layout("data"), mesh=mesh, shape=(10, 3))
+        >>> picture.title
+        "(10, 3) float32 as Layout('data') on data=4"
+        >>> picture.svg.startswith("<svg")
+        True
+    """
+
+    title: str
+    svg: str = field(repr=False)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the drawing to a file, and gives its path.
+
+        Raises:
+            DrawingError: the file's name does not end in .svg.
+        """
+        file = Path(path)
+        if file.suffix.lower() != ".svg":
+            raise DrawingError(f"save({os.fspath(path)!r}): pictures are SVG, name a file that ends in .svg")
+        file.write_text(self.svg, encoding="utf-8")
+        return file
 
 
 class Canvas:

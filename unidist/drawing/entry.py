@@ -15,9 +15,9 @@ from unidist.array import DistributedArray, as_layout, as_mesh
 from unidist.backends.protocol import itemsize
 from unidist.drawing.arrays import picture_of_array, picture_of_mesh, picture_of_moves, picture_of_several
 from unidist.drawing.bars import Memory, label_of, memory_of, picture_of_ledger, picture_of_memory
+from unidist.drawing.canvas import Picture
 from unidist.drawing.graph import picture_of_layers
 from unidist.drawing.layers import of_plan
-from unidist.drawing.picture import Picture
 from unidist.drawing.shards import View
 from unidist.drawing.timeline import picture_of_telemetry, read_telemetry
 from unidist.errors import DrawingError

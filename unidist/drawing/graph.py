@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, width_of
+from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, Picture, width_of
 from unidist.drawing.layers import KINDS, Fold, Layer, Sent, folded
-from unidist.drawing.picture import Picture
 from unidist.planner.choosing import size_text
 
 # More layers than these, after folding, are shown by their number and bytes alone.

@@ -1,12 +1,18 @@
-"""HTML: shows an object in a notebook, and a plan's report as one file that needs nothing else."""
+"""Shows objects in notebooks, and a plan's report as one HTML file that needs nothing else.
+
+Packages below this one ask for it by its name, as they are asked (names.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 from unidist.drawing.bars import label_of, memory_of, picture_of_ledger, picture_of_memory
 from unidist.drawing.canvas import plain
 from unidist.drawing.entry import draw, picture_of_plan
+from unidist.errors import DrawingError
+from unidist.ledger import Ledger
 from unidist.planner.plan import Plan
 
 _ROOT = "unidist-page"
@@ -36,7 +42,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 Row = Sequence[str]
 
 
-def table(title: str, head: Row, body: Sequence[Row], numbers: frozenset[int] = frozenset()) -> str:
+def table(title: str, head: Row, body: Sequence[Row], numbers: Container[int] = ()) -> str:
     """A table as HTML; every cell is escaped.
 
     Example:
@@ -57,20 +63,32 @@ def _fragment(*parts: str) -> str:
     return f'<div class="{_ROOT}"><style>{_TABLES}</style>{"".join(parts)}</div>'
 
 
-def of_plan(plan: Plan) -> str:
-    """Returns what a notebook shows of a plan: its graph, and its tables."""
-    return _fragment(picture_of_plan(plan).svg, _totals(plan), _traffic(plan), _variables(plan, _NOTEBOOK_ROWS))
+def svg(what: Any) -> str | None:
+    """Returns the picture that a notebook shows of an object.
+
+    None where it has none, as a mesh of too many devices: the notebook prints it then.
+    """
+    try:
+        return draw(what).svg
+    except DrawingError:
+        return None
 
 
-def of_rows(what: object, title: str, head: Row, body: Sequence[Row], numbers: frozenset[int]) -> str:
-    """Returns what a notebook shows of something with a picture and a table."""
-    more = len(body) - _NOTEBOOK_ROWS
-    rows = (
-        body
-        if more <= 0
-        else [*body[:_NOTEBOOK_ROWS], (f"and {more:,} rows more: print shows all", *[""] * (len(head) - 1))]
-    )
-    return _fragment(draw(what).svg, table(title, head, rows, numbers))
+def html(what: Any) -> str | None:
+    """The object's picture and tables; None as above."""
+    if (picture := svg(what)) is None:
+        return None
+    if isinstance(what, Plan):
+        return _fragment(picture, _totals(what), _traffic(what), _variables(what, _NOTEBOOK_ROWS))
+    if isinstance(what, Ledger):
+        title, numbers = "What was sent", (3, 4)
+        head: Row = ("collective", "axes", "for", "count", "bytes per rank")
+        body: list[Row] = [(op, axes, why, f"{n:,}", f"{b:,}") for op, axes, why, n, b in what.rows()]
+    else:
+        title, (head, body, numbers) = "Variables", what.table()
+    if (more := len(body) - _NOTEBOOK_ROWS) > 0:
+        body = [*body[:_NOTEBOOK_ROWS], (f"and {more:,} rows more: print shows all", *[""] * (len(head) - 1))]
+    return _fragment(picture, table(title, head, body, numbers))
 
 
 def report(plan: Plan) -> str:
@@ -98,12 +116,12 @@ def report(plan: Plan) -> str:
 
 
 def _totals(plan: Plan) -> str:
-    return table("Bytes of the device that holds most", ("what", "bytes"), plan.totals(), frozenset({1}))
+    return table("Bytes of the device that holds most", ("what", "bytes"), plan.totals(), (1,))
 
 
 def _traffic(plan: Plan) -> str:
     head = ("collective", "axes", "count", "bytes per device")
-    return table("Collectives of a training step", head, plan.traffic(), frozenset({2, 3}))
+    return table("Collectives of a training step", head, plan.traffic(), (2, 3))
 
 
 def _variables(plan: Plan, most: int) -> str:
@@ -111,4 +129,4 @@ def _variables(plan: Plan, most: int) -> str:
     rows = [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in plan.rows[:most]]
     if len(plan.rows) > most:
         rows.append((f"and {len(plan.rows) - most:,} variables more: print(plan) shows all", "", "", "", ""))
-    return table("Variables", head, rows, frozenset({3}))
+    return table("Variables", head, rows, (3,))

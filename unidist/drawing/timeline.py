@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidist.drawing.canvas import MARGIN, Canvas, width_of
-from unidist.drawing.picture import Picture
+from unidist.drawing.canvas import MARGIN, Canvas, Picture, width_of
 from unidist.errors import DrawingError
 
 _FILES = re.compile(r"rank-(\d{1,9})\.jsonl")

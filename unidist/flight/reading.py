@@ -7,6 +7,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unidist.errors import UnidistError
 from unidist.flight.form import (
@@ -25,6 +26,10 @@ from unidist.flight.form import (
     WHOLE,
     WORD,
 )
+
+_HEADER = struct.Struct(f"<{len(WHOLE)}Q{len(TIMES) + len(PHASES)}d")
+_AS_THEY_ARE = ("rank", "processes", "pid", "phase_began", "began", "beat", "steps", "resumed", "kept")
+_NOTHING_AT_0 = ("first_step_began", "first_step_ended", "last_step_ended", "committed_at", "timeout")
 
 
 class FlightError(UnidistError, ValueError):
@@ -115,7 +120,8 @@ class Flight:
             return min(waits, key=lambda entry: entry.begun)
         last = itertools.takewhile(lambda entry: entry.failed or entry.ended is None, reversed(self.entries))
         # What follows an error fails at once.
-        return max((entry for entry in last if entry.failed), key=_seconds, default=None)
+        failed = [entry for entry in last if entry.failed]
+        return max(failed, key=lambda entry: (entry.ended or 0.0) - entry.begun, default=None)
 
     def has_come_to(self, other: Entry) -> bool:
         """Returns whether it has begun what another process calls so too."""
@@ -137,33 +143,18 @@ def parse(data: bytes, name: str = "this") -> Flight:
     """Reads what the bytes of a record say. Raises FlightError: they are none."""
     if len(data) != SIZE or int.from_bytes(data[:8], "little") != MAGIC:
         raise FlightError(f"{name} is no record of a process of unidist ({len(data)} bytes, {SIZE} expected)")
-    whole = dict(zip(WHOLE, struct.unpack_from(f"<{len(WHOLE)}Q", data), strict=True))
-    times = dict(
-        zip((*TIMES, *PHASES), struct.unpack_from(f"<{len(FIELDS) - len(WHOLE)}d", data, len(WHOLE) * 8), strict=True)
-    )
-    if whole["phase"] >= len(PHASES):
-        raise FlightError(f"{name} is damaged: there is no phase {whole['phase']}")
-    texts = _texts(data, min(whole["kinds"], TEXTS // 4))
+    said: dict[str, Any] = dict(zip(FIELDS, _HEADER.unpack_from(data), strict=True))
+    if said["phase"] >= len(PHASES):
+        raise FlightError(f"{name} is damaged: there is no phase {said['phase']}")
+    texts = _texts(data, min(said["kinds"], TEXTS // 4))
+    plain = {field: said[field] for field in _AS_THEY_ARE}
     return Flight(
-        rank=whole["rank"],
-        processes=whole["processes"],
-        pid=whole["pid"],
-        phase=PHASES[whole["phase"]],
-        seconds={name: times[name] for name in PHASES},
-        phase_began=times["phase_began"],
-        began=times["began"],
-        beat=times["beat"],
-        first_step_began=times["first_step_began"] or None,
-        first_step_ended=times["first_step_ended"] or None,
-        last_step_ended=times["last_step_ended"] or None,
-        steps=whole["steps"],
-        resumed=whole["resumed"],
-        kept=whole["kept"],
-        committed=whole["committed"] - 1 if whole["committed"] else None,
-        committed_at=times["committed_at"] or None,
-        saves=whole["saves"] == 1,
-        left=whole["left"] == 1,
-        timeout=times["timeout"] or None,
+        **plain | {field: said[field] or None for field in _NOTHING_AT_0},
+        phase=PHASES[said["phase"]],
+        seconds={phase: said[phase] for phase in PHASES},
+        committed=said["committed"] - 1 if said["committed"] else None,
+        saves=said["saves"] == 1,
+        left=said["left"] == 1,
         entries=_entries(data, texts),
     )
 
@@ -205,10 +196,6 @@ def order(path: Path, what: int) -> None:
         os.pwrite(file.fileno(), struct.pack("<Q", what), WORD["order"] * 8)
 
 
-def _seconds(entry: Entry) -> float:
-    return (entry.ended or entry.begun) - entry.begun
-
-
 def _texts(data: bytes, count: int) -> list[str]:
     found, at = [], HEADER
     for _ in range(count):
@@ -226,10 +213,7 @@ def _entries(data: bytes, texts: list[str]) -> tuple[Entry, ...]:
     ring = struct.iter_unpack(ENTRY_FORM, data[RING * 8 :])
     for place, (number, kind, site, begun, ended, count, _) in enumerate(ring):
         if number and number % ENTRIES == place:
-            what, where, end = _text(texts, kind), _text(texts, site), abs(ended) or None
+            what, where = (texts[one] if one < len(texts) else "?" for one in (kind, site))
+            end = abs(ended) or None
             found.append(Entry(number, what, where, abs(begun), end, ended < 0, count, begun > 0))
     return tuple(sorted(found, key=lambda entry: entry.number))
-
-
-def _text(texts: list[str], number: int) -> str:
-    return texts[number] if number < len(texts) else "?"

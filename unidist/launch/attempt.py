@@ -165,7 +165,7 @@ class Attempt:
 
     def _watch(self, give_up: Callable[[], str | None]) -> None:
         left_by: float | None = None
-        is_leaving = False
+        is_leaving, limit = False, self._request.timeout or timeout()
         while not self._received and not self._console.closed.is_set():
             failures = self._failures = self._job.poll()
             self._judge.note(self._job.done())
@@ -193,7 +193,7 @@ class Attempt:
                 self._preloading.look(self._folder, flights)
                 waited_for = self._waited_for(failures)
                 done = {**self._judge.done, **self._nodes.absent}
-                if (found := stalls.find(flights, waited_for, self._timeout, now, done)) is not None:
+                if (found := stalls.find(flights, waited_for, limit, now, done)) is not None:
                     self._stall = found
                     return
             time.sleep(_POLL)
@@ -209,10 +209,6 @@ class Attempt:
     @property
     def _done(self) -> tuple[int, ...]:
         return tuple(sorted(self._judge.done))
-
-    @property
-    def _timeout(self) -> float:
-        return self._request.timeout or timeout()
 
     def _waited_for(self, failures: Sequence[Failure] | None) -> list[int]:
         failed = {failure.rank for failure in failures or ()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -77,10 +78,9 @@ class ForkServer:
         self._in_sessions = program is not None
         self._what = ", ".join(modules) or "what the program has imported"
         self._one_at_a_time = threading.Lock()
-        self._answered = threading.Condition()
         self._running: dict[int, Forked] = {}
-        self._new: Forked | None = None
-        self._is_gone = False
+        # In the order of the calls; None once the server is gone.
+        self._started: queue.SimpleQueue[Forked | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
         wanted = {
             "path": list(path),
@@ -138,40 +138,31 @@ class ForkServer:
             "cwd": os.getcwd(),
             "session": self._in_sessions,
         }
-        with self._one_at_a_time, self._answered:
-            self._forget()
+        with self._one_at_a_time:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._socket, [json.dumps(wanted).encode()], [stdin, stdout, stderr])
-            self._answered.wait_for(lambda: self._new is not None or self._is_gone)
-            forked: Forked | None = self._new
-            if forked is None:
+            if (forked := self._started.get()) is None:
+                self._started.put(None)
                 raise RuntimeError("the fork server is gone")
             return forked
-
-    def _forget(self) -> None:
-        self._new = None
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):
             while message := self._socket.recv(forking.LONGEST):
                 kind, pid, code = json.loads(message)
-                with self._answered:
-                    if kind == forking.STARTED:
-                        self._new = self._running[pid] = Forked(pid)
-                    else:
-                        self._running.pop(pid).set_ended(code)
-                    self._answered.notify_all()
-        with self._answered:
-            self._is_gone = True
-            for forked in self._running.values():
-                forked.set_ended(-signal.SIGKILL)
-            self._answered.notify_all()
+                if kind == forking.STARTED:
+                    forked = self._running[pid] = Forked(pid)
+                    self._started.put(forked)
+                else:
+                    self._running.pop(pid).set_ended(code)
+        for forked in self._running.values():
+            forked.set_ended(-signal.SIGKILL)
+        self._started.put(None)
 
     @property
     def is_idle(self) -> bool:
         """Is true where nothing that was forked from it runs."""
-        with self._answered:
-            return not self._running
+        return not self._running
 
     def close(self) -> None:
         """Ends the server, and what was forked from it with it."""

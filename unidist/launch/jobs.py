@@ -60,6 +60,8 @@ class Job(ABC):
         self.forks: ForkServer | None = None
         self.restarts = 0
         self._children: list[subprocess.Popen[bytes] | Forked] = []
+        # A server at which they meet.
+        self._beside: subprocess.Popen[bytes] | Forked | None = None
         self._lifeline: tuple[int, int] | None = None
 
     def defaults(self) -> dict[str, str]:
@@ -84,10 +86,13 @@ class Job(ABC):
 
     def groups(self) -> list[int]:
         """The process groups that were made; a group whose leader has been reaped may still have members."""
-        return [child.pid for child in self._children]
+        return [process.pid for process in self._processes()]
 
     def running(self) -> bool:
-        return None in [child.poll() for child in self._children]
+        return None in [process.poll() for process in self._processes()]
+
+    def _processes(self) -> list[subprocess.Popen[bytes] | Forked]:
+        return [*self._children, *([] if self._beside is None else [self._beside])]
 
     def close(self) -> None:
         """Gives back what the job itself holds, once nothing of it runs."""
@@ -194,10 +199,6 @@ class TorchProcesses(LocalProcesses):
     the processes meet, in a process beside those of node 0: torch's own, in process 0, would listen at every interface.
     """
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self._store: subprocess.Popen[bytes] | Forked | None = None
-
     def start(self, environ: Mapping[str, str], console: Console) -> None:
         given = {**self.defaults(), **environ}
         address = self.request.address
@@ -208,7 +209,7 @@ class TorchProcesses(LocalProcesses):
         # Processes that come before the store listens are kept waiting by the socket.
         with listening(*(split_address(address) if address else (LOOPBACK, 0))) as server:
             self._start_each(given, self._variables(address or f"{LOOPBACK}:{server.getsockname()[1]}"), console)
-            self._store = self._process(
+            self._beside = self._process(
                 str(_STORE), [program.__file__], [program.__file__], given, server.fileno(), None
             )
 
@@ -227,15 +228,9 @@ class TorchProcesses(LocalProcesses):
 
     def poll(self) -> list[Failure] | None:
         found = super().poll()
-        if found is None and self._store is not None and (code := self._store.poll()) is not None:
+        if found is None and self._beside is not None and (code := self._beside.poll()) is not None:
             return [Failure(None, code or 1)]
         return found
-
-    def groups(self) -> list[int]:
-        return [*super().groups(), *([] if self._store is None else [self._store.pid])]
-
-    def running(self) -> bool:
-        return super().running() or (self._store is not None and self._store.poll() is None)
 
 
 class JaxProcesses(LocalProcesses):
@@ -293,7 +288,7 @@ class HorovodProcesses(LocalProcesses):
             "per_host": request.processes,
         }
         self._environ, self._console = {**self.defaults(), **environ}, console
-        self._server = subprocess.Popen(
+        self._beside = self._server = subprocess.Popen(
             [sys.executable, "-P", str(_RENDEZVOUS), json.dumps(task)],
             env=dict(environ),
             stdin=subprocess.PIPE,
@@ -314,12 +309,6 @@ class HorovodProcesses(LocalProcesses):
             return [Failure(None, server.wait() or 1)]
         self._start_each(self._environ, json.loads(line), console)
         return None
-
-    def groups(self) -> list[int]:
-        return [*super().groups(), *([] if self._server is None else [self._server.pid])]
-
-    def running(self) -> bool:
-        return super().running() or (self._server is not None and self._server.poll() is None)
 
     def close(self) -> None:
         if self._server is not None:

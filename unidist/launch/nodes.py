@@ -23,15 +23,8 @@ _RETRY = 0.2
 class Report:
     """How a node's attempt ended.
 
-    Attributes:
-        code, what: as those of `Ended` (attempt.py).
-        has_failed: whether something failed here.
-        is_consequence: whether it failed because others did.
+    Attributes: those of `Ended` (attempt.py), and these.
         leaves: whether this launcher itself was asked to end.
-        progress: steps that the training has made.
-        late: ranks that waited for nobody when the attempt ended.
-        done: ranks that had ended with exit code 0.
-        is_silent: whether what failed is a process that runs, and gave no sign of life.
         absent: of `done`, those that never joined.
     """
 
@@ -49,13 +42,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """An attempt begins.
-
-    Attributes:
-        attempt: its number.
-        port: of process 0 on node 0.
-        nodes, node: how many take part, and this one's number among them.
-    """
+    """An attempt begins: its number, process 0's port, how many nodes take part, and this one's number."""
 
     attempt: int
     port: int
@@ -165,9 +152,8 @@ class Member(Others):
         silence = min(self._timeout, SILENCE) if report.code else self._timeout
         message = self._next(("again", "finish"), patience, silence)
         if message is None or "finish" in message:
-            return None if message is None else _finish(message)
-        follows = message["again"]
-        return Next(int(follows["number"]), float(follows["pause"]), str(follows["what"]))
+            return None if message is None else Finish(**message["finish"])
+        return Next(**message["again"])
 
     def close(self) -> None:
         if self._line is not None:
@@ -249,10 +235,5 @@ class Member(Others):
 
 def _follows(message: dict[str, Any]) -> Go | Finish:
     if "go" in message:
-        go = message["go"]
-        return Go(int(go["attempt"]), int(go["port"]), int(go["nodes"]), int(go["node"]))
-    return _finish(message)
-
-
-def _finish(message: dict[str, Any]) -> Finish:
-    return Finish(int(message["finish"]["code"]), str(message["finish"]["what"]))
+        return Go(**message["go"])
+    return Finish(**message["finish"])

@@ -59,7 +59,8 @@ class Preloading:
         if not self._is_wanted:
             return
         if self._asked != folder:
-            if len(flights) == self._request.processes and all(map(_trains, flights.values())):
+            train = [one for one in flights.values() if one.first_step_ended is not None or one.committed is not None]
+            if len(train) == self._request.processes:
                 self._asked = folder
                 for rank in flights:
                     with contextlib.suppress(OSError):
@@ -113,10 +114,6 @@ class Preloading:
         """Where the program looks for modules first."""
         first = self._request.command[0]
         return os.getcwd() if first == "-m" else os.path.dirname(os.path.abspath(first))
-
-
-def _trains(flight: Flight) -> bool:
-    return flight.first_step_ended is not None or flight.committed is not None
 
 
 def _agreed(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

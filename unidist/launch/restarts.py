@@ -12,12 +12,7 @@ _PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The run is started again.
-
-    Attributes:
-        number: of the restart, from 1.
-        pause: seconds to wait before it.
-    """
+    """The run is started again: the restart's number, from 1, and the seconds to wait before it."""
 
     number: int
     pause: float

@@ -74,14 +74,14 @@ def run(
     with (
         _signals() as received,
         _folder(request.log_dir) as folder,
-        closing(_Run(request, console, folder, received)) as run,
+        closing(Run(request, console, folder, received)) as run,
     ):
         if request.nodes > 1:
             return together.go(request, run, console, received, give_up)
         return run.go(give_up)
 
 
-class _Run:
+class Run:
     """The attempts of a run."""
 
     def __init__(self, request: Request, console: Console, folder: Path, received: Sequence[int]) -> None:

@@ -7,15 +7,18 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from unidist.backends.environment import join_address, timeout
-from unidist.launch.attempt import Ended, Others
+from unidist.launch.attempt import Ended
 from unidist.launch.console import Console
 from unidist.launch.keeper import FAILED, Keeper, Terms
 from unidist.launch.nodes import Finish, Go, Member, Next, Report
 from unidist.launch.request import Request, listening, split_address
 from unidist.launch.restarts import told
+
+if TYPE_CHECKING:
+    from unidist.launch.run import Run
 
 # Seconds that a launcher that was asked to end waits for the others' verdict.
 _FAREWELL = 3.0
@@ -25,19 +28,9 @@ _REJOIN = 600.0
 _AFTER_RANKS = 4.0
 
 
-class Attempts(Protocol):
-    """The work of a run on this node (run.py)."""
-
-    def attempt(self, request: Request, give_up: Callable[[], str | None], others: Others, number: int) -> Ended: ...
-
-    def pause(self, seconds: float) -> bool: ...
-
-    def report(self, ended: Ended) -> int: ...
-
-
 def go(
     request: Request,
-    attempts: Attempts,
+    attempts: Run,
     console: Console,
     received: Sequence[int],
     give_up: Callable[[], str | None],
@@ -72,7 +65,7 @@ class _Node:
     """This node's way through the run."""
 
     def __init__(
-        self, request: Request, attempts: Attempts, console: Console, received: Sequence[int], member: Member
+        self, request: Request, attempts: Run, console: Console, received: Sequence[int], member: Member
     ) -> None:
         self._request, self._attempts, self._console = request, attempts, console
         self._received, self._member = received, member

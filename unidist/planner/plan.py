@@ -15,7 +15,7 @@ from unidist.planner.holding import activation_bytes
 from unidist.planner.layout_map import LayoutMap
 from unidist.planner.predicting import Workload, pairs, predict, roles
 from unidist.strategies import Strategy, VariableLayouts
-from unidist.tables import table
+from unidist.tables import titled
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,12 @@ class Plan:
         head = ("variable", "shape", "layout", "bytes per device", "why")
         rows = [(r.path, str(r.shape), str(r.layout), f"{r.bytes_per_device:,}", r.reason) for r in self.rows]
         title = f"{self.name} on {sizes}: {self.sharded_fraction:.1%} of its bytes sharded"
-        variables = table((head, *rows), (3,), title=title, width=width)
+        variables = titled(title, (head, *rows), (3,), width)
         zero = f", zero={self.zero}" if self.zero else ""
-        totals = table((("what", "bytes"), *self.totals()), (1,), title=f"each device{zero}", width=width)
+        totals = titled(f"each device{zero}", (("what", "bytes"), *self.totals()), (1,), width)
         sent = (("collective", "axes", "count", "bytes per device"), *self.traffic())
         title = f"one training step of {self.batch} rows, sequence length {self.sequence}"
-        traffic = table(sent, (2, 3), title=title, width=width)
+        traffic = titled(title, sent, (2, 3), width)
         note = f"the collectives are an estimate: {self.estimated}" if self.estimated else ""
         return "".join(f"{part}\n" for part in (variables, totals, traffic, note, self.idle) if part)
 

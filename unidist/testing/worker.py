@@ -1,4 +1,4 @@
-"""Runs in a process of a ProcessWorld: reads calls from its standard input, a socket; answers there."""
+"""Runs in a process of a ProcessWorld: reads calls from the socket at its input, answers there."""
 
 from __future__ import annotations
 
