@@ -22,6 +22,7 @@ from unidist.backends.protocol import Array, itemsize
 from unidist.errors import BackendNotAvailableError, MeshError
 from unidist.keras.api.variable_rows import Row
 from unidist.ledger import Ledger, ledger
+from unidist.planner.layout_map import LayoutMap
 from unidist.tables import titled
 
 SEED = 1
@@ -87,12 +88,14 @@ def main(arguments: Sequence[str] = ()) -> int:
     mesh = Mesh(sizes)
     import keras
 
+    from unidist.keras.strategies.strategy import ModelParallel
+
     places = "in one process" if adapter.process_count() == 1 else f"in {adapter.process_count()} processes"
     version = f"Keras {keras.__version__} on {keras.config.backend()}"
     say(f"{mesh.size} devices ({places}) as {mesh}, backend {adapter.name!r}, {version}")
 
     say(f"\nOn the mesh, {options.epochs} epochs of {len(digits.x)} images:")
-    with _strategy(mesh).scope():
+    with ModelParallel(mesh, LayoutMap(mesh, RULES)).scope():
         model = _model()
         many, traffic = _train(model, digits, options.epochs, verbose=2 if options.quiet else 1)
         say("\n" + _layouts(model))
@@ -180,13 +183,6 @@ def _model() -> Any:
         metrics=["accuracy"],
     )
     return model
-
-
-def _strategy(mesh: Mesh) -> Any:
-    from unidist.keras.strategies.strategy import ModelParallel
-    from unidist.planner.layout_map import LayoutMap
-
-    return ModelParallel(mesh, LayoutMap(mesh, RULES))
 
 
 def _train(model: Any, digits: Digits, epochs: int, *, verbose: int) -> tuple[Run, Ledger]:

@@ -143,8 +143,8 @@ def test_long_names_lose_their_middle() -> None:
 
 
 def test_text_is_escaped_and_control_marks_are_replaced() -> None:
-    canvas = Canvas()
+    canvas = Canvas("<t>")
     canvas.text(20, 20, "a<b>&\"'\x00\x1b\ud800\u202ez]]>")
-    svg = canvas.picture("<t>", "&d").svg
-    assert texts(svg) == ["a<b>&\"'\ufffd\ufffd\ufffd\ufffdz]]>"]
+    svg = canvas.picture("&d").svg
+    assert texts(svg) == ["<t>", "a<b>&\"'\ufffd\ufffd\ufffd\ufffdz]]>"]
     svg.encode()

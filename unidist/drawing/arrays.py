@@ -20,8 +20,7 @@ _LEFT = 54
 
 def picture_of_array(view: View, title: str | None) -> Picture:
     """Shards as blocks, with a list of them."""
-    canvas, name = Canvas(), title or view.name
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or view.name)
     w, h = size_of(view, 500, 340)
     x, y = _LEFT, 84
     _edges(canvas, view, x, y, w, h)
@@ -29,22 +28,20 @@ def picture_of_array(view: View, title: str | None) -> Picture:
     beside = max(_LEFT + w + 40, 420)
     for k, block in enumerate(made[:_LISTED]):
         line = y + 12 + k * 21
-        canvas.rect(beside, line - 11, 13, 13, "gr" if block.is_empty else tint(view, k, block))
-        if view.is_partial and not block.is_empty:
-            canvas.hatch(beside, line - 11, 13, 13)
+        fill, hatched = "gr" if block.is_empty else tint(view, k, block), view.is_partial and not block.is_empty
+        canvas.rect(beside, line - 11, 13, 13, fill, hatched=hatched)
         canvas.text(beside + 22, line, told(view, block), size=12.5)
     if len(made) > _LISTED:
         canvas.text(
             beside, y + 12 + _LISTED * 21, f"and {len(made) - _LISTED} blocks more, each with a tooltip", size=12.5
         )
     _said(canvas, facts(view))
-    return canvas.picture(name, "; ".join(told(view, block) for block in made))
+    return canvas.picture("; ".join(told(view, block) for block in made))
 
 
 def picture_of_several(views: Mapping[str, View], title: str | None) -> Picture:
     """Arrays beside each other, each with its name."""
-    canvas, name = Canvas(), title or f"{len(views)} arrays"
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or f"{len(views)} arrays")
     columns = min(3, len(views))
     room = (WIDTH - 2 * MARGIN) / columns
     top, said = 44.0, []
@@ -57,7 +54,7 @@ def picture_of_several(views: Mapping[str, View], title: str | None) -> Picture:
             _small(canvas, view, x, top + 56, room - 24)
             said.append(f"{label}: {view.name}")
         top = canvas.bottom + 14
-    return canvas.picture(name, "; ".join(said))
+    return canvas.picture("; ".join(said))
 
 
 def picture_of_moves(source: View, target: View, title: str | None) -> Picture:
@@ -67,9 +64,7 @@ def picture_of_moves(source: View, target: View, title: str | None) -> Picture:
         LayoutError: there is no way between the layouts.
     """
     way = redistribution(source.sharding, target.sharding)
-    canvas = Canvas()
-    name = title or f"{source.sharding.shape}: {source.sharding.layout} to {target.sharding.layout}"
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or f"{source.sharding.shape}: {source.sharding.layout} to {target.sharding.layout}")
     views = [source, *(View(step.after, source.dtype) for step in way)]
     columns = min(3, len(views))
     gap = 150
@@ -90,7 +85,7 @@ def picture_of_moves(source: View, target: View, title: str | None) -> Picture:
     total = max(way.bytes(itemsize(source.dtype), rank) for rank in source.mesh.devices)
     sizes = ", ".join(f"{axis}={size}" for axis, size in source.mesh.axes)
     _said(canvas, [f"{_amount(total)} sent by each rank in all, by the ring bounds; mesh {sizes}."])
-    return canvas.picture(name, "; ".join(said) or "the layouts are the same")
+    return canvas.picture("; ".join(said) or "the layouts are the same")
 
 
 def picture_of_mesh(mesh: Mesh, title: str | None) -> Picture:
@@ -101,9 +96,7 @@ def picture_of_mesh(mesh: Mesh, title: str | None) -> Picture:
     """
     if mesh.size > MOST_DEVICES:
         raise DrawingError(f"a mesh of {mesh.size} devices: a picture shows {MOST_DEVICES} at most")
-    canvas, sizes = Canvas(), ", ".join(f"{axis}={size}" for axis, size in mesh.axes)
-    name = title or f"Mesh: {sizes}"
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or f"Mesh: {', '.join(f'{axis}={size}' for axis, size in mesh.axes)}")
     columns = mesh.shape[-1]
     rows = mesh.size // columns
     x, y, w, h = _LEFT + 20, 84, min(880 / columns, 110), max(16, min(44, 1200 // rows))
@@ -120,7 +113,7 @@ def picture_of_mesh(mesh: Mesh, title: str | None) -> Picture:
         left, top = x + column * w, y + row * h
         canvas.rect(left, top, w, h, colour(row), title=f"rank {rank}: {where}")
         canvas.text(left + w / 2, top + h / 2 + 4, f"rank {rank}" if w > 60 else str(rank), anchor="middle", room=w - 4)
-    return canvas.picture(name, f"{mesh.size} devices: " + "; ".join(f"rank {r}" for r in mesh.devices))
+    return canvas.picture(f"{mesh.size} devices: " + "; ".join(f"rank {r}" for r in mesh.devices))
 
 
 def _short(view: View) -> str:

@@ -53,10 +53,9 @@ def picture_of_memory(bars: Sequence[tuple[str, Memory]], device_memory: int | N
     Args:
         device_memory: bytes that a device has: a line, and a word where a bar is longer.
     """
-    canvas, name = Canvas(), title or "Memory of the device that holds most"
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or "Memory of the device that holds most")
     kinds = list(dict.fromkeys(what for _, memory in bars for what, _ in memory.parts))
-    _legend(canvas, kinds, 52)
+    canvas.legend([(colour(k), what) for k, what in enumerate(kinds)], 52)
     most = max([memory.total for _, memory in bars] + [device_memory or 0]) or 1
     scale = (_BARS_END - _BARS) / most
     top = y = 100.0
@@ -74,7 +73,7 @@ def picture_of_memory(bars: Sequence[tuple[str, Memory]], device_memory: int | N
     said = (
         f"{label}: " + ", ".join(f"{what} {size_text(size)}" for what, size in memory.parts) for label, memory in bars
     )
-    return canvas.picture(name, "; ".join(said))
+    return canvas.picture("; ".join(said))
 
 
 def _total(canvas: Canvas, memory: Memory, device_memory: int | None, scale: float, y: float) -> None:
@@ -103,18 +102,9 @@ def _stack(canvas: Canvas, label: str, memory: Memory, kinds: Sequence[str], y: 
         x += wide
 
 
-def _legend(canvas: Canvas, kinds: Sequence[str], y: float) -> None:
-    x = float(MARGIN)
-    for k, what in enumerate(kinds):
-        canvas.rect(x, y, 14, 14, colour(k))
-        canvas.text(x + 20, y + 12, what, size=12)
-        x += 44 + width_of(what, 12)
-
-
 def picture_of_ledger(ledger: Ledger, title: str | None) -> Picture:
     """A ledger's bytes by collective and axis, and what they were for."""
-    canvas, name = Canvas(), title or f"{ledger.count():,} collectives, {size_text(ledger.bytes())} sent by a rank"
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or f"{ledger.count():,} collectives, {size_text(ledger.bytes())} sent by a rank")
     rows = ledger.rows()
     kinds = list(dict.fromkeys((op, axes) for op, axes, *_ in rows))
     fills = {kind: colour(k) for k, kind in enumerate(kinds)}
@@ -133,7 +123,7 @@ def picture_of_ledger(ledger: Ledger, title: str | None) -> Picture:
     said = "; ".join(
         f"{op} over {axes} for {why or 'unnamed'}: {n} times, {b:,} bytes" for op, axes, why, n, b in rows[:40]
     )
-    return canvas.picture(name, said or "nothing was sent")
+    return canvas.picture(said or "nothing was sent")
 
 
 _Bar = tuple[str, tuple[str, str] | None, int, float]

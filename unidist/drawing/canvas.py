@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -104,13 +104,14 @@ class Picture:
 
 
 class Canvas:
-    """Takes shapes and texts, from the top to the bottom; `picture` closes it."""
+    """Takes shapes and texts below its title, from the top to the bottom; `picture` closes it."""
 
-    def __init__(self, width: int = WIDTH) -> None:
-        self.width = width
+    def __init__(self, title: str) -> None:
+        self._title = title
         self._parts: list[str] = []
         self._bottom = 0.0
         self._hatched = False
+        self.text(MARGIN, 34, title, size=17, bold=True)
 
     @property
     def bottom(self) -> float:
@@ -128,20 +129,18 @@ class Canvas:
         title: str = "",
         round_: float = 0,
         edge: bool = True,
+        hatched: bool = False,
     ) -> None:
-        """A rectangle of a class of the style sheet, with a tooltip."""
+        """A rectangle of a class of the style sheet, with a tooltip, and with stripes where it is hatched."""
         corners = f' rx="{number(round_)}"' if round_ else ""
         classes = f"{kind} l" if edge else kind
         place = f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"'
         inside = f"><title>{plain(title)}</title></rect>" if title else "/>"
         self._parts.append(f'<rect class="{classes}" {place}{corners}{inside}')
+        if hatched:
+            self._hatched = True
+            self._parts.append(f'<rect {place} fill="url(#\0)" pointer-events="none"/>')
         self._bottom = max(self._bottom, y + h)
-
-    def hatch(self, x: float, y: float, w: float, h: float) -> None:
-        """Stripes over a rectangle."""
-        self._hatched = True
-        place = f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"'
-        self._parts.append(f'<rect {place} fill="url(#\0)" pointer-events="none"/>')
 
     def line(
         self, points: Sequence[tuple[float, float]], *, kind: str = "l", width: float = 1, dashed: bool = False
@@ -181,7 +180,7 @@ class Canvas:
             room: pixels that it may take; None: up to the picture's edge.
             upright: it runs from the bottom to the top.
         """
-        left, right = x - MARGIN / 2, self.width - MARGIN / 2 - x
+        left, right = x - MARGIN / 2, WIDTH - MARGIN / 2 - x
         edge = {"start": right, "end": left, "middle": 2 * min(left, right)}[anchor]
         space = room if upright and room is not None else min(edge, edge if room is None else room)
         shown = shortened(text, space, size, bold)
@@ -196,7 +195,7 @@ class Canvas:
         if not upright:
             self._bottom = max(self._bottom, y + size * 0.3)
 
-    def paragraph(self, x: float, y: float, text: str, *, size: float = 13, kind: str = "m", room: float) -> float:
+    def paragraph(self, x: float, y: float, text: str, *, size: float = 13, room: float) -> float:
         """Lines of text, broken between words. The baseline of a line that would follow."""
         lines, line = [], ""
         for word in text.split():
@@ -206,12 +205,24 @@ class Canvas:
                 longer = word
             line = longer
         for k, found in enumerate([*lines, line]):
-            self.text(x, y + k * size * 1.45, found, size=size, kind=kind, room=room)
+            self.text(x, y + k * size * 1.45, found, size=size, kind="m", room=room)
         return y + (len(lines) + 1) * size * 1.45
 
-    def picture(self, title: str, description: str) -> Picture:
+    def legend(self, entries: Iterable[tuple[str, str]], y: float, hatched: Container[str] = ()) -> tuple[float, float]:
+        """Squares of classes with their words, from line to line. Where the next one would be."""
+        x = float(MARGIN)
+        for fill, words in entries:
+            wide = 46 + width_of(words, 12)
+            if x + wide > WIDTH - MARGIN:
+                x, y = float(MARGIN), y + 22
+            self.rect(x, y, 14, 14, fill, hatched=fill in hatched)
+            self.text(x + 20, y + 12, words, size=12)
+            x += wide
+        return x, y
+
+    def picture(self, description: str) -> Picture:
         """The picture, on a ground of its own."""
-        height = round(self._bottom + MARGIN)
+        title, height = self._title, round(self._bottom + MARGIN)
         body = "".join(self._parts)
         name = "u" + hashlib.sha256(f"{title}\0{description}\0{body}".encode()).hexdigest()[:8]
         pattern = (
@@ -220,12 +231,12 @@ class Canvas:
         )
         hatch = "#\0"  # which no text holds
         svg = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="{ROOT}" viewBox="0 0 {self.width} {height}" '
-            f'width="{self.width}" height="{height}" style="max-width:100%;height:auto" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="{ROOT}" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" height="{height}" style="max-width:100%;height:auto" role="img" '
             f'aria-labelledby="{name}t {name}d">'
             f'<title id="{name}t">{plain(title)}</title><desc id="{name}d">{plain(description)}</desc>'
             f"<style>{STYLE}</style>{pattern if self._hatched else ''}"
-            f'<rect class="bg" width="{self.width}" height="{height}"/>'
+            f'<rect class="bg" width="{WIDTH}" height="{height}"/>'
             f"{body.replace(hatch, f'#{name}h')}</svg>\n"
         )
         return Picture(title, svg)

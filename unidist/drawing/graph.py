@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, Picture, width_of
+from unidist.drawing.canvas import MARGIN, WIDTH, Canvas, Picture
 from unidist.drawing.layers import KINDS, Fold, Layer, Sent, folded
 from unidist.planner.choosing import size_text
 
@@ -27,8 +27,7 @@ def picture_of_layers(
         lines: what is said below the title.
         sends: whether what layers send is known.
     """
-    canvas = Canvas()
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(name)
     y = 40.0
     for line in lines:
         y = canvas.paragraph(MARGIN, y + 17, line, room=WIDTH - 2 * MARGIN) - 17
@@ -55,7 +54,7 @@ def picture_of_layers(
     canvas.line([(MARGIN, y + 8), (WIDTH - MARGIN, y + 8)])
     canvas.text(_BOX, y + 30, f"all variables, {size_text(whole)}", bold=True)
     canvas.text(_BYTES, y + 30, size_text(total), bold=True, room=_BYTES_ROOM)
-    return canvas.picture(name, "; ".join(_words(layer) for layer in layers[:MOST_LAYERS]))
+    return canvas.picture("; ".join(_words(layer) for layer in layers[:MOST_LAYERS]))
 
 
 def _first(folds: Sequence[Fold]) -> list[Fold]:
@@ -72,15 +71,7 @@ def _first(folds: Sequence[Fold]) -> list[Fold]:
 
 
 def _legend(canvas: Canvas, y: float, kinds: dict[str, None], paired: bool) -> float:
-    x = float(MARGIN)
-    for kind in (k for k in KINDS if k in kinds):
-        fill, words = KINDS[kind]
-        wide = 46 + width_of(words, 12)
-        if x + wide > WIDTH - MARGIN:
-            x, y = float(MARGIN), y + 22
-        canvas.rect(x, y, 14, 14, fill)
-        canvas.text(x + 20, y + 12, words, size=12)
-        x += wide
+    x, y = canvas.legend([entry for kind, entry in KINDS.items() if kind in kinds], y)
     if paired:
         if x + 260 > WIDTH - MARGIN:
             x, y = float(MARGIN), y + 22

@@ -182,9 +182,8 @@ def rectangle(canvas: Canvas, view: View, x: float, y: float, w: float, h: float
             continue
         left, wide = x + w * block.across[0] / columns, w * block.across[1] / columns
         top, tall = y + h * block.down[0] / rows, h * block.down[1] / rows
-        canvas.rect(left, top, wide, tall, tint(view, k, block), title=told(view, block))
-        if view.is_partial:
-            canvas.hatch(left, top, wide, tall)
+        fill, words = tint(view, k, block), told(view, block)
+        canvas.rect(left, top, wide, tall, fill, title=words, hatched=view.is_partial)
         _label(canvas, block, view.sign, (left, top, wide, tall), striped=view.is_partial)
     if all(block.is_empty for block in made):
         canvas.rect(x, y, w, h, "pn")

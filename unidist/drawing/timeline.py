@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidist.drawing.canvas import MARGIN, Canvas, Picture, width_of
+from unidist.drawing.canvas import MARGIN, Canvas, Picture
 from unidist.errors import DrawingError
 
 _FILES = re.compile(r"rank-(\d{1,9})\.jsonl")
@@ -97,19 +97,21 @@ def picture_of_telemetry(ranks: dict[int, list[Measured]], title: str | None) ->
 
     The first line stands apart: it compiles, and would hide the others.
     """
-    canvas, name = Canvas(), title or "Seconds of a step, by rank"
-    canvas.text(MARGIN, 34, name, size=17, bold=True)
+    canvas = Canvas(title or "Seconds of a step, by rank")
     kept = dict(list(ranks.items())[:MOST_RANKS])
     warm = {rank: _warm(lines) for rank, lines in kept.items()}
     most = max((line.seconds for lines in warm.values() for line in lines), default=0.0) or 1.0
-    _legend(canvas, [line for lines in warm.values() for line in lines])
+    known = {line.exposed is not None for lines in warm.values() for line in lines}
+    split = [("c0", "computing and all else"), ("c1", "exposed: waiting in collectives")]
+    unsplit = [("gr", "a step whose waiting the record does not have")]
+    canvas.legend([*(split if True in known else ()), *(unsplit if False in known else ())], 52, hatched=("c1",))
     y, said = 92.0, []
     for rank, lines in kept.items():
         said.append(_rank(canvas, rank, lines, warm[rank], y, most))
         y += _HIGH + 34
     if len(ranks) > len(kept):
         canvas.text(MARGIN, y, f"and {len(ranks) - len(kept)} ranks more, which are not drawn", kind="m")
-    return canvas.picture(name, "; ".join(said))
+    return canvas.picture("; ".join(said))
 
 
 def _warm(lines: Sequence[Measured]) -> list[Measured]:
@@ -124,20 +126,6 @@ def _median(lines: Sequence[Measured]) -> Measured:
     seconds = statistics.median(line.seconds for line in lines)
     split = min(seconds, statistics.median(exposed)) if len(exposed) == len(lines) else None
     return Measured(lines[-1].step, seconds, split)
-
-
-def _legend(canvas: Canvas, lines: Sequence[Measured]) -> None:
-    x = float(MARGIN)
-    wanted = [("c0", "computing and all else", any(m.exposed is not None for m in lines))]
-    wanted.append(("c1", "exposed: waiting in collectives", any(m.exposed is not None for m in lines)))
-    wanted.append(("gr", "a step whose waiting the record does not have", any(m.exposed is None for m in lines)))
-    for fill, words, is_there in wanted:
-        if is_there:
-            canvas.rect(x, 52, 14, 14, fill)
-            if fill == "c1":
-                canvas.hatch(x, 52, 14, 14)
-            canvas.text(x + 20, 64, words, size=12)
-            x += 50 + width_of(words, 12)
 
 
 def _rank(canvas: Canvas, rank: int, lines: list[Measured], warm: list[Measured], y: float, most: float) -> str:
@@ -176,8 +164,7 @@ def _bar(canvas: Canvas, line: Measured, x: float, wide: float, y: float, most: 
     fill = "gr" if line.exposed is None else "c0"
     canvas.rect(x, y + _HIGH - high + waits, wide - gap, high - waits, fill, title=words, edge=False)
     if waits:
-        canvas.rect(x, y + _HIGH - high, wide - gap, waits, "c1", title=words, edge=False)
-        canvas.hatch(x, y + _HIGH - high, wide - gap, waits)
+        canvas.rect(x, y + _HIGH - high, wide - gap, waits, "c1", title=words, edge=False, hatched=True)
 
 
 def time_text(seconds: float) -> str:

@@ -52,10 +52,14 @@ class Rows:
         for begin, end, batches in self._make_steps():
             if is_drawn_inside:
                 self._foresee(begin, end)
-            yield begin, end, batches if is_drawn_inside else _Counted(batches, self)
+            yield begin, end, batches if is_drawn_inside else self._counted(batches)
 
-    def count(self, batch: Any) -> None:
-        """A batch was drawn."""
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._count(batch)
+            yield batch
+
+    def _count(self, batch: Any) -> None:
         rows, self._length = _extent(batch)
         # A process that reads its own rows alone knows how many all have.
         reader = getattr(self._iterator, "_unidist_reader", None)
@@ -79,21 +83,6 @@ class Rows:
 
     def _add(self, rows: int | None) -> None:
         self._rows = None if rows is None or self._rows is None else self._rows + rows
-
-
-class _Counted:
-    """An iterator over batches that reports what is drawn."""
-
-    def __init__(self, batches: Any, rows: Rows) -> None:
-        self._batches, self._rows = batches, rows
-
-    def __iter__(self) -> _Counted:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._rows.count(batch)
-        return batch
 
 
 def _extent(batch: Any) -> tuple[int | None, int | None]:

@@ -22,18 +22,21 @@ def mark(environ: dict[str, str], run_id: str) -> None:
 
 def marked(run_id: str) -> list[int]:
     """Returns the living processes of a run, in other sessions too. Empty where there is no /proc."""
-    if not _PROC.is_dir():
-        return []
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal() and _carries(entry, run_id)]
+    pids = [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal()] if _PROC.is_dir() else []
+    return [pid for pid in pids if _carries(pid, run_id)]
 
 
-def _carries(entry: Path, run_id: str) -> bool:
-    try:
-        variables = (entry / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended meanwhile, or is another user's
-        return False
+def _carries(pid: int, run_id: str) -> bool:
     prefix = f"{MARK}=".encode()
-    return any(v.startswith(prefix) and run_id.encode() in v[len(prefix) :].split(b",") for v in variables)
+    return any(v.startswith(prefix) and run_id.encode() in v[len(prefix) :].split(b",") for v in _variables(pid))
+
+
+def _variables(pid: int) -> list[bytes]:
+    """Returns the environment of a process; nothing where it has ended meanwhile, or is another user's."""
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def end(
@@ -72,7 +75,7 @@ def end(
             _send(run_id, groups, signal.SIGKILL)
         for pid in deaf():
             # Its number may be another's by now.
-            if not _PROC.is_dir() or _carries(_PROC / str(pid), run_id):
+            if not _PROC.is_dir() or _carries(pid, run_id):
                 send(pid, signal.SIGKILL)
         time.sleep(0.02)
 
@@ -84,17 +87,10 @@ def kill_rest(pid: int, lifeline: str) -> None:
     would leave the others alive.
     """
     if run_id := os.environ.get(MARK, "").rpartition(",")[2]:
-        for other in sorted(marked(run_id), key=lambda other: _was_given(other, lifeline)):
+        given = f"{lifeline}=".encode()
+        for other in sorted(marked(run_id), key=lambda other: any(v.startswith(given) for v in _variables(other))):
             if other != pid:
                 send(other, signal.SIGKILL)
-
-
-def _was_given(pid: int, variable: str) -> bool:
-    try:
-        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return any(v.startswith(f"{variable}=".encode()) for v in variables)
 
 
 def _send(run_id: str, groups: Iterable[int], number: signal.Signals) -> None:

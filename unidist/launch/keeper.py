@@ -177,7 +177,9 @@ class Keeper:
                 return True
             if is_late:
                 why = f"{self._missing(here)} did not come within {self._terms.timeout:g} s"
-                self._tell(finish={"code": FAILED, "what": f"{self._first_error()}{why}"})
+                if self._first_errors:
+                    why = f"{self._first_errors[max(self._first_errors)][1]}; then {why}"
+                self._tell(finish={"code": FAILED, "what": why})
                 return False
             self._hear()
 
@@ -218,16 +220,13 @@ class Keeper:
             number, line, message = self._news.get(timeout=_TICK)
             return self._heard(number, line, message)
         now, why = time.monotonic(), ""
+        # Where something has failed a node says each second that it is there.
+        patience = min(self._terms.timeout, SILENCE) if self._is_stopping else self._terms.timeout
         for number, node in [*self._nodes.items(), *self._newcomers.items()]:
             node.line.say(beat=True)
-            if now - node.heard > self._patience:
+            if now - node.heard > patience:
                 why = why or self._lose(number, f"gave no answer for {now - node.heard:.0f} s")
         return why
-
-    @property
-    def _patience(self) -> float:
-        """Seconds without a word after which a node is lost."""
-        return min(self._terms.timeout, SILENCE) if self._is_stopping else self._terms.timeout
 
     def _heard(self, number: int, line: Line, message: dict[str, Any] | None) -> str:
         if message is not None and "ready" in message:
@@ -323,6 +322,3 @@ class Keeper:
     def _all(self, kind: str) -> list[int]:
         """The ranks that the nodes have reported as such."""
         return [rank for _, node in sorted(self._nodes.items()) if node.gone for rank in node.gone.get(kind, ())]
-
-    def _first_error(self) -> str:
-        return f"{self._first_errors[max(self._first_errors)][1]}; then " if self._first_errors else ""

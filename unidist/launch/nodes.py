@@ -137,7 +137,8 @@ class Member(Others):
         """This node is ready for the next attempt: waits until all are."""
         self._stop, self._leave, self._absent = None, False, {}
         self._say(again=True)
-        return self._go() or self.start()
+        message = self._next(("go", "finish"), None)
+        return self.start() if message is None else _follows(message)
 
     def failed(self, what: str) -> None:
         """Something has failed here: all others shall end."""
@@ -182,10 +183,6 @@ class Member(Others):
             time.sleep(1.0)
             return str(message["busy"])
         return _follows(message)
-
-    def _go(self) -> Go | Finish | None:
-        message = self._next(("go", "finish"), None)
-        return None if message is None else _follows(message)
 
     def _say(self, **message: Any) -> None:
         with self._saying:

@@ -82,14 +82,10 @@ class _Recorder:
         self.losses: list[float] = []
         self.weights: list[list[Array]] = []
         self.paths: list[str] = []
-        self._began: set[int] = set()
 
     def begin(self, model: Any) -> None:
         """All runs begin with one run's weights: random initial values are each framework's own."""
-        if id(model) in self._began:
-            return
-        self._began.add(id(model))
-        if len(self._began) > 1:
+        if self.paths:
             return
         from unidist.keras.api.models import gather_weights
 
