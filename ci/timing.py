@@ -8,6 +8,7 @@ long workers waited for worlds to start.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -19,13 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from unidist.testing.processes import ProcessWorld
 
 DURATIONS = Path(__file__).parent / "durations.json"
 FIRST = "tests/unit/"
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -173,21 +174,8 @@ def by_folder(files: dict[str, Spent]) -> dict[str, Spent]:
 
 def spent_by_all() -> float:
     """Seconds of cores that this process has used, those that it started, and those that they did."""
-    used: dict[int, int] = {}
-    started: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        # proc(5): ppid is field 4; utime, stime and those of children that were waited for are fields 14 to 17.
-        started.setdefault(int(fields[1]), []).append(int(name))
-        used[int(name)] = sum(int(field) for field in fields[11:15])
-    total, left = 0, [os.getpid()]
-    while left:
-        pid = left.pop()
-        total += used.get(pid, 0)
-        left += started.get(pid, [])
-    return total / _TICKS
+    total, this = 0.0, psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            total += sum(process.cpu_times()[:4])
+    return total

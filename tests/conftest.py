@@ -5,6 +5,7 @@ JAX's compiled programs of one run, by whichever process, are kept in one place 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import covered, sampling
@@ -90,13 +92,9 @@ def keras_backend_stays() -> Iterator[None]:
 def _children() -> dict[int, str]:
     """The running children of this process, but for the helper that multiprocessing keeps."""
     found = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
-            command = (status.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        ours = int(fields["PPid"]) == os.getpid() and not fields["State"].startswith("Z")
-        if ours and "multiprocessing.resource_tracker" not in command:
-            found[int(fields["Pid"])] = command
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:
+                found[child.pid] = command
     return found

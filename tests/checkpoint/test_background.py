@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.samples import contents, tensors
+from tests.launch.runs import alive
 from unidist.checkpoint import folders, writing
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.reading import Reader
@@ -205,7 +206,7 @@ def test_the_writer_ends_with_its_parent_and_nothing_counts(tmp_path: Path) -> N
     # It waits for the second part, which comes too late.
     with writing.PartWriter(part.parent, files_of([Tensor("a", "uint8", (1 << 20,))]), 1) as second:
         second.finish()
-    wait_for(lambda: not is_running(child))
+    wait_for(lambda: not alive(child))
     assert folders.steps(tmp_path) == []
 
 
@@ -232,7 +233,7 @@ def test_a_program_that_ends_can_wait_for_the_writer(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert folders.steps(tmp_path) == [1]
-    wait_for(lambda: not is_running(int(done.stdout)))
+    wait_for(lambda: not alive(int(done.stdout)))
 
 
 def wait_for(condition) -> None:
@@ -240,13 +241,6 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_the_writer_imports_no_framework() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tests.support.hiding import path_with
 
@@ -78,11 +81,9 @@ def pids(folder: Path) -> list[int]:
 
 def alive(pid: int) -> bool:
     """Whether a process runs; one that nobody has reaped does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit: float = 60.0) -> None:

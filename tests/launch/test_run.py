@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch import programs
@@ -142,16 +143,12 @@ def test_a_signal_to_the_launcher_ends_all(backend: str, number: int, code: int,
     assert all_ended(tmp_path, 6)
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_launcher_that_is_killed_takes_all_with_it(backend: str, tmp_path: Path) -> None:
     """With what stands between, at the same time: nobody is left who could end the ranks."""
     process = start(["-n", "2", "--backend", backend, program(tmp_path, programs.HANGS), "stubborn"], tmp_path)
     wait_until(lambda: len(pids(tmp_path)) == 6, "two ranks and their children")
-    between = {parent(int((tmp_path / f"rank{k}.pid").read_text())) for k in (0, 1)}
+    between = {psutil.Process(int((tmp_path / f"rank{k}.pid").read_text())).ppid() for k in (0, 1)}
     process.kill()
     for pid in between - {process.pid}:
         os.kill(pid, signal.SIGKILL)

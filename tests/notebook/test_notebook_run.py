@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import unidist
+from tests.launch.runs import alive
 from tests.notebook import cells
 from unidist import CapabilityError, RankFailedError, notebook_run
 from unidist.launch.request import LaunchError
@@ -37,13 +38,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     place = tmp_path_factory.mktemp("runs")
     monkeypatch.setattr("tempfile.tempdir", str(place))
     return place
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.processes
@@ -84,7 +78,7 @@ def test_an_interrupted_cell_ends_its_processes(tmp_path, folders) -> None:
         notebook_run(CELLS.stays, str(tmp_path), backend="torch", timeout=200)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-?")]
     assert len(pids) == 2
-    assert not any(map(runs, pids))
+    assert not any(map(alive, pids))
     assert list(folders.iterdir()) == []
 
 
