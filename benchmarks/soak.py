@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from unidist.flight.reading import Flight, read_all
 from unidist.launch.stalls import state_of
@@ -165,7 +166,7 @@ def _kill_one(run: subprocess.Popen[bytes], logs: Path, draw: random.Random, kil
         if ready:
             time.sleep(draw.random() * (0.3 if early else 1.0))
             pid = flights[draw.randrange(2)].pid
-            if pid and state_of(pid) not in ("", "Z"):
+            if pid and state_of(pid) not in ("", psutil.STATUS_ZOMBIE):
                 os.kill(pid, signal.SIGKILL)
                 _wait_for_the_next(run, logs, attempts[-1])
                 return True
