@@ -14,7 +14,7 @@ import pytest
 
 from unidist.backends import registry
 from unidist.parity import command
-from unidist.parity.report import Outcome, report
+from unidist.parity.command import Outcome, report
 from unidist.parity.spec import ParityError, Spec, parse_backends
 
 
