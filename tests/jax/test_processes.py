@@ -22,7 +22,7 @@ from tests import preloaded
 from tests.support import flights
 from unidist import Layout, Mesh, events
 from unidist.backends.environment import Launch
-from unidist.backends.jax import joining, reading, relay, waiting
+from unidist.backends.jax import joining, relay, waiting
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, DesyncError, ProcessLostError
 from unidist.testing.processes import ProcessFailedError, ProcessWorld, free_port
 
@@ -262,11 +262,11 @@ def join_by_hand(port: int, counts: tuple[int, int], timeout: float) -> Any:
 
 
 def leave_and_join_again(port: int, timeout: float) -> Any:
-    read = vars(reading.ArrayImpl)["_value"]  # type: ignore[attr-defined]
+    read = vars(waiting.ArrayImpl)["_value"]  # type: ignore[attr-defined]
     first = join_by_hand(port, (2, 2), timeout)
-    assert vars(reading.ArrayImpl)["_value"] is not read  # type: ignore[attr-defined]
+    assert vars(waiting.ArrayImpl)["_value"] is not read  # type: ignore[attr-defined]
     unidist.shutdown()
-    assert vars(reading.ArrayImpl)["_value"] is read  # type: ignore[attr-defined]
+    assert vars(waiting.ArrayImpl)["_value"] is read  # type: ignore[attr-defined]
     alone = unidist.process_count()
     unidist.initialize(f"127.0.0.1:{port}", 2, int(os.environ["UNIDIST_TEST_INDEX"]), timeout=timeout)
     return first, alone, (unidist.process_count(), unidist.list_devices())
@@ -358,8 +358,8 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
     polled: list[Any] = []
     monkeypatch.setattr(waiting, "poll", lambda x, world, what: polled.append(x))
     x, places = jax.numpy.ones(()), ("_value", "block_until_ready")
-    before = [vars(reading.ArrayImpl)[place] for place in places]  # type: ignore[attr-defined]
-    reading.watch(joining.Membership(2, 0, 1.0))
+    before = [vars(waiting.ArrayImpl)[place] for place in places]  # type: ignore[attr-defined]
+    waiting.watch(joining.Membership(2, 0, 1.0))
     try:
         reads = [float, bool, str, jax.device_get, jax.block_until_ready, lambda x: x.block_until_ready()]
         for count, read in enumerate(reads, 1):
@@ -370,8 +370,8 @@ def test_reads_are_polled_for_and_are_jaxs_own_again(monkeypatch: pytest.MonkeyP
         with pytest.raises(RuntimeError, match="deleted"):
             float(gone)
     finally:
-        reading.unwatch()
-    assert [vars(reading.ArrayImpl)[place] for place in places] == before  # type: ignore[attr-defined]
+        waiting.unwatch()
+    assert [vars(waiting.ArrayImpl)[place] for place in places] == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,15 @@ _lock = threading.Lock()
 _meetings = SimpleNamespace(client=None, counts=Counter())
 
 
-def agree(
-    world: Membership, what: str, how: Mapping[str, str], processes: Sequence[int], devices: Sequence[jax.Device]
-) -> None:
-    """Returns when all the processes have come to the same. Nothing where this is the only one.
+def meet(
+    world: Membership,
+    what: str,
+    how: Mapping[str, str],
+    processes: Sequence[int],
+    devices: Sequence[jax.Device],
+    value: str = "",
+) -> list[str]:
+    """Returns every process's value, when all have come to the same; a lone process's own.
 
     Args:
         world: of these processes.
@@ -42,25 +47,15 @@ def agree(
         how: parts of it, by name, that must be the same too. The first ones tell most to a reader.
         processes: those that take part, in order.
         devices: of the world, in rank order, for errors.
+        value: of this process, which may differ.
 
     Raises:
         ProcessLostError: one of them has ended, or did not come within the world's timeout.
         DesyncError: they have come to different things.
     """
-    if len(processes) > 1:
-        meet(world, what, how, "", processes, devices)
-
-
-def meet(
-    world: Membership,
-    what: str,
-    how: Mapping[str, str],
-    value: str,
-    processes: Sequence[int],
-    devices: Sequence[jax.Device],
-) -> list[str]:
-    """As `agree`; gives every process's value."""
     members = tuple(processes)
+    if len(members) == 1:
+        return [value]
     kind = _kinds((what, members), lambda: told(f"agreeing on {what}", members, members="process"))
     with Noted(kind), lost_in(world, what):
         texts = _exchanged(world, what, json.dumps([what, dict(how), value]), processes)

@@ -279,7 +279,7 @@ class JaxBackend(DistributionBackend):
         if self.world.index in processes:
             parts = {"array": f"{x.dtype} {sharding.shape}", **{name: str(value) for name, value in how}}
             parts["mesh"] = str(sharding.mesh)
-            agreeing.agree(self.world, what, parts, processes, self.devices)
+            agreeing.meet(self.world, what, parts, processes, self.devices)
         self._agreed.add(key)
 
     def barrier(self, mesh: Mesh | None = None, axes: Axes | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from unidist.backends.jax.pool import widen_pool
+from unidist.backends.jax.virtual import set_count
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, MeshError
 
 # JAX makes its options when it is imported, where type checkers cannot see them.
@@ -35,18 +35,7 @@ def make_virtual(count: int) -> None:
     """
     if count < 1:
         raise MeshError(f"jax needs at least one device, found devices={count}: use('jax', devices=4)")
-    widen_pool(count)
-    if config.jax_num_cpu_devices == count:
-        return
-    try:
-        config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:  # XLA has started
-        found = len(jax.local_devices(backend="cpu"))
-        if found != count:
-            raise BackendMismatchError(
-                f"{count} virtual devices were asked for, but JAX has started with {found} and cannot change that: "
-                f'call unidist.use("jax", devices={count}) before any JAX operation'
-            ) from error
+    set_count(jax, count, exactly=True)
 
 
 def make_named(names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from jax._src import xla_bridge
 from jax.extend.backend import clear_backends
 
 from unidist.backends.environment import Launch, detect
-from unidist.backends.jax import exit, reading, relay, roll
+from unidist.backends.jax import exit, relay, roll, waiting
 from unidist.backends.jax.devices import config
 from unidist.backends.lines import is_loopback, own_address
 from unidist.backends.protocol import Cluster
@@ -57,7 +57,7 @@ class Membership:
             return
         if _joined is not None:
             _joined = None
-            reading.unwatch()
+            waiting.unwatch()
         if self.roll is not None and self.stay is not None:
             self.roll.close()
             jax.distributed.shutdown()
@@ -84,7 +84,7 @@ def _entered(world: Membership) -> Membership:
     global _joined
     if world.count > 1:
         _joined = world
-        reading.watch(world)
+        waiting.watch(world)
     return world
 
 

@@ -1,4 +1,11 @@
-"""Waiting for what other processes take part in, without hanging when one of them is gone."""
+"""Waits for what other processes take part in, without hanging when one of them is gone.
+
+Values that are read to the host are polled for too, where JAX would wait in C++ without limit. Read in JAX 0.10.0 to
+0.10.2. float(), int(), bool(), str(), np.asarray of an array on several devices of the process, jax.device_get,
+pickling and indexing by an array read `ArrayImpl._value`; jax.block_until_ready of one array and the method call
+`ArrayImpl.block_until_ready`. What goes by none of them waits as before: np.asarray and memoryview of an array with one
+part in this process on CPU (the buffer protocol), dlpack, and jax.block_until_ready of several arrays.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.array import ArrayImpl
 from jax.errors import JaxRuntimeError
 
 from unidist.backends.noting import Kinds, Noted, told
-from unidist.errors import ProcessLostError, UnidistError
+from unidist.errors import BackendMismatchError, ProcessLostError, UnidistError
 from unidist.flight.recorder import recorder
 
 if TYPE_CHECKING:
@@ -30,7 +38,10 @@ _WORDS = re.compile(
     r"|heartbeat",
     re.IGNORECASE,
 )
+_READING = "reading a value"
 _kinds = Kinds()
+# What JAX itself reads values by, while it is watched.
+_unwatched: dict[str, Any] = {}
 # How XLA's errors begin, in whichever of Python's kinds they come.
 _STATUS = re.compile(r"\b[A-Z_]{5,}: ")
 
@@ -156,3 +167,41 @@ def lost(world: Membership, what: str, why: str) -> ProcessLostError:
         "Look at the output of the other processes for the first error; where they were only slow, give "
         "unidist.initialize a longer timeout; then start all processes again"
     )
+
+
+def watch(world: Membership) -> None:
+    """Reads wait no longer than the world's timeout from now on, and end when a process is lost.
+
+    Raises:
+        BackendMismatchError: this JAX reads its values elsewhere.
+    """
+    unwatch()
+    array: Any = ArrayImpl
+    read, block = vars(array).get("_value"), vars(array).get("block_until_ready")
+    if not isinstance(read, property) or block is None:
+        raise BackendMismatchError(
+            "jax.Array has no _value or block_until_ready, by which unidist notices lost processes: this JAX is not "
+            "one that it was made for (0.10)"
+        )
+    _unwatched.update(_value=read, block_until_ready=block)
+
+    def _value(self: Any) -> Any:
+        if self.is_deleted():
+            return read.__get__(self)
+        poll(self, world, _READING)
+        with lost_in(world, _READING):
+            return read.__get__(self)
+
+    def block_until_ready(self: Any) -> Any:
+        if not self.is_deleted():
+            poll(self, world, _READING)
+        return block(self)
+
+    array._value = property(_value)
+    array.block_until_ready = block_until_ready
+
+
+def unwatch() -> None:
+    """Takes that back."""
+    for name in list(_unwatched):
+        setattr(ArrayImpl, name, _unwatched.pop(name))

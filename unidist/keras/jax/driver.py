@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unidist.keras.jax import saving
 from unidist.keras.jax.hooks import align_seeds as align_seeds
 from unidist.keras.jax.hooks import check as check
 from unidist.keras.jax.hooks import leave as leave
@@ -12,11 +13,11 @@ from unidist.keras.jax.models import gather_weights as gather_weights
 from unidist.keras.jax.models import parallelize as parallelize
 from unidist.keras.jax.models import reasons as reasons
 from unidist.keras.jax.models import rows as rows
-from unidist.keras.jax.states import held as held
-from unidist.keras.jax.states import processes as processes
-from unidist.keras.jax.states import ready as ready
+from unidist.keras.jax.saving import held as held
+from unidist.keras.jax.saving import ready as ready
 
 RUNS_PROGRAMS = True
+processes = saving.processes_of
 
 
 def rehearse(*step: object) -> str:

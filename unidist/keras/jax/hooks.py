@@ -5,7 +5,6 @@ Made for Keras 3.15 and 3.16; tests/keras/jax checks each.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +12,8 @@ import jax
 
 from unidist.backends import registry
 from unidist.backends.jax.virtual import prepare_devices
-from unidist.keras import active_distribution, trainer_entry
 from unidist.keras import saving as keras_saving
+from unidist.keras import trainer_entry
 from unidist.keras.jax import (
     layouts,
     pacing,
@@ -24,7 +23,6 @@ from unidist.keras.jax import (
     redistribution,
     regions,
     saving,
-    sorting,
     trainer,
 )
 from unidist.keras.patching.compat import (
@@ -111,11 +109,9 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(JAXTrainer, "_make_function", trainer.making_function, "steps are compiled with layouts")
     yield Hook(JAXTrainer, "compute_metrics", trainer.measuring, "metrics are on all devices")
     yield Hook(JAXTrainer, "jax_state_sync", pacing.syncing, "waits end when a process is lost")
-    yield Hook(jax.lax.sort_p, "bind", sorting.binding, "rows that do not divide are sorted whole")
+    yield Hook(jax.lax.sort_p, "bind", trainer.sorting, "rows that do not divide are sorted whole")
     yield Hook(conversions, "convert_to_numpy", pacing.converting, "waits end when a process is lost")
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
     yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
-    hidden = functools.partial(active_distribution.active, None)
-    adapting = functools.partial(reading.one_for_all, current=placing.current, hidden=hidden)
-    yield Hook(data_adapters, "get_data_adapter", adapting, "process 0's data is everybody's")
+    yield Hook(data_adapters, "get_data_adapter", reading.adapting, "process 0's data is everybody's")

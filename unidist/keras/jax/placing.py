@@ -160,10 +160,12 @@ def _place_variable(variable: Any, distribution: Any) -> None:
     sharding = layouts.native(variable._layout, distribution)
     if value.sharding == sharding:
         return
-    if before is None:
-        # Made on its own in each process: the seeds may have differed.
-        value = processes.array_from_first(processes.whole(value), "first values") if processes.several() else value
-    variable._value = processes.put(processes.whole(value) if processes.several() else value, sharding)
+    if processes.several():
+        value = processes.whole(value)
+        if before is None:
+            # Made on its own in each process: the seeds may have differed.
+            value = processes.array_from_first(value, "first values")
+    variable._value = processes.put(value, sharding)
 
 
 def _lay(variable: Any, distribution: Any) -> None:

@@ -42,29 +42,16 @@ def lost(what: str) -> AbstractContextManager[None]:
     return waiting.lost_in(world_joined(), what)
 
 
-def from_first(data: bytes, purpose: str, **how: str) -> bytes:
-    """Process 0's bytes, on every process. A collective of the world.
-
-    Args:
-        data: of process 0; what others give is not looked at.
-        purpose: what they are for; all processes must have come to the same.
-        how: more that must be the same.
-
-    Raises:
-        DesyncError: another process has come to something else.
-    """
-    if not several():
-        return data
-    _meet(purpose, how)
-    return _all(lambda array, purpose: _of_first(array)).bytes_of_first(data, purpose)
-
-
 def array_from_first(value: Array, purpose: str) -> Array:
     """Returns process 0's values of an array that all processes have with this shape and dtype.
 
     A collective of the world.
+
+    Raises:
+        DesyncError: another process has come to something else.
     """
-    data = from_first(value.tobytes(), purpose, array=f"{value.dtype} {value.shape}")
+    _meet(purpose, {"array": f"{value.dtype} {value.shape}"})
+    data = _all(lambda array, purpose: _of_first(array)).bytes_of_first(value.tobytes(), purpose)
     return np.frombuffer(data, value.dtype).reshape(value.shape)
 
 
@@ -72,7 +59,7 @@ def _meet(purpose: str, how: Mapping[str, str] = MappingProxyType({}), value: st
     """Returns what each process has said, when all have come to the same."""
     count = jax.process_count()
     world = world_joined() or Membership(count, jax.process_index(), environment.timeout())
-    return agreeing.meet(world, purpose, how, value, range(count), jax.devices())
+    return agreeing.meet(world, purpose, how, range(count), jax.devices(), value)
 
 
 def meet(purpose: str) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from unidist.keras import active_distribution
 from unidist.keras.consistency.processes import Processes
 from unidist.keras.feed.batch_digest import Views
 from unidist.keras.feed.lockstep import Meeting, Part, rowwise
-from unidist.keras.jax import data, layouts, processes
+from unidist.keras.jax import data, layouts, placing, processes
 from unidist.keras.patching.compat import ArrayDataAdapter, TorchDataLoaderAdapter, array_slicing, tree
 
 _meeting = Meeting(data.rows_of_all, processes.ranks_of)
@@ -179,23 +180,18 @@ def _whole(batches: Iterable[Any], views: Views) -> Iterator[Any]:
         yield batch
 
 
-def one_for_all(original: Callable[..., Any], current: Callable[[], Any], hidden: Callable[[], Any]) -> Any:
+def adapting(original: Any) -> Any:
     """Wraps Keras's get_data_adapter: reads as in one process; a step then places each process's rows.
 
     Keras itself takes only tf.data in several processes, and cuts it by whole batches.
-
-    Args:
-        original: Keras's function.
-        current: gives the active distribution or None.
-        hidden: a context in which Keras sees no distribution.
     """
 
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
-        distribution = current()
+        distribution = placing.current()
         if distribution is None:
             return original(*args, **kwargs)
         apart = processes.several() and not distribution.auto_shard_dataset
-        with hidden(), _meeting.told_to_all() if apart else contextlib.nullcontext():
+        with active_distribution.active(None), _meeting.told_to_all() if apart else contextlib.nullcontext():
             adapter = original(*args, **kwargs)
         if apart:
             return LockstepAdapter(adapter)

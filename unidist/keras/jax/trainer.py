@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
-from unidist import events
 from unidist.keras import active_distribution
 from unidist.keras.feed.lockstep import as_symbols, to_build
-from unidist.keras.jax import alike, data, ledger, pacing, placing, processes
+from unidist.keras.jax import data, layouts, pacing, placing, processes
+from unidist.keras.jax.compiled import Program
 from unidist.keras.patching.compat import jax_trainer
 from unidist.keras.records import model_record
 from unidist.keras.strategies.strategy import adopt
@@ -81,6 +82,29 @@ def measuring(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return measure
+
+
+def sorting(original: Any) -> Any:
+    """Wraps `bind` of JAX's primitive sort: a dim that does not divide over the devices is sorted whole.
+
+    Such are a ragged batch's rows, or what a layer left out of an even one. XLA's partitioner ends the process where
+    they are cut ("spmd_partitioner_util.cc: Check failed", JAX 0.10). jnp's sort, argsort, quantile and median bind it.
+    """
+
+    @functools.wraps(original)
+    def bind(*operands: Any, **params: Any) -> Any:
+        distribution = placing.current()
+        if distribution is None or jax.sharding.get_abstract_mesh().manual_axes:
+            return original(*operands, **params)
+        mesh, shape, dim = distribution.device_mesh.backend_mesh, operands[0].shape, params["dimension"]
+        if not any(isinstance(operand, jax.core.Tracer) for operand in operands) or not shape[dim] % mesh.size:
+            return original(*operands, **params)
+        dims = [None if place == dim else PartitionSpec.UNCONSTRAINED for place in range(len(shape))]
+        whole = functools.partial(jax.lax.with_sharding_constraint, shardings=layouts.named(mesh, *dims))
+        # What comes out too: the partitioner cuts a sort as its results are cut.
+        return [*map(whole, original(*map(whole, operands), **params))]
+
+    return bind
 
 
 def building(original: Any) -> Any:
@@ -181,9 +205,7 @@ def _check(model: Any) -> None:
 
 
 def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = hasattr(step_function, "lower")
-    traffic = ledger.ProgramCollectives(step_function) if compiled else None
-    same = alike.Agreement(step_function)
+    program = Program(step_function)
 
     @functools.wraps(step_function)
     def step(state: Any, batch: Any) -> Any:
@@ -193,15 +215,13 @@ def _placed(step_function: Callable[..., Any]) -> Callable[..., Any]:
         placed = data.place(batch, distribution)
         name = _STEPS[len(state)]
         pacing.before_step(name)
-        same.check(name, distribution.device_mesh.backend_mesh, state, placed)
-        if traffic is not None and events.listening():
-            traffic.record(distribution, f"{name} (compiled)", state, placed)
+        program.compare(name, distribution, state, placed)
+        program.record(name, distribution, state, placed)
         return pacing.dispatched(name, lambda: run(state, placed, distribution))
 
-    def run(state: Any, placed: Any, distribution: Any) -> tuple[Any, Any]:
-        if traffic is not None:
-            outputs, state = step_function(state, placed)
-            return outputs, state
+    def run(state: Any, placed: Any, distribution: Any) -> Any:
+        if program.is_compiled:
+            return step_function(state, placed)
         outputs, state = step_function(state, data.cut(placed, distribution))
         return data.replicate(outputs, distribution), state
 
