@@ -53,21 +53,17 @@ def is_row_wise(more: ClosedJaxpr, fewer: ClosedJaxpr) -> bool:
 
 
 def _same_programs(more: Any, fewer: Any) -> bool:
-    constants = _constants(more), _constants(fewer)
-    if any(isinstance(c, jax.core.Tracer) for c in constants[0]) or not _equal(*constants):
+    (a, constants), (b, others) = _opened(more), _opened(fewer)
+    if any(isinstance(constant, jax.core.Tracer) for constant in constants) or not _equal(constants, others):
         return False
-    a, b = _jaxpr(more), _jaxpr(fewer)
     if a.effects or b.effects or len(a.eqns) != len(b.eqns) or len(a.outvars) != len(b.outvars):
         return False
     return all(_is_allowed(x, y) for x, y in zip(a.eqns, b.eqns, strict=True)) and _same_literals(a.outvars, b.outvars)
 
 
-def _jaxpr(program: Any) -> Any:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
-
-
-def _constants(program: Any) -> list[Any]:
-    return list(program.consts) if isinstance(program, ClosedJaxpr) else []
+def _opened(program: Any) -> tuple[Any, list[Any]]:
+    """Returns a program without its constants, and them."""
+    return (program.jaxpr, list(program.consts)) if isinstance(program, ClosedJaxpr) else (program, [])
 
 
 def _is_allowed(more: Any, fewer: Any) -> bool:
@@ -84,7 +80,7 @@ def _is_allowed(more: Any, fewer: Any) -> bool:
         return False
     step = Equation(more.params, _shapes(more.invars), _shapes(more.outvars), rows, out_rows, fewer.params)
     if all(dim is None for dim in (*rows, *out_rows)):
-        return _equal(_plain(more.params), _plain(fewer.params))
+        return _unchanged(step)
     rule = RULES.get(more.primitive.name)
     return rule is not None and rule(step)
 
@@ -127,11 +123,6 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b) or bool(a != a and b != b)
 
 
-def _plain(params: dict[str, Any]) -> dict[str, Any]:
-    """Without functions, which differ between two traces of one program."""
-    return {key: value for key, value in params.items() if not callable(value)}
-
-
 # rules: whether a step treats the places of the dim of rows one by one ----------------------------------------------
 
 
@@ -145,11 +136,16 @@ def _elementwise(step: Equation) -> bool:
 
 
 def _unchanged(step: Equation, *but: str) -> bool:
-    return _equal(_without(step.params, but), _without(step.fewer, but))
+    """Returns whether the parameters are equal.
 
-
-def _without(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in _plain(params).items() if key not in (*names, "sharding", "out_sharding")}
+    Functions are left out, which differ between two traces of one program, and shardings, which change no number.
+    """
+    left_out = (*but, "sharding", "out_sharding")
+    ours, others = (
+        {key: value for key, value in params.items() if key not in left_out and not callable(value)}
+        for params in (step.params, step.fewer)
+    )
+    return _equal(ours, others)
 
 
 def _broadcast(step: Equation) -> bool:
@@ -165,25 +161,22 @@ def _reshape(step: Equation) -> bool:
     return before[dim] == after[out] and prod(before[:dim]) == prod(after[:out])
 
 
-def _squeeze(step: Equation) -> bool:
-    return _behind(step, step.params["dimensions"]) and _unchanged(step)
-
-
 def _transpose(step: Equation) -> bool:
     out = step.out_rows[0]
     return out is not None and step.params["permutation"][out] == step.rows[0] and _unchanged(step)
 
 
-def _reduce(step: Equation) -> bool:
-    return _behind(step, step.params["axes"]) and _unchanged(step)
+def _dropping(name: str) -> Callable[[Equation], bool]:
+    """Takes the dims of a parameter away: they are no rows, and the rows are where they are without them."""
 
+    def rule(step: Equation) -> bool:
+        dim, named = step.rows[0], step.params[name]
+        gone = (named,) if isinstance(named, int) else named
+        if dim is None or dim in gone:
+            return False
+        return all(out == dim - sum(other < dim for other in gone) for out in step.out_rows) and _unchanged(step)
 
-def _behind(step: Equation, gone: Sequence[int]) -> bool:
-    """The dims `gone` are no rows, and the rows are where they are without them."""
-    dim = step.rows[0]
-    if dim is None or dim in gone:
-        return False
-    return all(out == dim - sum(other < dim for other in gone) for out in step.out_rows)
+    return rule
 
 
 def _along(name: str) -> Callable[[Equation], bool]:
@@ -204,10 +197,6 @@ def _stays(step: Equation) -> bool:
 def _stack(step: Equation) -> bool:
     dim, axis = step.rows[0], step.params["axis"]
     return dim is not None and set(step.rows) == {dim} and step.out_rows[0] == dim + (axis <= dim)
-
-
-def _unstack(step: Equation) -> bool:
-    return _behind(step, (step.params["axis"],))
 
 
 def _reverse(step: Equation) -> bool:
@@ -319,16 +308,16 @@ _REDUCING = (
 _PROGRAMS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "while")
 RULES: dict[str, Callable[[Equation], bool]] = {
     **dict.fromkeys(_EACH, _elementwise),
-    **dict.fromkeys(_REDUCING, _reduce),
+    **dict.fromkeys(_REDUCING, _dropping("axes")),
     **dict.fromkeys(_PROGRAMS, _inside),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     **dict.fromkeys(("sort", "concatenate"), _along("dimension")),
     "split": _along("axis"),
     "stack": _stack,
-    "unstack": _unstack,
+    "unstack": _dropping("axis"),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "squeeze": _squeeze,
+    "squeeze": _dropping("dimensions"),
     "transpose": _transpose,
     "rev": _reverse,
     "slice": _slice,
