@@ -21,7 +21,7 @@ AVOIDED = re.compile(r"\b(told|tells|lies|of which)\b", re.IGNORECASE)
 # In a docstring a name may be one of them: an argument, a function.
 _AVOIDED_IN_CODE = re.compile(r"\b(told(?![:(])|tells|lies)\b", re.IGNORECASE)
 # A docstring that begins so has no verb: it is a part of a sentence.
-_NO_SENTENCE = re.compile(r"(What|Those|Of|That|Whether)\b")
+_NO_SENTENCE = re.compile(r"(What|Those|Of|That|Whether|Where|Who|Which|How|When)\b")
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _ITEM = re.compile(r"^ *(?:[-*+]|\d+\.) +")

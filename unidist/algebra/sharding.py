@@ -29,7 +29,7 @@ def chunk(size: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor of one global shape is laid out on a mesh.
+    """Says how a tensor of one global shape is laid out on a mesh.
 
     Raises:
         LayoutError: the layout names an unknown axis or more dims than the shape has, or is no Layout.

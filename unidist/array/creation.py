@@ -1,4 +1,4 @@
-"""How a DistributedArray is made: of a whole value, or of this process's shards."""
+"""Says how a DistributedArray is made: of a whole value, or of this process's shards."""
 
 from __future__ import annotations
 

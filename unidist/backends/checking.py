@@ -1,4 +1,4 @@
-"""How much the processes of a world compare of what they run."""
+"""Says how much the processes of a world compare of what they run."""
 
 from __future__ import annotations
 

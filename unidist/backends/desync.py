@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank stands.
+    """Says where a rank stands.
 
     Attributes:
         rank: the rank.

@@ -1,4 +1,4 @@
-"""How a program ends."""
+"""Says how a program ends."""
 
 from __future__ import annotations
 

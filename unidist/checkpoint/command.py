@@ -162,7 +162,7 @@ def _diff(left: tuple[Path | str, Step], right: tuple[Path | str, Step]) -> int:
 
 
 def _difference(name: str, a: Reader, b: Reader) -> str:
-    """How a tensor differs; "" where it does not."""
+    """Returns how a tensor differs; "" where it does not."""
     here, there = a.tensors.get(name), b.tensors.get(name)
     if here is None or there is None:
         return f"{name}: only in {(a if there is None else b).folder}"

@@ -41,7 +41,7 @@ _NAME = "a step in memory"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which step a part belongs to. Parts of one key are of one moment.
+    """Says which step a part belongs to. Parts of one key are of one moment.
 
     Attributes:
         step: its number among the checkpoints of the directory.

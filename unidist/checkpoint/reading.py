@@ -179,7 +179,7 @@ class Reader:
         return out
 
     def written_by(self, name: str) -> dict[int, int]:
-        """Who wrote a tensor: the places of processes, each with how many bytes."""
+        """Returns who wrote a tensor: the places of processes, each with how many bytes."""
         tensor = self._tensor(name)
         return self._checked().places(tensor) if tensor.nbytes else {}
 

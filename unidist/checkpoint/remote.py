@@ -52,7 +52,7 @@ def _steps(store: Store) -> list[int]:
 
 
 def address_of(address: str, step: Step) -> str:
-    """Where the manifest of a step is.
+    """Returns where the manifest of a step is.
 
     Raises:
         CheckpointError: there is no such step.
@@ -250,7 +250,7 @@ def _told_of(place: int) -> str:
 
 
 def _index(tensors: Sequence[Tensor], parts: Sequence[Part]) -> bytes:
-    """Which parts have which of the model's tensors."""
+    """Returns which parts have which of the model's tensors."""
     of: dict[str, list[str]] = {tensor.name: [] for tensor in tensors if tensor.kind == "model"}
     for part in parts:
         for name, _ in part.names:

@@ -120,7 +120,7 @@ class Share:
             yield lo, hi, frozenset(r for _, teams in self._groups for r in teams[(k + self.number) % len(teams)])
 
     def rows_written(self) -> int:
-        """How many rows this process writes."""
+        """Returns how many rows this process writes."""
         if not self.is_exchanged:
             return sum(piece.stop - piece.start for piece in self.pieces())
         count = 0

@@ -130,7 +130,7 @@ class FileSpec:
 
 
 def files_of(tensors: Iterable[Tensor], largest: int = LARGEST, *, has_stamp: bool = True) -> tuple[FileSpec, ...]:
-    """Which tensors go into which file, in the order given: every process computes the same.
+    """Returns which tensors go into which file, in the order given: every process computes the same.
 
     Args:
         tensors: with names of their own, whatever their kind.

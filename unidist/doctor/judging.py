@@ -82,7 +82,7 @@ def joining(reports: Reports) -> Check:
 
 
 def devices(reports: Reports, cards: int) -> Check:
-    """Which devices the ranks are. `cards`: NVIDIA cards of this machine."""
+    """Returns which devices the ranks are. `cards`: NVIDIA cards of this machine."""
     question = Question("devices", "the ranks are accelerators where there are any")
     if not reports.joined:
         return question.not_checked(before(reports), LATER)

@@ -66,7 +66,7 @@ def pattern(rank: int, length: int) -> Array:
 
 
 def difference(found: Array, expected: Array) -> str | None:
-    """How two arrays differ; None where they are the same."""
+    """Returns how two arrays differ; None where they are the same."""
     if found.shape != expected.shape:
         return f"shape {found.shape} instead of {expected.shape}"
     places = np.flatnonzero(found != expected)

@@ -161,7 +161,7 @@ def up(name: str) -> bool:
 def interfaces(
     environ: Mapping[str, str], there: Mapping[str, str], works: Callable[[str], bool] = up, own: Sequence[str] = ()
 ) -> list[Check]:
-    """Which interface gloo and NCCL take, and whether what the variables name exists.
+    """Returns which interface gloo and NCCL take, and whether what the variables name exists.
 
     Args:
         environ: the environment of the processes.

@@ -109,7 +109,7 @@ def _attempt(path: Path) -> int:
 
 
 def lateness(found: Remains) -> Lateness | None:
-    """Who was late for what; None where nobody waited for others."""
+    """Returns who was late for what; None where nobody waited for others."""
     waits = {rank: entry for rank, flight in found.flights.items() if (entry := awaited(flight)) is not None}
     together: dict[tuple[str, int], list[int]] = defaultdict(list)
     for rank, entry in waits.items():

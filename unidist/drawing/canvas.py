@@ -115,7 +115,7 @@ class Canvas:
 
     @property
     def bottom(self) -> float:
-        """Where the lowest thing ends."""
+        """Returns where the lowest thing ends."""
         return self._bottom
 
     def rect(

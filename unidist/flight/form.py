@@ -73,5 +73,5 @@ RING = (HEADER + TEXTS) // 8
 
 
 def file_of(folder: Path, rank: int, suffix: str = SUFFIX) -> Path:
-    """Where a rank's record is in the folder of an attempt, or what it keeps beside it."""
+    """Returns where a rank's record is in the folder of an attempt, or what it keeps beside it."""
     return folder / f"rank-{rank}{suffix}"

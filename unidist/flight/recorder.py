@@ -238,7 +238,7 @@ class Recorder:
         self._whole[WORD[field]] = value
 
     def set_timeout(self, seconds: float) -> None:
-        """How long this process waits for others."""
+        """Returns how long this process waits for others."""
         self._times[WORD["timeout"]] = seconds
 
     def enter(self, phase: str) -> int:

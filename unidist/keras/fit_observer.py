@@ -70,7 +70,7 @@ _stopping: ContextVar[tuple[Any, Stopping] | None] = ContextVar("unidist_stoppin
 
 
 def hooks() -> Iterator[Hook]:
-    """Where no callback follows all is as before."""
+    """Returns the hooks; without a callback that follows all is as before."""
     found = trainer()
     if found is None:
         return

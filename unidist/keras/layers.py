@@ -58,7 +58,7 @@ def has_low_rank(layer: Any) -> bool:
 
 
 def more_than_its_kernel(layer: Any) -> str:
-    """How it computes otherwise than with its kernel alone now; "" where it does not.
+    """Returns how it computes otherwise than with its kernel alone now; "" where it does not.
 
     Example:
         >>> import keras

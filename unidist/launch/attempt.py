@@ -34,7 +34,7 @@ _DEAF = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an attempt ended.
+    """Says how an attempt ended.
 
     Attributes:
         code: the run's exit code, were this its last attempt.
@@ -84,7 +84,7 @@ class Others:
 
     @property
     def absent(self) -> Mapping[int, float]:
-        """When ranks of other nodes were seen to have ended with exit code 0 before they joined, by the clock."""
+        """Returns when ranks of other nodes were seen to have ended well before they joined, by the clock."""
         return {}
 
     def failed(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Which process failed first: one rule for all jobs of what is a cause and what a consequence.
+"""Says which process failed first: one rule for all jobs of what is a cause and what a consequence.
 
 - A process that the launcher ends is no failure: failures are taken before anything is ended, by signals too.
 - A process whose errors say that it lost another failed in consequence. While there are only such, the one that was
@@ -55,7 +55,7 @@ class Judge:
 
     @property
     def done(self) -> dict[int, float]:
-        """When each rank that has ended with exit code 0 was seen to have, by the clock."""
+        """Returns when each rank that has ended with exit code 0 was seen to have, by the clock."""
         return dict(self._done)
 
     @property

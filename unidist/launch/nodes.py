@@ -21,7 +21,7 @@ _RETRY = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a node's attempt ended.
+    """Says how a node's attempt ended.
 
     Attributes: those of `Ended` (attempt.py), and these.
         leaves: whether this launcher itself was asked to end.

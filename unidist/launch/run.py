@@ -196,7 +196,7 @@ def is_told(spent: Spent, request: Request) -> bool:
 
 @contextmanager
 def _folder(log_dir: str | None) -> Iterator[Path]:
-    """Where the records of the processes are. What nobody asked to keep goes with the run."""
+    """Returns where the records of the processes are. What nobody asked to keep goes with the run."""
     if log_dir is not None:
         yield Path(log_dir).absolute()
         return

@@ -62,7 +62,7 @@ def find(
     now: float,
     done: Mapping[int, float] | None = None,
 ) -> Stall | None:
-    """Who holds up the others, once that has lasted for the timeout; at once, where it has ended.
+    """Returns who holds up the others, once that has lasted for the timeout; at once, where it has ended.
 
     Args:
         flights: the records of this node's processes, so far as they have one.
@@ -166,7 +166,7 @@ def records(folder: Path) -> dict[Path, bytes]:
 
 
 def stacks(folder: Path, flights: Mapping[int, Flight], ranks: Iterable[int]) -> list[str]:
-    """Where these processes stand, as lines: they are asked, and woken where they are stopped."""
+    """Returns where these processes stand, as lines: they are asked, and woken where they are stopped."""
     known = [flights[rank] for rank in ranks if rank in flights]
     files = {flight.rank: file_of(folder, flight.rank, STACKS) for flight in known}
     for flight in known:

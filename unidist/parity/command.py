@@ -138,7 +138,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from its reference.
+    """Says how far a run is from its reference.
 
     Attributes:
         loss, weight: the largest differences of any step.

@@ -1,1 +1,1 @@
-"""Which layouts: rules from the user and what follows from them."""
+"""Says which layouts: rules from the user and what follows from them."""

@@ -77,7 +77,7 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """How often the layer is called."""
+        """Returns how often the layer is called."""
         return len(self.inputs)
 
 
@@ -111,7 +111,7 @@ class LayerFact:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where a change of one slice of a layer's output arrives.
+    """Says where a change of one slice of a layer's output arrives.
 
     Attributes:
         source: index of the layer; `dim`: the kernel dim along which its output was sliced.

@@ -52,7 +52,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is laid out on a mesh.
+    """Says how a model is laid out on a mesh.
 
     Attributes:
         rows: one for each variable, in the model's order.

@@ -236,7 +236,7 @@ def _spread(layout: Layout, three: VariableLayouts, step: Workload) -> Axes:
 
 
 def _passes(facts: Facts, layouts: list[Layout], step: Workload, triples: list[VariableLayouts]) -> list[int]:
-    """How often each variable is gathered over the data axes that its state is spread over."""
+    """Returns how often each variable is gathered over the data axes that its state is spread over."""
     spread = [_spread(layout, three, step) for layout, three in zip(layouts, triples, strict=True)]
     stored = [
         bool(axes) and any(three.storage.state(axis) == "S" for axis in axes)

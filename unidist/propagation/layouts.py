@@ -68,7 +68,7 @@ def whole_shape(local: Iterable[int], states: States) -> Shape:
 
 
 def offset(cut: Cut, place: int) -> int:
-    """Where the part of a place begins along the dim."""
+    """Returns where the part of a place begins along the dim."""
     return sum(cut.sizes[:place])
 
 

@@ -62,7 +62,7 @@ class Primitives:
             raise lost.failure(error, at, told) from error
 
     def _told(self, at: lost.Call, transport: Transport, name: str) -> bytes:
-        """Where all ranks are that disagreed in an operation."""
+        """Returns where all ranks are that disagreed in an operation."""
         own = torch.frombuffer(bytearray(lost.where(at)), dtype=torch.uint8)
         try:
             handle = hvd.allgather_async(own, name=f"{name}.apart", process_set=transport.native)

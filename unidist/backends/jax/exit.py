@@ -1,4 +1,4 @@
-"""How a process ends whose world is broken: at once, where JAX would wait for the others at its exit.
+"""Ends a process whose world is broken at once, where JAX would wait for the others at its exit.
 
 At its exit JAX waits for all processes. One that failed would so keep the others waiting for it in a collective, and
 one that was left by another would wait for that one, then be aborted.

@@ -199,7 +199,7 @@ def _instruction(text: str) -> _Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket closes that opens at `start`."""
+    """Returns where the bracket closes that opens at `start`."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] in "([{") - (text[place] in ")]}")

@@ -1,4 +1,4 @@
-"""Which devices a compiled collective joins: the ways in which XLA writes replica groups.
+"""Says which devices a compiled collective joins: the ways in which XLA writes replica groups.
 
     {{0,1},{2,3}}                                   listed; {} is all devices
     [2,4]<=[8]   [2,4]<=[4,2]T(1,0)                 numbers 0 to 7 shaped, transposed, shaped again: a group a row
@@ -90,7 +90,7 @@ def _along_axes(axes: str, device_ids: str | None, parts: str) -> Groups:
 
 
 def _within(places: dict[tuple[str, int], int], name: str, low: int, high: int) -> list[int]:
-    """Where the pieces of an axis begin between two bounds; an axis of size 1 has one."""
+    """Returns where the pieces of an axis begin between two bounds; an axis of size 1 has one."""
     return [begin for other, begin in places if other == name and (low <= begin < high or low == high == begin)]
 
 

@@ -24,7 +24,7 @@ _ANY = -1  # padding: any entry will do
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """How `axes` (the minor axes of a dim) cut the parts that a dim has without them.
+    """Says how `axes` (the minor axes of a dim) cut the parts that a dim has without them.
 
     Attributes:
         held: the axes that cut the dim already, major to `axes`.

@@ -77,7 +77,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """Where a rank stands.
+    """Says where a rank stands.
 
     Attributes:
         rank: the rank.

@@ -85,7 +85,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     # what it is ----------------------------------------------------------------------------------------------------
 
     def get_parallelism_info(self) -> dict[str, Any]:
-        """How the model is laid out, measured from the arrays that are held.
+        """Returns how the model is laid out, measured from the arrays that are held.
 
         Returns:
             backend, keras_backend, world_size, mesh (axis -> size), devices (names in the order of the mesh),

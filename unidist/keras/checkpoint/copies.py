@@ -39,7 +39,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which processes share a node's memory.
+    """Says which processes share a node's memory.
 
     Attributes:
         of: each process's node, by place.
@@ -145,7 +145,7 @@ class Copies:
         holders.agree(failure or tried(slot.stand), what)
 
     def _known(self, holders: Holders) -> Nodes | None:
-        """Who shares memory with whom. None: not all processes have some."""
+        """Returns who shares memory with whom. None: not all processes have some."""
         if self._is_off:
             return None
         if self._nodes is not None and len(self._nodes.of) == holders.count:

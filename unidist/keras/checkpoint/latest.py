@@ -1,4 +1,4 @@
-"""Which checkpoint a training goes on from, as process 0 finds it."""
+"""Says which checkpoint a training goes on from, as process 0 finds it."""
 
 from __future__ import annotations
 

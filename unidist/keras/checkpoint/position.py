@@ -44,7 +44,7 @@ class Course:
 
 @dataclass
 class Position:
-    """Where a training stands.
+    """Says where a training stands.
 
     Attributes:
         epoch: the one that is under way, or the next.

@@ -1,4 +1,4 @@
-"""When a save is due: at each epoch's end, after a number of batches, or by the clock."""
+"""Says when a save is due: at each epoch's end, after a number of batches, or by the clock."""
 
 from __future__ import annotations
 

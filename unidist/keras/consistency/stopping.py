@@ -61,7 +61,7 @@ class Stopping:
 
 
 def _places(model: Any, callbacks: Iterable[Any]) -> int:
-    """Where a callback, or a step of the user's own, may wish to stop."""
+    """Returns where a callback, or a step of the user's own, may wish to stop."""
     places = 0
     for one in (each for each in callbacks if _may_wish(type(each).__mro__, vars(each).values())):
         # Some callbacks are given their hooks as attributes.

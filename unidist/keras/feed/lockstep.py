@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the processes of a world agree on their data.
+    """Says how the processes of a world agree on their data.
 
     Attributes:
         of_all: every process's number, by process. A collective of the world.

@@ -145,7 +145,7 @@ def _place_part(part: Part, distribution: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
-    """Which parts of the first dim each process's devices hold, in order."""
+    """Returns which parts of the first dim each process's devices hold, in order."""
     parts = layouts.parts_of_dim(sharding, 0)
     held: list[set[int]] = [set() for _ in range(jax.process_count())]
     first: Any = layouts.named(sharding.mesh, *sharding.spec[:1])

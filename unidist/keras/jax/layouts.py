@@ -53,13 +53,13 @@ def parts_of_dim(sharding: NamedSharding, dim: int) -> int:
 
 
 def places(mesh: Any, axes: Axes) -> int:
-    """How many places some axes of a JAX mesh have together."""
+    """Returns how many places some axes of a JAX mesh have together."""
     return prod(mesh.shape[axis] for axis in axes)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a variable rests, where layers use it, and where its gradient and its slots are."""
+    """Says where a variable rests, where layers use it, and where its gradient and its slots are."""
 
     storage: NamedSharding
     compute: NamedSharding
@@ -77,7 +77,7 @@ def placement(variable: Any, distribution: Any) -> Placement:
 
 
 def layouts_of(variable: Any, distribution: Any) -> VariableLayouts:
-    """How a variable is laid out on a distribution, or would.
+    """Returns how a variable is laid out on a distribution, or would.
 
     Raises:
         LayoutError: two rules match its path, or a dim does not divide; for Keras's own strategies too.
@@ -96,7 +96,7 @@ def of_keras(layout: Layout, shape: tuple[int, ...], distribution: Any) -> Any:
 
 
 def of_batch(shape: tuple[int, ...], distribution: Any) -> NamedSharding:
-    """How an array of a batch is laid out on the mesh. Its first dim need not divide, the others must.
+    """Returns how an array of a batch is laid out. Its first dim need not divide, the others must.
 
     Raises:
         LayoutError: another dim than the first does not divide over its axes.

@@ -26,7 +26,7 @@ _meeting = Meeting(data.rows_of_all, processes.ranks_of)
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of a batch the devices of this process hold.
+    """Says which rows of a batch the devices of this process hold.
 
     Attributes:
         counts: how many every process holds.
@@ -123,7 +123,7 @@ class SameAdapter(_Around):
         return tells_rows(self._adapter._dataloader, self._adapter)
 
     def _of_arrays(self, views: Views) -> Iterator[Any]:
-        """Where batches are compared, whole ones are: to read these few costs little."""
+        """Compares whole batches where batches are compared: to read these few costs little."""
         inputs = array_slicing.convert_to_sliceable(self._adapter._inputs, target_backend="jax")
         # Keras asks each array of a batch for the same rows.
         for asked in self._adapter._get_iterator(_Asked, inputs):

@@ -27,7 +27,7 @@ from unidist.keras.jax.layouts import Placement, of_native, places
 
 @dataclass(frozen=True)
 class Cut:
-    """How the data axes cut one variable's gradient and slots.
+    """Says how the data axes cut one variable's gradient and slots.
 
     Attributes:
         mesh: JAX's mesh.

@@ -1,4 +1,4 @@
-"""Where unidist steps into Keras: attributes that it replaces, and puts back.
+"""Says where unidist steps into Keras: attributes that it replaces, and puts back.
 
 A table is the only way in which unidist replaces an attribute for longer than a call. The tables of the drivers leave
 out what a newer framework lacks or has in another shape. Such a hook is lost: it is reported once, and a model that

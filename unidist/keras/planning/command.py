@@ -67,7 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _page(file: str | None) -> Path | None:
-    """Where the report goes. Raises DrawingError before anything is planned."""
+    """Returns where the report goes. Raises DrawingError before anything is planned."""
     if file is None:
         return None
     path = Path(file)

@@ -98,7 +98,7 @@ def alike(layout: Layout) -> VariableLayouts:
 def layouts_of(
     variable: Any, distribution: Any, *, is_weight: bool, otherwise: Layout | None = None
 ) -> VariableLayouts:
-    """How a variable is to be laid out on a distribution.
+    """Returns how a variable is to be laid out on a distribution.
 
     Args:
         is_weight: it has a gradient, or may have one. Torch counts what is trained, or was before it was frozen: only

@@ -99,7 +99,7 @@ def counted(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Shards:
-    """Which processes hold which places of the data axis.
+    """Says which processes hold which places of the data axis.
 
     Attributes:
         places: of each set of processes that hold the same, in order.

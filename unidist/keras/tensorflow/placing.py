@@ -1,4 +1,4 @@
-"""Which strategy a model trains under, and how its variables become DTensors.
+"""Says which strategy a model trains under, and how its variables become DTensors.
 
 A model's variables are placed when it is first used, as how they are read depends on its layers. Large ones that are
 cut rest in parts from the start, and are read whole until then.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows of a batch this rank's data shard holds, and how many there are.
+    """Says how many rows of a batch this rank's data shard holds, and how many there are.
 
     Attributes:
         local: rows of this rank's shard.

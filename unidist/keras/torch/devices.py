@@ -1,4 +1,4 @@
-"""Where Keras on torch computes, and how numbers and batches come there without a wait.
+"""Says where Keras on torch computes, and how numbers and batches come there without a wait.
 
 The device is that of the adapter in use, until unidist.shutdown().
 

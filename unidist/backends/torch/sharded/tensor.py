@@ -274,7 +274,7 @@ def usable(kept: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Origin:
-    """Where a copy was taken from though torch would give a view. All views of the copy share it.
+    """Says where a copy was taken from though torch would give a view. All views of the copy share it.
 
     Args:
         source: the carrier, which may be a copy itself. It is not kept alive.

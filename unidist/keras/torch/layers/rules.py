@@ -19,7 +19,7 @@ from unidist.keras.torch.params.variables import DistributedVariable
 
 @dataclass(eq=False)
 class Rule:
-    """How one layer is called.
+    """Says how one layer is called.
 
     Attributes:
         kind: "column", "row", "vocabulary" or "gather".

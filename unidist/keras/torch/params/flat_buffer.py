@@ -24,7 +24,7 @@ LOOSE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one tensor is cut: along `dim` into parts of `sizes`, one for each place of the group.
+    """Says how one tensor is cut: along `dim` into parts of `sizes`, one for each place of the group.
 
     Attributes:
         shape: of the whole tensor (whole for this group: it may be a shard over other axes).

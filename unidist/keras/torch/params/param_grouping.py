@@ -1,4 +1,4 @@
-"""Which variables are gathered together."""
+"""Says which variables are gathered together."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _place(
 
 
 def shardings_of(variable: Any, distribution: UnidistDistribution, is_weight: bool) -> Shardings:
-    """How a variable is laid out.
+    """Returns how a variable is laid out.
 
     Args:
         is_weight: it is trained, or was before it was frozen. What is not (moving statistics, seeds, counters) is

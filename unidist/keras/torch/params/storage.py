@@ -92,7 +92,7 @@ class Storage:
 
     @property
     def sharding(self) -> Sharding:
-        """How layers see it."""
+        """Returns how layers see it."""
         return self.shardings.held
 
     @property
@@ -291,7 +291,7 @@ class Storage:
             outside.move(before, self)
 
     def leaf(self, rank: int) -> torch.nn.Parameter:
-        """Where a rank's gradient arrives; its value need not be there."""
+        """Returns where a rank's gradient arrives; its value need not be there."""
         return self.leaves[rank]
 
     def note_cast(self, frame: Frame, value: torch.Tensor, cast: torch.Tensor) -> None:

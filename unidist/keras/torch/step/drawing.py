@@ -26,7 +26,7 @@ from unidist.keras.torch.world import RankWorld, keras_generator
 
 @dataclass(frozen=True)
 class Generators:
-    """How far the generators of this process have come."""
+    """Says how far the generators of this process have come."""
 
     of_python: Any
     of_numpy: Any

@@ -103,7 +103,7 @@ def _dropout_in_a_program(inputs: torch.Tensor, rate: float, noise_shape: Any, s
 
 @torch.library.custom_op("unidist::kept_units", mutates_args=())
 def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Which units a dropout keeps. A program takes it as it is: torch's generators cannot be part of one."""
+    """Returns which units a dropout keeps. A program takes this whole: it can have no generator."""
     first, second = seed
     generator = torch.Generator(device=device)
     generator.manual_seed(int(first + second) & 0xFFFFFFFF)

@@ -30,7 +30,7 @@ def dims_of(call: Call, place: int = 1) -> Dims | None:
 
 
 def cuts_of(x: Any, dims: Dims) -> int:
-    """How many axes cut one of the dims."""
+    """Returns how many axes cut one of the dims."""
     return sum(dim in dims for dim in cut_dims(x.spec.states)) if type(x) is ShardedTensor else 0
 
 
