@@ -361,7 +361,7 @@ def devices_are_named_as_keras_does() -> None:
             unidist.use("jax", devices=["cpu:1", "cpu:1"]).list_devices()
         with pytest.raises(MeshError, match="devices=0"):
             unidist.use("jax", devices=0)
-        with pytest.raises(BackendMismatchError, match=r'started with 8, .*use\(..., devices=4\) before the first JAX'):
+        with pytest.raises(BackendMismatchError, match=r"started with 8, .*use\(..., devices=4\) before the first JAX"):
             unidist.use("jax", devices=4)
     finally:
         unidist.use("jax", devices=8)
