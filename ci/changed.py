@@ -16,12 +16,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ci.mutants import breakages  # noqa: E402 - found by the line above
+
 ALWAYS = (
     "tests/unit/test_structure.py",
     "tests/unit/test_breakages.py",
@@ -50,7 +53,6 @@ def changed(ref: str = "HEAD") -> list[str]:
 
 def affected(files: Iterable[str], root: Path = ROOT) -> list[str]:
     """Returns tests, as pytest takes them, that the change of some files can break."""
-    files = list(files)
     planted, users = _planted(root), _users(root)
     found = set(ALWAYS)
     for name in files:
@@ -61,15 +63,14 @@ def affected(files: Iterable[str], root: Path = ROOT) -> list[str]:
             found.add("tests/docs")
         found |= _reached(name, users)
     there = {test for test in found if (root / test.partition("::")[0]).exists()}
-    return sorted(test for test in there if "::" not in test or test.partition("::")[0] not in there)
+    return sorted(test for test in there if not there & ({test.partition(end)[0] for end in ("::", "[")} - {test}))
 
 
 def _planted(root: Path) -> dict[str, set[str]]:
     """File of the package -> the tests of the mistakes that are planted in it."""
     found: dict[str, set[str]] = defaultdict(set)
-    for table in sorted((root / "ci" / "breakages").glob("*.toml")):
-        for breakage in tomllib.loads(table.read_text())["breakage"]:
-            found[breakage["file"]].update(breakage["tests"])
+    for one in breakages(root / "ci" / "breakages"):
+        found[one.file].update(one.tests)
     return found
 
 

@@ -74,10 +74,10 @@ class Result:
     how: str
 
 
-def breakages() -> list[Breakage]:
+def breakages(tables: Path = TABLES) -> list[Breakage]:
     """All of ci/breakages, by file and in their order there."""
-    tables = (tomllib.loads(path.read_text()) for path in sorted(TABLES.glob("*.toml")))
-    return [Breakage(**{**one, "tests": tuple(one["tests"])}) for table in tables for one in table["breakage"]]
+    read = (tomllib.loads(path.read_text()) for path in sorted(tables.glob("*.toml")))
+    return [Breakage(**{**one, "tests": tuple(one["tests"])}) for table in read for one in table["breakage"]]
 
 
 def main(arguments: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 Pure functions of the tensors of any Keras backend; what they need of the other shards is asked of the engine's own
 collective. What only one engine needs stays with it: denominators of losses and states of metrics are made global on
-torch alone (torch/steps/losses.py, torch/steps/metrics.py), as the others compute both from whole batches.
+torch alone (torch/carrying.py, torch/step/metrics.py), as the others compute both from whole batches.
 """
 
 from __future__ import annotations

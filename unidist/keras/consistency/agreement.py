@@ -72,7 +72,7 @@ def begin(given: inspect.BoundArguments, name: str, find_peers: Callable[[], Pee
 
 
 def is_turn(calls: int) -> bool:
-    """Says whether processes compare at a model's call on one batch, by the number of calls until now."""
+    """Returns whether processes compare at a model's call on one batch, by the number of calls until now."""
     return calls <= FIRST or (calls - 1) % EVERY == 0
 
 

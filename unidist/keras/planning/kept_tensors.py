@@ -65,24 +65,25 @@ def seen_in_runs(runner: Runner, model: Any, inputs: Any, runs: Runs, reaches: l
     keeps = keras.config.backend() == "torch"
     kwargs = {"training": keeps} if model._call_has_training_arg else {}
 
-    def seen(given: Any, marked: frozenset[int] = frozenset()) -> Seen:
+    def seen(given: Any, marked: frozenset[int] | None = None) -> Seen:
         found = runner.run(model, (given,), kwargs, marked=marked, saved=keeps).seen
         return Seen() if found is None else found
 
     def given(rows: int, length: int) -> Any:
         return samples.sample(model, inputs, rows, length)
 
+    marks = _marks(reaches)
     near, far, wide = runs.near.seen or Seen(), runs.far.seen or Seen(), None
     shortest, longest = runs.lengths
     if keeps:
-        near = seen(given(runs.rows, shortest))
+        near = seen(given(runs.rows, shortest), frozenset() if marks else None)
         far = near if runs.far is runs.near else seen(given(runs.rows, longest))
         twice = given(2 * runs.rows, shortest)
         if rows_of(twice) == {2 * runs.rows}:
             with contextlib.suppress(Exception):  # a model may take so many rows alone
                 wide = seen(twice).tensors
     marked = []
-    for sources in _marks(reaches):
+    for sources in marks:
         # A model, or a framework that looks for mistakes, may refuse NaN: then nothing is known to be cut.
         with contextlib.suppress(Exception):
             marked.append(seen(given(runs.rows, shortest), sources).tensors)

@@ -115,7 +115,8 @@ class Saved(Seen):
         elif not is_known and x.ndim:
             self._note(x)
             dtype = keras.backend.standardize_dtype(x.dtype)
-            total = None if x.is_meta or not is_float_dtype(dtype) else float(x.detach().double().sum())
+            is_compared = self.marking and not x.is_meta and is_float_dtype(dtype)
+            total = float(x.detach().double().sum()) if is_compared else None
             self.tensors.append(SeenTensor(_shape(x), dtype, behind, total, self.source))
 
     def _note(self, x: Any, variable: int | None = None) -> None:
@@ -123,7 +124,7 @@ class Saved(Seen):
         self._memory[_address(x)] = weakref.ref(x.untyped_storage()), variable
 
     def _behind(self, x: Any) -> int | None:
-        if not self.marking or x.is_meta:
+        if not self.marking or self.source is None or x.is_meta:
             return None
         if is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
             return self.source if bool(x.isnan().any()) else None

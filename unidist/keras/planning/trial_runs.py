@@ -118,7 +118,7 @@ class Runner:
         change: Change | None = None,
         capture: bool = False,
         measure: bool = False,
-        marked: frozenset[int] = frozenset(),
+        marked: frozenset[int] | None = None,
         saved: bool = False,
     ) -> Trace:
         """Calls a layer.
@@ -126,16 +126,16 @@ class Runner:
         Args:
             change: one slice of one candidate's output is changed.
             measure: for the shapes alone.
-            marked: the outputs of these candidates are NaN.
+            marked: the outputs of these candidates are NaN. None: no run with NaN is compared with this one.
             saved: with autograd at work, on torch.
         """
         self._trace, self._change, self._capturing = Trace(), change, capture
-        self._measuring, self._marked = measure, marked
+        self._measuring, self._marked = measure, marked or frozenset()
         if capture:
             # Of a run that failed before, as on other rows, nothing counts.
             self.captured.clear()
         if saved:
-            self._trace.seen = Saved(bool(marked))
+            self._trace.seen = Saved(marked is not None)
         elif capture or measure or marked:
             self._trace.seen = Seen(bool(marked))
         keeping = contextlib.nullcontext() if self._saved is None else self._saved.watching()

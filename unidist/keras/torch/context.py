@@ -83,7 +83,7 @@ class Frame:
         is_making_gradients: a gradient that began in this step is on its way to the variables.
         shared: under sequence parallelism, the weights that are whole on every rank (sequence.py).
         seed_place: this rank's place among the ranks that must draw different random numbers.
-        fetcher: what fetches values that are stored as shards, in a step that needs it (units.py).
+        fetcher: what fetches values that are stored as shards, in a step that needs it (param_groups.py).
         written: what notes each variable before it is written: rematerialized calls that are going on (remat.py).
     """
 

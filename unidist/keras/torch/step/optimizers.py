@@ -225,7 +225,7 @@ def _backend_apply_gradients(original: Any, self: Any, grads: Any, trainable_var
     frame = context.frame()
     if frame is None or frame.local:
         return original(self, grads, trainable_variables)
-    # A method of the user's own was given whole gradients (overridden.py).
+    # A method of the user's own was given whole gradients (own_apply.py).
     with frame.reading_shards():
         own = [_own_part(frame, g, v) for g, v in zip(grads, trainable_variables, strict=True)]
         return original(self, own, trainable_variables)
