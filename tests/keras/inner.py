@@ -437,11 +437,14 @@ def trained(kind: str | None, zero: int, name: str, weighted: bool) -> Result:
 
 
 def compiled(kind: str | None, *middle: Any) -> Result:
-    """A program, with a loss that is computed beside it; `kind`: None for one device and no program."""
+    """A call as a program, since gradients are cut, with a loss that is computed beside it.
+
+    `kind`: None for one device and no program.
+    """
     from tests.keras.torch.models import compiling_by
 
     fresh()
-    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, RULES)):
+    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, RULES, zero=1)):
         model = stack(*middle)
         model.compile(keras.optimizers.SGD(0.1), Deep(), jit_compile=kind is not None)
         history = model.fit(*data("deep"), batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history

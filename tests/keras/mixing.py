@@ -372,7 +372,7 @@ def compiled(of_model: bool) -> str:
     """What is said of a program of rows that look at each other, in a layer or in the call `of_model`."""
     fresh()
     x, _, _ = data("")
-    with scope(strategy("dp", RULES)):
+    with scope(strategy("dp", RULES, zero=1)):
         model = Centred() if of_model else _stack(Center)
         model(x[:2])
         model.compile("sgd", "mse", jit_compile=True)

@@ -244,7 +244,11 @@ def float8_elsewhere(way: str) -> Told:
 
     is_parts = way == "parts"
     mesh = unidist.Mesh({"model": 2})
-    strategy = unidist.ModelParallel(mesh, sequence_parallel=True) if is_parts else unidist.DataParallel()
+    strategy = (
+        unidist.ModelParallel(mesh, sequence_parallel=True)
+        if is_parts
+        else unidist.DataParallel(zero=int(way == "program"))
+    )
     with strategy.scope():
         model = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(2, name="narrow")])
         with warnings.catch_warnings():

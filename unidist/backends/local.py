@@ -82,6 +82,14 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         """
         raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
 
+    def begin_sum(self, x: A, axes: Axes, group: Group) -> Callable[[], A]:
+        """Begins a sum in the program that is being traced, P -> I; gives what waits for it and returns it.
+
+        Raises:
+            CapabilityError: it cannot be in one (`compiles` is False).
+        """
+        raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
+
     # arrays ---------------------------------------------------------------------------------------------------
 
     def distribute(self, value: Any, sharding: Sharding) -> A:
@@ -232,9 +240,13 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
     def record(self, op: str, axes: Axes, group: Group, x: A) -> None:
         """Reports to the ledger a collective whose full tensor is `x`."""
         if events.listening() and self.reports:
-            full = prod(x.shape) * itemsize(dtype_name(x))  # type: ignore[attr-defined]
-            sent = Fraction(0) if op == "barrier" else ring_bytes(op, group.size, full)
-            events.emit(events.Event(op, axes, group.ranks, sent, events.purpose()))
+            events.emit(self.event(op, axes, group, x))
+
+    def event(self, op: str, axes: Axes, group: Group, x: A) -> events.Event:
+        """Returns the entry of a ledger for a collective whose full tensor is `x`."""
+        full = prod(x.shape) * itemsize(dtype_name(x))  # type: ignore[attr-defined]
+        sent = Fraction(0) if op == "barrier" else ring_bytes(op, group.size, full)
+        return events.Event(op, axes, group.ranks, sent, events.purpose())
 
     def record_step(self, step: Step, group: Group, x: A) -> None:
         """Reports to the ledger a step of a plan that starts from `x`."""

@@ -64,7 +64,7 @@ def encoder() -> keras.Model:
 
 
 MODELS = {"perceptron": perceptron, "encoder": encoder}
-ROWS, BATCH, EPOCHS = 11, 8, 3
+ROWS, BATCH, EPOCHS = 11, 8, 5
 
 
 def train(name: str, strategy: Any, jit_compile: bool, rows: int = ROWS) -> tuple[list[Any], list[np.ndarray], Any]:
@@ -203,6 +203,7 @@ class Decides(keras.layers.Layer):
 
 
 def refused() -> str:
+    """With gradients that are cut: else the whole step is the program, or none is."""
     return _refusal("data", lambda: [keras.layers.Dense(8), Decides()])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -22,7 +22,7 @@ from unidist.backends.torch.buffers import BufferedCollectives
 from unidist.backends.torch.comm import TorchComm
 from unidist.backends.torch.joining import Membership, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
-from unidist.backends.torch.primitives import Traced
+from unidist.backends.torch.primitives import Traced, begin_sum
 from unidist.backends.torch.transports import Transports
 from unidist.backends.torch.watch import Watch, can_watch
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
@@ -167,12 +167,23 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
 
         Gives what each run of the program, backward included, will send: the list is filled while moves are made.
         """
-        before = self._is_tracing, self._sent
-        self._is_tracing, self._sent = True, []
+        before = self._is_tracing, self._sent, self.comm
+        self._is_tracing, self._sent, self.comm = True, [], self._traced
         try:
             yield self._sent
         finally:
-            self._is_tracing, self._sent = before
+            self._is_tracing, self._sent, self.comm = before
+
+    def record(self, op: str, axes: Axes, group: Group, x: torch.Tensor) -> None:
+        if self._is_tracing:
+            self._sent.append(self.event(op, axes, group, x))
+        else:
+            super().record(op, axes, group, x)
+
+    def begin_sum(self, x: torch.Tensor, axes: Axes, group: Group) -> Callable[[], torch.Tensor]:
+        """Begins a sum in the program that is traced, P -> I; gives what waits for it and returns it."""
+        self.record("all_reduce", axes, group, x)
+        return begin_sum(x, self._transports(group))
 
     def _note_sent(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> None:
         move, size = self._move(src, dst), x.element_size()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.torch.reducing import NATIVE
+from unidist.backends.torch.reducing import NATIVE, REDUCED_AS
 from unidist.backends.torch.transports import Transport
 
 # torch 2.13 gave both a new name and warns of the old one.
@@ -115,6 +115,16 @@ class Traced:
 
     def broadcast(self, x: torch.Tensor, transport: Transport, root: int) -> torch.Tensor:
         return _arrived(torch.ops._c10d_functional.broadcast(x, root, transport.name))
+
+
+def begin_sum(x: torch.Tensor, transport: Transport) -> Callable[[], torch.Tensor]:
+    """Puts the start of a sum into a program; gives what puts the wait there, and returns the sum.
+
+    What the program computes in between may overlap with it.
+    """
+    values = x.to(REDUCED_AS.get(x.dtype, x.dtype)).contiguous()
+    begun = torch.ops._c10d_functional.all_reduce(values, "sum", transport.name)
+    return lambda: _arrived(begun).to(x.dtype)
 
 
 def _arrived(x: torch.Tensor) -> torch.Tensor:

@@ -253,5 +253,6 @@ def _constants(subject: Any) -> frozenset[int]:
 
 
 def can_begin(here: Frame) -> bool:
-    """Not in a program, whose first call has shown that it need not."""
-    return here.world.cuts_rows and not here.is_tracing and not infers_shapes()
+    """Not in the program of a call, whose first call has shown that it need not."""
+    of_a_call = here.is_tracing and not here.is_whole
+    return here.world.cuts_rows and not of_a_call and not infers_shapes()

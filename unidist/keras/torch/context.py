@@ -72,6 +72,7 @@ class Frame:
         inputs: around a program, id of a place -> what its value reads as (programs.py).
         reads: if somebody asks, id of a place -> the dtypes in which these values are read.
         is_tracing: a program is being traced.
+        is_whole: the step is one program, or may become one: no call in it is a program of its own.
         local: variables read as the part that this rank updates (in optimizers).
         by_rules: variables read as carriers of those parts, and take what goes by rules.
         accumulating: this step's gradients stay on their rank until the accumulation is full.
@@ -95,6 +96,7 @@ class Frame:
     inputs: dict[int, torch.Tensor] | None = None
     reads: dict[int, list[torch.dtype]] | None = None
     is_tracing: bool = False
+    is_whole: bool = False
     local: bool = False
     by_rules: bool = False
     accumulating: bool = False

@@ -24,6 +24,7 @@ from unidist.keras.torch.params import placing
 from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, programs, statistics
 from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
 from unidist.keras.torch.step.step_comm import Traffic
+from unidist.keras.torch.step.whole_steps import WholeSteps
 
 
 class Engine:
@@ -49,6 +50,7 @@ class Engine:
         self.borders: list[borders.Inward] = []
         self.gathers = Gathers(model.name)
         self._has_own_code = self.runs_eagerly = False
+        self.whole_steps: WholeSteps | None = None
         self._attributes = attributes.PerRank(self.world)
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
@@ -130,6 +132,7 @@ class Engine:
         self._has_own_code = needs.own_code(model)
         self._apart = needs.parts_of(model)
         self._looked.note(model._flatten_layers())
+        self.whole_steps = WholeSteps(model, self.world, self.distribution.strategy)
         self._prepared = self._state()
 
     def _build(self, batches: Any) -> None:
@@ -237,12 +240,21 @@ class Engine:
         shards = cutting.Shards.of(self.world, batches, auto_shard=auto_shard, by=self.cutting)
         own_step = kind != "predict" and own_apply.is_own_step(self.model, f"{kind}_step")
 
+        def stepped(frame: Frame, own: Any) -> Any:
+            with self._on_carriers(frame, own) as batch:
+                out = carrying.plain(function([batch]))
+            return out if kind == "predict" else carrying.agreed(frame, out)
+
+        def eagerly(frame: Frame, own: Any) -> Any:
+            with self._at_work(frame, kind):
+                return stepped(frame, own)
+
         def on_rank(frame: Frame) -> Any:
             frame.own_step, frame.exact = own_step and kind == "train", self._exact
-            with self._at_work(frame, shards, kind) as own:
-                with self._on_carriers(frame, own) as batch:
-                    out = carrying.plain(function([batch]))
-                return out if kind == "predict" else carrying.agreed(frame, out)
+            frame.rows, own = shards.on(frame.rank)
+            if self.whole_steps is None or not programs.is_compiled(self.model):
+                return eagerly(frame, own)
+            return self.whole_steps(frame, kind, own, self.logs_are_read, stepped, eagerly)
 
         draws = drawing.alike(self.world, self._exact or self._has_own_code)
         with draws, self.gathers.measured():
@@ -261,14 +273,13 @@ class Engine:
             carrying.settle_losses(self.model)
 
     @contextlib.contextmanager
-    def _at_work(self, frame: Frame, shards: cutting.Shards, kind: str) -> Iterator[Any]:
-        """A rank in a step; gives its rows of the batch."""
-        frame.rows, own = shards.on(frame.rank)
+    def _at_work(self, frame: Frame, kind: str) -> Iterator[None]:
+        """A rank in a step."""
         traffic = self._traffic()
         frame.shared = traffic.shared(frame)
         try:
             with traffic.step(frame, kind):
-                yield own
+                yield
         finally:
             # What it holds leads back to the frame, and would live until Python looks for cycles.
             frame.shared = None

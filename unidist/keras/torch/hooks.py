@@ -34,6 +34,7 @@ from unidist.keras.torch.step import (
     remat,
     rowless,
     statistics,
+    whole_step,
 )
 from unidist.keras.torch.world import leave_worlds, rank_world
 from unidist.planner.layout_map import LayoutMap
@@ -76,6 +77,7 @@ def table() -> Table:
             *derivatives.hooks(),
             *generation.hooks(),
             *eagerly.hooks(),
+            *whole_step.hooks(),
             *_of_trainers(),
             *_of_layers(),
             Hook(keras.Model, "__call__", _watching, "gradients of loops of one's own are averaged"),

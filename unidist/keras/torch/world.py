@@ -38,6 +38,7 @@ class RankWorld:
         self.backend = backend
         self.data_axes = data_axes
         self._until = _left
+        self.choices = 0  # how often a variable was said to train, or not to
         self.is_virtual = backend.is_virtual
         self.rehearses = not backend.carries_values  # what a step would send is asked for (rehearsal.py)
         self.spaces: dict[tuple[int, Axes], Any] = {}  # by rank and axes, once it has had carriers

@@ -91,7 +91,7 @@ class Space:
     Args:
         mesh: the axes.
         rank: this one.
-        comm: its collectives.
+        comm: gives its collectives, as they are at the moment: those of a program while it is traced.
         note: is called before each collective, with its name, axes, group, and full tensor.
         lines: what a state is given of: each one axis of the mesh, or several that cut as one. None: each axis. Ranks
             that differ along other axes are programs of their own.
@@ -111,12 +111,12 @@ class Space:
         self,
         mesh: Mesh,
         rank: int,
-        comm: Collectives[torch.Tensor],
+        comm: Callable[[], Collectives[torch.Tensor]],
         note: Note | None = None,
         lines: tuple[Axes, ...] | None = None,
         redistribute: Redistribute | None = None,
     ) -> None:
-        self.mesh, self.rank, self.comm = mesh, rank, comm
+        self.mesh, self.rank, self._comm = mesh, rank, comm
         self._note, self.redistribute = note, redistribute
         self.invariant = redistribute is not None
         self.lines = tuple((axis,) for axis in mesh.axis_names) if lines is None else lines
@@ -139,7 +139,12 @@ class Space:
         invariant: bool = False,
     ) -> Space:
         """Returns the space of a backend whose ranks hold torch tensors; asked in the rank's thread."""
-        return cls(mesh, backend.rank, backend.comm, backend.record, lines, backend.redistribute if invariant else None)
+        redistribute = backend.redistribute if invariant else None
+        return cls(mesh, backend.rank, lambda: backend.comm, backend.record, lines, redistribute)
+
+    @property
+    def comm(self) -> Collectives[torch.Tensor]:
+        return self._comm()
 
     def spec(self, states: States, shape: Shape) -> Spec:
         """Raises LayoutError where the states do not fit the shape."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from unidist import events
 from unidist.backends.torch.sharded.moving import carried, plain_in, unshared
@@ -343,5 +344,7 @@ def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     if type(one) is ShardedTensor or type(other) is ShardedTensor:
         one, other = (x.local if type(x) is ShardedTensor else x for x in (one, other))
         return shares(one, other)
+    if isinstance(one, FakeTensor):  # which has no memory
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
     mine = one.untyped_storage().data_ptr()
     return mine != 0 and mine == other.untyped_storage().data_ptr()

@@ -91,6 +91,18 @@ class Bucket:
         """Returns what is to be reduced."""
         return [None if id(m.leaf) in self.left else m.leaf.grad for m in self.members]
 
+    def used(self, views: list[torch.Tensor]) -> list[bool]:
+        """Returns whether any rank has a gradient of each member: this one, or another, as the sum shows.
+
+        Read at once, since a read waits for the device.
+        """
+        asked = [k for k, had in enumerate(self.had) if not had and id(self.members[k].leaf) not in self.left]
+        used = list(self.had)
+        if asked:
+            for k, found in zip(asked, torch.stack([views[k].any() for k in asked]).tolist(), strict=True):
+                used[k] = found
+        return used
+
     def take(self, place: int) -> None:
         """The gradient of the member at this place has come."""
 

@@ -244,6 +244,8 @@ class Storage:
             return low.read()
         unit = self.units.get(rank)
         if unit is not None:
+            if frame is not None and frame.is_tracing and frame.is_whole:
+                raise CapabilityError(f"{self.path!r} is stored as shards over the data axis")
             unit.need(self)
         elif not self.is_kept:
             if frame is not None:

@@ -193,6 +193,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         if value and not self.trainable and not self._storage.watchers:
             self._storage.world.check_trainable(self.path)
         self._trainable = bool(value)
+        self._storage.world.choices += 1
         self._storage.set_trainable(self._trainable)
 
     @property

@@ -122,7 +122,7 @@ def forget(model: Any) -> None:
 
 def _is_in_a_step(frame: Frame) -> bool:
     """In a trainer's step, and not in a program already."""
-    return frame.is_in_step and frame.inputs is None
+    return frame.is_in_step and frame.inputs is None and not frame.is_whole
 
 
 class _Tensor:

@@ -64,19 +64,6 @@ def _first(watching: list[Reducer], at_work: Reducer | None) -> Reducer:
     return at_work if at_work is not None and at_work in watching else watching[0]
 
 
-def _is_used(bucket: Bucket, views: list[torch.Tensor]) -> list[bool]:
-    """Returns whether any rank has a gradient of each member: this one, or another, as the sum shows.
-
-    Read at once, since a read waits for the device.
-    """
-    asked = [k for k, had in enumerate(bucket.had) if not had and id(bucket.members[k].leaf) not in bucket.left]
-    used = list(bucket.had)
-    if asked:
-        for k, found in zip(asked, torch.stack([views[k].any() for k in asked]).tolist(), strict=True):
-            used[k] = found
-    return used
-
-
 def _untraced(function: _F) -> _F:
     """Kept out of torch.compile's programs: starting a collective is no part of one."""
     return cast(_F, torch.compiler.disable(function))
@@ -104,7 +91,9 @@ class Reducer:
         launched_early: bytes of the gradients that were under way before the last backward had ended.
     """
 
-    def __init__(self, world: RankWorld, rank: int, watched: Iterable[Watched]) -> None:
+    def __init__(
+        self, world: RankWorld, rank: int, watched: Iterable[Watched], whole: type[Bucket] = WholeBucket
+    ) -> None:
         self.world = world
         self.rank = rank
         self.buckets: list[Bucket] = []
@@ -121,6 +110,7 @@ class Reducer:
         self._at_end: Callable[[], object] = lambda: None
         self._divided: tuple[Reducer | None, int] = (None, -1)
         self._has_own = True
+        self._whole = whole
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
         self._hooks: list[Any] = []
         self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
@@ -175,7 +165,7 @@ class Reducer:
         return [members for _, members in sorted(kinds.items(), key=lambda kind: bool(kind[0][0]))]
 
     def _cut(self, members: list[Watched]) -> None:
-        kind = CutBucket if members[0].cut_axes else WholeBucket
+        kind = CutBucket if members[0].cut_axes else self._whole
         usual = bucket_bytes()
         limit = min(FIRST_BUCKET_BYTES, usual) if not self.buckets else usual
         current: list[Watched] = []
@@ -270,7 +260,7 @@ class Reducer:
         if self._is_own_loop:
             # A loop of the user's own, whose losses are means of its own rows: as in DistributedDataParallel.
             torch._foreach_div_(views, float(bucket.shards))
-        used = _is_used(bucket, views)
+        used = bucket.used(views)
         for k, (member, view) in enumerate(zip(bucket.members, views, strict=True)):
             if id(member.leaf) in bucket.left:
                 continue

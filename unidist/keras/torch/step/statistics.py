@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +13,6 @@ from unidist.keras import needs, numbers
 from unidist.keras.patching.compat import (
     BatchNormalization,
     SeedGenerator,
-    draw_seed,
     get_device,
     torch_core,
     torch_random,
@@ -24,6 +22,7 @@ from unidist.keras.planning.activations import as_in_a_step
 from unidist.keras.torch import features
 from unidist.keras.torch.context import frame, infers_shapes
 from unidist.keras.torch.params import placing
+from unidist.keras.torch.step import program_draws
 
 
 def hooks() -> tuple[Hook, ...]:
@@ -34,6 +33,7 @@ def hooks() -> tuple[Hook, ...]:
         Hook(BatchNormalization, "_moments", moments, whole, needed=normalizes),
         Hook(SeedGenerator, "next", calling(_next), random, needed=needs.draws),
         Hook(torch_random, "dropout", calling(_dropout), random, needed=needs.draws),
+        *program_draws.hooks(),
     )
 
 
@@ -90,28 +90,5 @@ def _dropout(original: Any, inputs: Any, rate: float, noise_shape: Any = None, s
     if draws_by_seed and noise_shape is None and isinstance(seed, SeedGenerator):
         noise_shape = tuple(inputs.shape)
     if here is not None and here.is_tracing and seed is not None and 0 < rate < 1:
-        return _dropout_in_a_program(inputs, rate, noise_shape or tuple(inputs.shape), seed)
+        return program_draws.dropout(inputs, rate, noise_shape or tuple(inputs.shape), seed)
     return original(inputs, rate, noise_shape=noise_shape, seed=seed)
-
-
-def _dropout_in_a_program(inputs: torch.Tensor, rate: float, noise_shape: Any, seed: Any) -> torch.Tensor:
-    """The units that Keras's dropout keeps with the same seed."""
-    shape = [size if n is None else n for n, size in zip(noise_shape, inputs.shape, strict=True)]
-    kept = torch.broadcast_to(_kept_units(draw_seed(seed), 1.0 - rate, shape, inputs.device), inputs.shape)
-    return torch.where(kept, inputs / (1.0 - rate), torch.zeros_like(inputs))
-
-
-@torch.library.custom_op("unidist::kept_units", mutates_args=())
-def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns which units a dropout keeps. A program takes this whole: it can have no generator."""
-    first, second = seed
-    generator = torch.Generator(device=device)
-    generator.manual_seed(int(first + second) & 0xFFFFFFFF)
-    return torch.bernoulli(torch.full(list(shape), probability, device=device), generator=generator).bool()
-
-
-@_kept_units.register_fake
-def _kept_units_shape(
-    seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=torch.bool, device=device)

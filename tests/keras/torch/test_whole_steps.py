@@ -1,0 +1,95 @@
+"""jit_compile=True on torch: a whole step is one program, which computes and sends what the step does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests import preloaded
+from tests.keras.torch import whole
+from unidist.testing.processes import ProcessWorld
+
+pytestmark = pytest.mark.processes
+
+# Of a program that torch.compile has not compiled: what is traced is the same.
+_TRACED = {"KERAS_BACKEND": "torch", "TORCH_COMPILE_DISABLE": "1"}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[ProcessWorld]:
+    with ProcessWorld(2, env=_TRACED, setup=whole.start, timeout=300, preload=preloaded.KERAS["torch"]) as found:
+        yield found
+
+
+# float32 in bfloat16's 8 bits; a norm's gradient is rounding where the next layer takes a shift away.
+WIDER = {"lowered": 1e-2, "normed": 1e-4, "images": 1e-4}
+
+
+def _check(name: str, world: ProcessWorld, kind: str) -> None:
+    for found in world.call(whole.compared, name, kind):
+        assert found["why"] == ("", {}), found["why"]
+        assert found["apart"] <= WIDER.get(name, 1e-5), found["apart"]
+        sent, wanted = found["sent"]
+        assert sent == wanted, (sent - wanted, wanted - sent)
+        assert sum(sent.values()) > 0
+        # Full and ragged batches, to train, and to evaluate and to predict.
+        count = 6 if name in whole.EVALUATED else 2
+        assert found["programs"] == (count, count)
+
+
+@pytest.mark.parametrize("name", whole.CASES)
+def test_a_step_is_what_it_is_without_a_program(name: str, world: ProcessWorld) -> None:
+    _check(name, world, "data")
+
+
+@pytest.mark.parametrize("name", ["scaled", "attending", "centred", "noisy"])
+def test_under_tensor_parallelism(name: str, world: ProcessWorld) -> None:
+    _check(name, world, "model")
+
+
+def test_of_three_processes_one_has_no_row_of_the_last_batch() -> None:
+    with ProcessWorld(3, env=_TRACED, setup=whole.start, timeout=300, preload=preloaded.KERAS["torch"]) as world:
+        _check("normed", world, "data")
+        _check("two losses", world, "data")
+
+
+@pytest.mark.parametrize("name", ["regularized", "two losses", "centred", "own step"])
+def test_it_is_what_one_device_computes(name: str, world: ProcessWorld) -> None:
+    for apart in world.call(whole.beside_one_device, name):
+        assert apart <= 1e-5
+
+
+@pytest.mark.parametrize("name", whole.AS_THEY_ARE)
+def test_what_reads_values_runs_as_it_is_and_says_why(name: str, world: ProcessWorld) -> None:
+    for found, said in world.call(whole.told, name):
+        assert found["apart"] <= 1e-6
+        assert said
+        assert re.match(r"jit_compile=True: a train step of model 'sequential\w*' runs as it is: ", said[0])
+        assert whole.AS_THEY_ARE[name][1] in said[0]
+
+
+@pytest.mark.parametrize(("freezing", "programs"), [(False, (2, 2)), (True, (4, 2))])
+def test_callbacks_that_change_a_model_are_seen(freezing: bool, programs: tuple[int, int], world: ProcessWorld) -> None:
+    for apart, counts in world.call(whole.steered, freezing):
+        assert apart <= 1e-5
+        assert counts == programs
+
+
+def test_two_programs_of_a_fit_with_a_ragged_batch_and_a_schedule(world: ProcessWorld) -> None:
+    assert world.call(whole.scheduled) == [(2, 2)] * 2
+
+
+def test_every_optimizer(world: ProcessWorld) -> None:
+    for found in world.call(whole.of_every_optimizer):
+        assert {name: apart for name, apart in found.items() if apart > 1e-5} == {}
+        assert len(found) == len(whole.OPTIMIZERS)
+
+
+def test_compiled_it_is_the_same() -> None:
+    env = {"KERAS_BACKEND": "torch"}
+    with ProcessWorld(2, env=env, setup=whole.start, timeout=500, preload=preloaded.KERAS["torch"]) as world:
+        for apart, count in world.call(whole.compiled):
+            assert apart <= 1e-5
+            assert count == 1

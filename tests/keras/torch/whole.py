@@ -1,0 +1,363 @@
+"""Runs in processes: models whose steps are whole programs, beside the same models run as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import layers
+
+import unidist
+from unidist.keras.records import model_record
+
+ROWS, BATCH, EPOCHS = 20, 8, 5  # two full batches and a ragged one
+Built = tuple[keras.Model, np.ndarray]
+
+
+def start() -> None:
+    unidist.use("torch")
+
+
+def rows(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(ROWS, *shape)).astype("float32")
+
+
+def _stack(*middle: keras.layers.Layer, **first: Any) -> keras.Model:
+    return keras.Sequential([keras.Input((8,)), layers.Dense(12, "tanh", **first), *middle, layers.Dense(4)])
+
+
+def _crossentropy() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _compiled(model: keras.Model, optimizer: Any, jit: bool, loss: Any = None, **given: Any) -> keras.Model:
+    model.compile(optimizer, loss or _crossentropy(), jit_compile=jit, **given)
+    return model
+
+
+class Centred(layers.Layer):
+    """Looks at all rows of a batch."""
+
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0)
+
+
+class Decides(layers.Layer):
+    """Reads a value, which no program can."""
+
+    def call(self, x: Any) -> Any:
+        return x * 2 if float(keras.ops.sum(x)) > 0 else x
+
+
+class Keeps(layers.Layer):
+    """Leaves what it was given on itself."""
+
+    last: Any = None
+
+    def call(self, x: Any) -> Any:
+        self.last = x
+        return x
+
+
+class Counting(layers.Layer):
+    """Counts in a number of Python's, which a program reads once."""
+
+    calls = 0
+
+    def call(self, x: Any) -> Any:
+        self.calls += 1
+        return x * (1 + 0.01 * self.calls)
+
+
+class Remembering(layers.Layer):
+    """Writes to a tensor of its own, which is no variable."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.seen = torch.zeros(())
+
+    def call(self, x: Any) -> Any:
+        self.seen += 1
+        return x + 0.01 * self.seen
+
+
+class TwoLosses(keras.losses.Loss):
+    def call(self, y: Any, y_pred: Any) -> Any:
+        one_hot = keras.ops.one_hot(keras.ops.squeeze(y, -1) if len(y.shape) > 1 else y, 4)
+        return _crossentropy()(y, y_pred) + keras.losses.MeanSquaredError()(one_hot, y_pred)
+
+
+class OwnStep(keras.Sequential):
+    """A gradient penalty, and gradients by torch.autograd.grad."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        x = x.clone().requires_grad_()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(x, y, y_pred)
+        (slope,) = torch.autograd.grad(y_pred.sum(), [x], create_graph=True)
+        loss = loss + 0.1 * slope.square().sum(-1).mean()
+        grads = torch.autograd.grad(loss, [v.value for v in self.trainable_weights])
+        with torch.no_grad():
+            self.optimizer.apply(list(grads), self.trainable_weights)
+        return {"loss": loss.detach()}
+
+
+def _own_step(jit: bool) -> Built:
+    model = OwnStep([keras.Input((8,)), layers.Dense(12, "tanh"), layers.Dense(4)])
+    return _compiled(model, keras.optimizers.SGD(0.1), jit), rows(8)
+
+
+def _scaled(jit: bool) -> Built:
+    """The first steps are not finite, so they are skipped; then the scale grows."""
+    inner = keras.optimizers.Adam(1e-2, epsilon=1e-3)
+    scaling = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**129, dynamic_growth_steps=3)
+    return _compiled(_stack(), scaling, jit), rows(8)
+
+
+def _averaged(jit: bool) -> Built:
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3, clipnorm=0.5, weight_decay=0.01)
+    return _compiled(_stack(), optimizer, jit), rows(8)
+
+
+def _noisy(jit: bool) -> Built:
+    middle = layers.GaussianNoise(0.3), layers.AlphaDropout(0.2), layers.Dropout(0.2)
+    return _compiled(_stack(*middle), "rmsprop", jit, metrics=["accuracy"]), rows(8)
+
+
+def _normed(jit: bool) -> Built:
+    model = _stack(layers.BatchNormalization(), layers.LayerNormalization())
+    return _compiled(model, keras.optimizers.Adam(1e-2, epsilon=1e-3), jit), rows(8)
+
+
+def _images(jit: bool) -> Built:
+    convolved = layers.Conv2D(4, 3, activation="gelu"), layers.MaxPooling2D(), layers.Flatten(), layers.Dense(4)
+    model = keras.Sequential([keras.Input((8, 8, 3)), layers.RandomFlip(), *convolved])
+    return _compiled(model, keras.optimizers.Nadam(1e-2, epsilon=1e-3), jit), rows(8, 8, 3)
+
+
+def _recurrent(jit: bool) -> Built:
+    model = keras.Sequential([keras.Input((4, 2)), layers.LSTM(6, dropout=0.2), layers.Dense(4)])
+    return _compiled(model, keras.optimizers.Adamax(1e-2, epsilon=1e-3), jit), rows(4, 2)
+
+
+def _regularized(jit: bool) -> Built:
+    first = {"kernel_regularizer": "l2", "activity_regularizer": "l1", "kernel_constraint": "max_norm"}
+    return _compiled(_stack(**first), keras.optimizers.Adagrad(0.1), jit), rows(8)
+
+
+def _attending(jit: bool) -> Built:
+    given = keras.Input((4, 8))
+    x = layers.LayerNormalization()(given + layers.MultiHeadAttention(4, 4, dropout=0.1)(given, given))
+    model = keras.Model(given, layers.Dense(4)(layers.GlobalAveragePooling1D()(layers.Dense(8, "gelu")(x))))
+    return _compiled(model, keras.optimizers.AdamW(1e-2, epsilon=1e-3), jit), rows(4, 8)
+
+
+def _lowered(jit: bool) -> Built:
+    policy = keras.mixed_precision.DTypePolicy("mixed_bfloat16")
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(12, "tanh", dtype=policy), layers.Dense(4, dtype=policy)])
+    return _compiled(model, keras.optimizers.Lion(1e-3), jit), rows(8)
+
+
+def _of(middle: Callable[[], keras.layers.Layer]) -> Callable[[bool], Built]:
+    return lambda jit: (_compiled(_stack(middle()), keras.optimizers.SGD(0.1), jit), rows(8))
+
+
+def _of_two_losses(jit: bool) -> Built:
+    return _compiled(_stack(), keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), jit, TwoLosses()), rows(8)
+
+
+CASES: dict[str, Callable[[bool], Built]] = {
+    "own step": _own_step,
+    "scaled": _scaled,
+    "averaged": _averaged,
+    "noisy": _noisy,
+    "normed": _normed,
+    "images": _images,
+    "recurrent": _recurrent,
+    "regularized": _regularized,
+    "attending": _attending,
+    "lowered": _lowered,
+    "centred": _of(Centred),
+    "keeping": _of(Keeps),
+    "two losses": _of_two_losses,
+}
+# What no program can be: why, in a word.
+AS_THEY_ARE = {
+    "deciding": (_of(Decides), "it reads the value of a tensor ("),
+    "counting": (_of(Counting), "run again, it gives other numbers for "),
+    "remembering": (_of(Remembering), "the step writes to a tensor that no variable"),
+}
+
+
+def strategy_of(kind: str) -> Any:
+    if kind == "data":
+        return unidist.DataParallel()
+    size = unidist.process_count()
+    shape = {"model": size} if kind == "model" else {"data": 2, "model": size // 2}
+    return unidist.ModelParallel(unidist.Mesh(shape))
+
+
+# Whose evaluations and predictions are programs too.
+EVALUATED = ("noisy", "normed", "centred")
+
+
+def _numbers(name: str, model: keras.Model, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+    given = {"batch_size": BATCH, "verbose": 0}
+    found = model.fit(x, y, epochs=EPOCHS, shuffle=False, **given).history
+    for _ in range(3 if name in EVALUATED else 0):  # behind the steps that are compared
+        found["evaluated"] = np.ravel(model.evaluate(x, y, **given))
+        found["predicted"] = model.predict(x, **given)
+    kept = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return {**found, "variables": [np.asarray(v, "float64") for v in kept]}
+
+
+def trained(name: str, kind: str | None, jit: bool) -> tuple[dict[str, Any], keras.Model]:
+    keras.utils.set_random_seed(3)
+    build = CASES[name] if name in CASES else AS_THEY_ARE[name][0]
+    with strategy_of(kind).scope() if kind else contextlib.nullcontext():
+        model, x = build(jit)
+    return _numbers(name, model, x, np.arange(ROWS) % 4), model
+
+
+def _apart(found: Any, wanted: Any) -> float:
+    pairs = zip(found.values(), wanted.values(), strict=True)
+    flat = [(a, b) for one, other in pairs for a, b in zip([*one], [*other], strict=True)]
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in flat)
+
+
+def _sent(traffic: unidist.Ledger) -> Counter[Any]:
+    """What was sent, without questions whether all go on. The second model's layers have numbers in their names."""
+    events = [e for e in traffic.events if e.purpose != "agreement"]
+    return Counter((e.op, e.axes, re.sub(r"_\d+", "", e.purpose), e.bytes) for e in events)
+
+
+def compared(name: str, kind: str) -> dict[str, Any]:
+    """A model trained as whole programs, and as it is, by the same strategy."""
+    with unidist.ledger() as plain:
+        wanted, _ = trained(name, kind, False)
+    with unidist.ledger() as traffic:
+        found, model = trained(name, kind, True)
+    steps = model_record.of(model).engine.whole_steps
+    model(np.zeros((2, *model.input_shape[1:]), "float32"))  # nothing of the traces is left in it
+    return {
+        "apart": _apart(found, wanted),
+        "sent": (_sent(traffic), _sent(plain)),
+        "programs": (steps.traced, steps.compiled),
+        "why": (steps.unfit, dict(steps.why)),
+    }
+
+
+def beside_one_device(name: str) -> float:
+    """How far whole programs of all processes are from plain Keras."""
+    wanted, _ = trained(name, None, False)
+    return _apart(trained(name, "data", True)[0], wanted)
+
+
+def told(name: str) -> tuple[dict[str, Any], list[str]]:
+    """Of a step that is no program: `compared`, and what unidist logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("unidist.keras.torch.step.whole_steps")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        return compared(name, "data"), said
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+class Steering(keras.callbacks.Callback):
+    """Sets the learning rate, weights, and which layers train."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        model: Any = self.model
+        model.optimizer.learning_rate = 0.1 / (epoch + 1)
+        if epoch == 3:
+            model.layers[-1].set_weights([w + 0.1 for w in model.layers[-1].get_weights()])
+
+
+class Freezing(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        model: Any = self.model
+        model.layers[0].trainable = epoch != 2
+
+
+def steered(freezing: bool) -> tuple[float, tuple[int, int]]:
+    """How far a fit that callbacks change is from the same one as it is; programs traced and compiled in fit."""
+    found = []
+    for jit in (True, False):
+        keras.utils.set_random_seed(3)
+        with unidist.DataParallel().scope():
+            model = _compiled(_stack(), keras.optimizers.SGD(0.1, momentum=0.9), jit)
+        x, y = rows(8), np.arange(ROWS) % 4
+        callbacks = [Steering(), *([Freezing()] if freezing else [])]
+        history = model.fit(
+            x, y, batch_size=BATCH, epochs=2 * EPOCHS, shuffle=False, verbose=0, callbacks=callbacks
+        ).history
+        if jit:
+            steps = model_record.of(model).engine.whole_steps
+        found.append({**history, "weights": [np.asarray(w) for w in model.weights]})
+    return _apart(*found), (steps.traced, steps.compiled)
+
+
+def scheduled() -> tuple[int, int]:
+    """Programs of a fit with a ragged batch, a schedule, and a callback that logs."""
+    with unidist.DataParallel().scope():
+        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
+        model = _compiled(_stack(), keras.optimizers.Adam(rate), True)
+    model.fit(rows(8), np.arange(ROWS) % 4, batch_size=BATCH, epochs=2 * EPOCHS, verbose=0)
+    steps = model_record.of(model).engine.whole_steps
+    return steps.traced, steps.compiled
+
+
+def compiled() -> tuple[float, int]:
+    """How far a fit by a compiled program is from the same one as it is, and how many programs there are."""
+    runs = []
+    for jit in (True, False):
+        keras.utils.set_random_seed(3)
+        with unidist.DataParallel().scope():
+            model, x = _averaged(jit)
+        y = np.arange(BATCH) % 4
+        history = model.fit(x[:BATCH], y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history
+        runs.append({**history, "weights": [np.asarray(w) for w in model.weights]})
+        if jit:
+            count = model_record.of(model).engine.whole_steps.compiled
+    return _apart(*runs), count
+
+
+def of_every_optimizer() -> dict[str, float]:
+    """Name of an optimizer -> how far whole programs are from steps as they are."""
+    found = {}
+    for name in OPTIMIZERS:
+        runs = []
+        for jit in (True, False):
+            keras.utils.set_random_seed(3)
+            kind = getattr(keras.optimizers, name)
+            with unidist.DataParallel().scope():
+                model = _compiled(_stack(), kind(1e-2, **({"epsilon": 1e-3} if name not in _PLAIN else {})), jit)
+            model.fit(rows(8)[:BATCH], np.arange(BATCH) % 4, batch_size=BATCH, epochs=4, shuffle=False, verbose=0)
+            runs.append(
+                {"variables": [np.asarray(v, "float64") for v in [*model.variables, *model.optimizer.variables]]}
+            )
+            if jit:
+                assert not model_record.of(model).engine.whole_steps.why
+        found[name] = _apart(*runs)
+    return found
+
+
+_PLAIN = ("SGD", "Lion", "Ftrl", "Adafactor", "Muon")
+OPTIMIZERS = [
+    *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "RMSprop", "Lion", "Ftrl", "Adafactor"),
+    *(["Muon"] if hasattr(keras.optimizers, "Muon") else []),
+]

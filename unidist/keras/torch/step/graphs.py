@@ -1,0 +1,134 @@
+"""Passes over the graph of a step's program, before it is compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from unidist.errors import CapabilityError
+
+_LITERAL = torch.ops.aten.lift_fresh_copy.default
+_POWERS = (torch.ops.aten.pow.Scalar, torch.ops.aten.pow.Tensor_Scalar, torch.ops.aten.pow.Tensor_Tensor)
+
+
+def prepared(program: GraphModule) -> GraphModule:
+    """Returns a program without what nobody uses, where each number is computed once.
+
+    Raises:
+        CapabilityError: it writes to a tensor that is none of its inputs.
+    """
+    roots = _roots(program)
+    program.graph.eliminate_dead_code()
+    _share_numbers(program, roots)
+    program.graph.eliminate_dead_code()
+    _set_powers_apart(program)
+    program.recompile()
+    return program
+
+
+def _given(node: Node) -> Iterator[tuple[Any, Node]]:
+    """Gives each argument of an operation that is a node, behind what the schema says of it."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    said = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    for argument in schema.arguments:
+        for given in pytree.tree_leaves(said.get(argument.name)):
+            if isinstance(given, Node):
+                yield argument, given
+
+
+def _is_operation(node: Node) -> bool:
+    return node.op == "call_function" and hasattr(node.target, "_schema")
+
+
+def _roots(program: GraphModule) -> dict[Node, Node]:
+    """Node -> the node whose memory it has."""
+    roots: dict[Node, Node] = {}
+    for node in program.graph.nodes:
+        roots[node] = node
+        for argument, given in _given(node) if _is_operation(node) else ():
+            if argument.alias_info is None:
+                continue
+            roots[node] = roots[given]
+            if argument.alias_info.is_write and roots[given].op == "get_attr":
+                raise CapabilityError("the step writes to a tensor that no variable of the model holds")
+    return roots
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.ndim
+
+
+def _written(node: Node, roots: dict[Node, Node]) -> list[Node]:
+    """The memory that an operation writes to."""
+    found = _given(node) if _is_operation(node) else ()
+    return [
+        roots[given] for argument, given in found if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _share_numbers(program: GraphModule, roots: dict[Node, Node]) -> None:
+    """Makes equal numbers one node: a step computes its rates anew for each variable."""
+    changed = {root for node in program.graph.nodes for root in _written(node, roots)}
+    versions: Counter[Node] = Counter()
+    known: dict[Hashable, Node] = {}
+    for node in list(program.graph.nodes):
+        versions.update(_written(node, roots))
+        if not _is_operation(node) or not _is_number(node) or roots[node] in changed or not _is_pure(node):
+            continue
+        key = _key(program, node, roots, versions)
+        if key in known:
+            node.replace_all_uses_with(known[key])
+        elif key is not None:
+            known[key] = node
+
+
+def _is_pure(node: Node) -> bool:
+    target: Any = node.target
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _key(program: GraphModule, node: Node, roots: dict[Node, Node], versions: Counter[Node]) -> Hashable:
+    if node.target is _LITERAL and isinstance(node.args[0], Node) and node.args[0].op == "get_attr":
+        literal = getattr(program, str(node.args[0].target))
+        return None if literal.ndim else (_LITERAL, literal.dtype, literal.device, literal.item())
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    seen = tuple((x, versions[roots[x]]) if isinstance(x, Node) else (type(x), x) for x in leaves)
+    try:
+        hash(seen)
+    except TypeError:
+        return None
+    return node.target, seen, repr(structure)
+
+
+def _set_powers_apart(program: GraphModule) -> None:
+    """Keeps powers out of loops over elements, where a compiler would compute them again and again."""
+    powers: set[Node] = set()
+    for node in list(program.graph.nodes):
+        if not _is_operation(node) or not _is_number(node):
+            continue
+        if node.target in _POWERS or powers.intersection(node.all_input_nodes):
+            powers.add(node)
+            looped = [user for user in node.users if not _is_number(user)]
+            if looped:
+                with program.graph.inserting_after(node):
+                    apart = program.graph.call_function(torch.ops.unidist.number.default, (node,))
+                apart.meta["val"] = node.meta["val"]
+                for user in looped:
+                    user.replace_input_with(node, apart)
+
+
+@torch.library.custom_op("unidist::number", mutates_args=())
+def _number(x: torch.Tensor) -> torch.Tensor:
+    """A number that a compiler does not look into."""
+    return x.clone()
+
+
+@_number.register_fake
+def _number_shape(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,118 @@
+"""Draws random numbers in programs, by operations that take a seed's state as a tensor.
+
+The numbers are those that Keras draws.
+
+A program can hold no generator, so it takes each of these operations whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from unidist.keras import needs
+from unidist.keras.patching.compat import draw_seed, floatx, get_device, to_torch_dtype, torch_random
+from unidist.keras.patching.patches import Hook, calling
+from unidist.keras.torch import context
+
+
+def hooks() -> Iterator[Hook]:
+    for name, drawing in (("normal", _normal), ("uniform", _uniform), ("randint", _randint)):
+        yield Hook(torch_random, name, calling(drawing), "random numbers of a program", needed=needs.draws)
+
+
+def dropout(inputs: torch.Tensor, rate: float, noise_shape: Any, seed: Any) -> torch.Tensor:
+    """The units that Keras's dropout keeps with the same seed."""
+    shape = [size if n is None else n for n, size in zip(noise_shape, inputs.shape, strict=True)]
+    kept = torch.broadcast_to(_kept_units(draw_seed(seed), 1.0 - rate, shape, inputs.device), inputs.shape)
+    return torch.where(kept, inputs / (1.0 - rate), torch.zeros_like(inputs))
+
+
+def _is_traced(*numbers: Any) -> bool:
+    """Returns whether a program is traced, and draws with constants."""
+    here = context.frame()
+    return here is not None and here.is_tracing and not any(isinstance(x, torch.Tensor) for x in numbers)
+
+
+def _normal(
+    original: Any, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
+) -> torch.Tensor:
+    if not _is_traced(mean, stddev):
+        return original(shape, mean, stddev, dtype, seed)  # type: ignore[no-any-return]
+    return _draw("normal", mean, stddev, shape, dtype or floatx(), seed)
+
+
+def _uniform(
+    original: Any, shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None
+) -> torch.Tensor:
+    if not _is_traced():
+        return original(shape, minval, maxval, dtype, seed)  # type: ignore[no-any-return]
+    numbers = _draw("rand", 0.0, 1.0, shape, dtype or floatx(), seed)
+    return (maxval - minval) * numbers + minval  # type: ignore[no-any-return]
+
+
+def _randint(original: Any, shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None) -> Any:
+    if not _is_traced(minval, maxval):
+        return original(shape, minval, maxval, dtype, seed)
+    return _draw("randint", minval, maxval, shape, dtype, seed)
+
+
+def _draw(kind: str, low: float, high: float, shape: Any, dtype: Any, seed: Any) -> torch.Tensor:
+    dtype, device = to_torch_dtype(dtype), torch.device(get_device())
+    drawn: torch.Tensor = _drawn(draw_seed(seed), kind, float(low), float(high), list(shape), dtype, device)
+    return drawn
+
+
+def _generator(seed: torch.Tensor, device: torch.device) -> torch.Generator:
+    """As Keras seeds it."""
+    first, second = seed
+    generator = torch.Generator(device=device)
+    generator.manual_seed(int(first + second) & 0xFFFFFFFF)
+    return generator
+
+
+@torch.library.custom_op("unidist::drawn", mutates_args=())
+def _drawn(
+    seed: torch.Tensor,
+    kind: str,
+    low: float,
+    high: float,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    said: dict[str, Any] = {"generator": _generator(seed, device), "dtype": dtype, "device": device}
+    if kind == "normal":
+        return torch.normal(low, high, size=list(shape), **said)
+    if kind == "rand":
+        return torch.rand(size=list(shape), **said)
+    return torch.randint(int(low), int(high), size=list(shape), **said)
+
+
+@_drawn.register_fake
+def _drawn_shape(
+    seed: torch.Tensor,
+    kind: str,
+    low: float,
+    high: float,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=dtype, device=device)
+
+
+@torch.library.custom_op("unidist::kept_units", mutates_args=())
+def _kept_units(seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns which units a dropout keeps."""
+    chances = torch.full(list(shape), probability, device=device)
+    return torch.bernoulli(chances, generator=_generator(seed, device)).bool()
+
+
+@_kept_units.register_fake
+def _kept_units_shape(
+    seed: torch.Tensor, probability: float, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=torch.bool, device=device)

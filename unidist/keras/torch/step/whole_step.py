@@ -1,0 +1,328 @@
+"""Traces a step of Keras's trainer once, into one program of tensors (`jit_compile=True`).
+
+The step runs once on stand-ins of all variables and of the batch. What it does to tensors is the program: forward,
+losses, metrics, backward, the sums of gradients, the optimizer, the states of random numbers. Each later step runs the
+program alone, and no Python of Keras's, unidist's or the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from unidist import events
+from unidist.keras.patching.compat import torch_core, tree
+from unidist.keras.patching.patches import Hook, calling
+from unidist.keras.torch import context
+from unidist.keras.torch.context import Frame
+from unidist.keras.torch.params.buckets import Bucket, Watched
+from unidist.keras.torch.params.storage import Storage
+from unidist.keras.torch.step.graphs import prepared
+from unidist.keras.torch.step.reducer import Reducer
+
+Tensor = torch.Tensor
+# What stands for the variables in the trace that is going on.
+_stand_ins: ContextVar[Sequence[Tensor] | None] = ContextVar("unidist_stand_ins", default=None)
+# How far a program's step may be from the eager one, in parts of the length of the step.
+TOLERANCE = 1e-3
+# Gradients below this part of the largest one are rounding.
+NOISE = 1e-5
+
+
+class StepProgram:
+    """A step of a model as one program, for one structure and shape of its batch.
+
+    Args:
+        frame: the rank at work.
+        storages: the variables that the step may read or write; each is kept whole in one parameter.
+        trained: those whose gradients are reduced.
+        owners: the objects of Keras that a step may leave tensors on.
+        slots: the variables of the optimizer.
+
+    Attributes:
+        graph: takes the variables' values and the batch's tensors. It writes the values in place, and gives the
+            outputs.
+        sent: what each run sends.
+        proofs: in how many steps it was run beside the step.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        storages: Sequence[Storage],
+        trained: Sequence[Storage],
+        slots: Sequence[Storage],
+        owners: Sequence[Any],
+    ) -> None:
+        self._rank = frame.rank
+        self._storages = list(storages)
+        self._trained = list(trained)
+        self._slots = {id(one) for one in slots}
+        self._owners = list(owners)
+        self._losers: list[Any] = []  # the layers that added losses, once for each
+        self._out: Any = None
+        self.sent: list[events.Event] = []
+        self.graph: Any = None
+        self.proofs = 0
+        self._compiled: Callable[..., list[Tensor]] | None = None
+
+    def trace(self, frame: Frame, step: Callable[[Frame, Any], Any], batch: Any) -> None:
+        """Traces step(frame, batch). No value of a variable changes.
+
+        Raises:
+            CapabilityError: the step writes to a tensor that belongs to no placed variable.
+            Exception: whatever the step raises where a tensor has no value.
+        """
+        count = len(self._storages)
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            given = _filled(batch, iter(tensors[count:]))
+            with (
+                _at_work(frame) as own,
+                _standing_in(own, self._storages, tensors[:count]),
+                self._reducing(own),
+            ):
+                out = step(own, given)
+            losses = [(owner, x) for owner in self._owners for x in getattr(owner, "_losses", ()) if _is_fake(x)]
+            self._losers = [owner for owner, _ in losses]
+            self._out = out
+            return [*_tensors(out), *(loss for _, loss in losses)]
+
+        with _put_back(self._owners), frame.world.backend.into_program() as self.sent:
+            given = [*self._values(), *_tensors(batch)]
+            self.graph = prepared(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*given))
+        # What the outputs stand for is not kept: they belong to the trace.
+        self._out = tree.map_structure(lambda x: _TENSOR if isinstance(x, Tensor) else x, self._out)
+
+    def compile(self) -> None:
+        """Lets runs be those of torch.compile's program. Behind a program no gradients are kept."""
+        for storage in self._trained:
+            storage.forget_gradients(self._rank)
+        self._compiled = torch.compile(self.graph, dynamic=False)
+
+    def __call__(self, batch: Any) -> Any:
+        """One step: variables are written, and its outputs returned."""
+        out = self.run(batch)
+        for event in self.sent if events.listening() else ():
+            events.emit(event)
+        return out
+
+    def run(self, batch: Any) -> Any:
+        """A step of which no ledger hears."""
+        run = self.graph if self._compiled is None else self._compiled
+        with torch.no_grad():
+            found = iter(run(*self._values(), *_tensors(batch)))
+        out = _filled(self._out, found)
+        for owner in dict.fromkeys(self._losers):
+            owner._losses.clear()
+        for owner in self._losers:
+            owner._losses.append(next(found))
+        return out
+
+    def apart(self, before: Sequence[Tensor], wanted: Sequence[Tensor], found: Sequence[Tensor]) -> list[str]:
+        """Returns the paths of the variables that a step and the program have changed in other ways.
+
+        Where a gradient is mere rounding, an optimizer makes of it a step in any direction: such elements are not
+        compared.
+
+        Args:
+            before: all values before the step. wanted: as the step left them. found: as the program left them.
+        """
+        grads = {id(one): one.states[self._rank].grad for one in self._trained}
+        largest = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0)
+        slots = [x for x, one in zip(wanted, self._storages, strict=True) if id(one) in self._slots]
+        scale = max((float(x.norm()) for x in slots if x.is_floating_point()), default=0.0)
+        apart = []
+        for storage, *of_one in zip(self._storages, before, wanted, found, strict=True):
+            old, new, other = of_one
+            grad = grads.get(id(storage))
+            if grad is not None:
+                old, new, other = (x[grad.abs() > NOISE * largest] for x in of_one)
+            if not is_close(old, new, other, NOISE * scale if id(storage) in self._slots else 0.0):
+                apart.append(storage.path)
+        return apart
+
+    def values(self) -> list[Tensor]:
+        """Copies of all values."""
+        return [value.detach().clone() for value in self._values()]
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for value, new in zip(self._values(), values, strict=True):
+                value.copy_(new)
+
+    def _values(self) -> list[Tensor]:
+        return [storage.shards[self._rank] for storage in self._storages]
+
+    @contextlib.contextmanager
+    def _reducing(self, frame: Frame) -> Iterator[None]:
+        watched = [Watched.of(storage, frame.rank) for storage in self._trained]
+        reducer = Reducer(frame.world, frame.rank, watched, _ProgramBucket)
+        try:
+            with reducer.working(frame):
+                yield
+        finally:
+            reducer.close()
+
+
+def is_close(before: Tensor, wanted: Tensor, found: Tensor, least: float = 0.0) -> bool:
+    """Returns whether a value was changed alike, to rounding.
+
+    Distances are taken beside the length of the change, and of the value; `least` is one that does not count.
+    """
+    if not wanted.is_floating_point() and not wanted.is_complex():
+        return bool(torch.equal(wanted, found))
+    rounding = 64 * torch.finfo(wanted.dtype).eps
+    before, wanted, found = (_in_doubles(x) for x in (before, wanted, found))
+    length, size = torch.linalg.vector_norm(wanted - before), torch.linalg.vector_norm(wanted)
+    return bool(torch.linalg.vector_norm(wanted - found) <= TOLERANCE * length + rounding * size + least)
+
+
+def _in_doubles(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x.detach().to(torch.complex128 if x.is_complex() else torch.float64))
+
+
+class _Tensor:
+    """Stands for a tensor in a structure that outlives it."""
+
+
+_TENSOR = _Tensor()
+
+
+class _ProgramBucket(Bucket):
+    """Gradients that a program sums on every rank, P -> I: begun as soon as backward has all of them."""
+
+    _sum: Callable[[], Tensor]
+
+    def launch(self) -> None:
+        grads = self.grads()
+        self.had = [grad is not None for grad in grads]
+        parts = [
+            torch.zeros_like(m.leaf) if g is None else g.to(m.leaf.dtype)
+            for m, g in zip(self.members, grads, strict=True)
+        ]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        self._sum = self.world.backend.begin_sum(flat if self.counts else torch.zeros_like(flat), self.axes, self.group)
+
+    def finish(self) -> list[Tensor]:
+        leaves = [m.leaf for m in self.members]
+        flats = self._sum().split([leaf.numel() for leaf in leaves])
+        return [part.view(leaf.shape) for part, leaf in zip(flats, leaves, strict=True)]
+
+    def used(self, views: list[Tensor]) -> list[bool]:
+        """All ranks trace one program, so what one has no gradient of, none has."""
+        return self.had
+
+    def give_away(self) -> None:
+        """Each run of a program has memory of its own."""
+
+
+@contextlib.contextmanager
+def _standing_in(frame: Frame, storages: Sequence[Storage], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, variables have these tensors as memory."""
+    rank = frame.rank
+    kinds = [(one.shards, one.leaves, one.states) for one in storages]
+    before = [[kind[rank] for kind in of_one] for of_one in kinds]
+    own = [
+        torch.nn.Parameter(tensor, requires_grad=held[0].requires_grad)
+        for tensor, held in zip(tensors, before, strict=True)
+    ]
+    token = _stand_ins.set(own)
+    try:
+        for of_one, stand_in in zip(kinds, own, strict=True):
+            for kind in of_one:
+                kind[rank] = stand_in
+        yield
+    finally:
+        _stand_ins.reset(token)
+        for of_one, held in zip(kinds, before, strict=True):
+            for kind, parameter in zip(of_one, held, strict=True):
+                kind[rank] = parameter
+
+
+@contextlib.contextmanager
+def _put_back(owners: Sequence[Any]) -> Iterator[None]:
+    """Puts back what a trace leaves on layers, metrics, losses and the optimizer."""
+    before = [dict(vars(owner)) for owner in owners]
+    lists = [list(getattr(owner, "_losses", ())) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, held, losses in zip(owners, before, lists, strict=True):
+            for name in [name for name, x in vars(owner).items() if x is not held.get(name) and _holds_fakes(x)]:
+                if name in held:
+                    vars(owner)[name] = held[name]
+                else:
+                    del vars(owner)[name]
+            if losses or getattr(owner, "_losses", None):
+                owner._losses.clear()
+                owner._losses.extend(losses)
+
+
+def _is_fake(x: Any) -> bool:
+    return isinstance(getattr(x, "local", x), FakeTensor)
+
+
+def _holds_fakes(x: Any) -> bool:
+    return any(map(_is_fake, tree.flatten(x))) if isinstance(x, (list, tuple, dict)) else _is_fake(x)
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, Tensor)]
+
+
+def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
+    """A structure with other tensors, in the order of its leaves."""
+    leaves = [next(tensors) if isinstance(x, (torch.Tensor, _Tensor)) else x for x in tree.flatten(structure)]
+    return tree.pack_sequence_as(structure, leaves)
+
+
+def hooks() -> Iterator[Hook]:
+    yield Hook(torch_core, "cond", calling(_cond), "a program has both branches")
+
+
+def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    """Both branches in a program: of what they give and write, it takes one's."""
+    held = _stand_ins.get()
+    if held is None or not isinstance(pred, Tensor):
+        return original(pred, true_fn, false_fn)
+    before = [x.detach().clone() for x in held]
+    if_true, written = _branch(true_fn, held, before)
+    if_false, other = _branch(false_fn, held, before)
+    with torch.no_grad():
+        for k in {**written, **other}:
+            held[k].copy_(torch.where(pred, written.get(k, before[k]), other.get(k, before[k])))
+    return tree.map_structure(lambda x, y: x if x is None else torch.where(pred, x, y), if_true, if_false)
+
+
+def _branch(
+    branch: Callable[[], Any], held: Sequence[Tensor], before: Sequence[Tensor]
+) -> tuple[Any, dict[int, Tensor]]:
+    """Returns what a branch gives, and number -> value of the variables that it writes.
+
+    They are put back.
+    """
+    versions = [x._version for x in held]
+    out = branch()
+    changed = [k for k, (x, version) in enumerate(zip(held, versions, strict=True)) if x._version != version]
+    written = {k: held[k].detach().clone() for k in changed}
+    with torch.no_grad():
+        for k in changed:
+            held[k].copy_(before[k])
+    return out, written
+
+
+@contextlib.contextmanager
+def _at_work(frame: Frame) -> Iterator[Frame]:
+    """A rank that traces, and leaves nothing on the frame of the rank at work."""
+    own = frame.world.frame_for(frame.rank)
+    own.rows, own.own_step, own.exact = frame.rows, frame.own_step, frame.exact
+    own.is_tracing = own.is_whole = True
+    with context.entered(own):
+        yield own
