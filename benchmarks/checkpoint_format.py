@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unidist.checkpoint import writing
+from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.tensors import Tensor, files_of
 
@@ -52,12 +52,13 @@ def write_plainly(folder: Path, held: dict[str, np.ndarray]) -> None:
 
 def write_steps(folder: Path, held: dict[str, np.ndarray]) -> None:
     files = files_of([Tensor(name, "float32", array.shape) for name, array in held.items()])
-    step = writing.prepare(folder, 1, files)
-    with writing.PartWriter(step, files, 0) as part:
+    directory = FolderDirectory(folder)
+    step = directory.prepare(1, files)
+    with directory.writer(step, files, 0) as part:
         for name, array in held.items():
             part.write(name, 0, array)
         part.finish()
-    writing.commit(step, files, {}, 1)
+    directory.commit(step, files, {}, 1)
 
 
 def read_plainly(folder: Path, out: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unidist.checkpoint import writing
+from unidist.checkpoint.folders import FolderDirectory, FolderWriter
 from unidist.checkpoint.tensors import DTYPES, LARGEST, FileSpec, Tensor, files_of
 
 # Where a test writes many steps: waiting for the disk is not what it tests.
@@ -44,6 +44,19 @@ def known(step: int) -> dict[str, Bytes]:
     return contents(tensors(), step)
 
 
+def prepare(directory: Path, step: int, files: Sequence[FileSpec]) -> Path:
+    """The folder that processes write into."""
+    return directory / FolderDirectory(directory).prepare(step, files)
+
+
+def writer(folder: Path, files: Sequence[FileSpec], place: int) -> FolderWriter:
+    return FolderDirectory(folder.parent).writer(folder.name, files, place)
+
+
+def commit(folder: Path, files: Sequence[FileSpec], facts: Mapping[str, Any], places: int) -> Path:
+    return Path(FolderDirectory(folder.parent).commit(folder.name, files, facts, places))
+
+
 def write(
     directory: Path,
     step: int,
@@ -57,16 +70,16 @@ def write(
 ) -> Path:
     """Writes and commits a step. `cuts`: where a tensor's ranges end, which the places write in turn."""
     files = files_of(of, largest)
-    folder = writing.prepare(directory, step, files)
+    folder = prepare(directory, step, files)
     for place in range(places):
-        with writing.PartWriter(folder, files, place) as part:
+        with writer(folder, files, place) as part:
             _write_part(part, place, places, bytes_of, cuts or {})
             part.finish()
-    return writing.commit(folder, files, facts or {"step": step}, places)
+    return commit(folder, files, facts or {"step": step}, places)
 
 
 def _write_part(
-    part: writing.PartWriter, place: int, places: int, bytes_of: Mapping[str, Bytes], cuts: Mapping[str, Sequence[int]]
+    part: FolderWriter, place: int, places: int, bytes_of: Mapping[str, Bytes], cuts: Mapping[str, Sequence[int]]
 ) -> None:
     for number, (name, data) in enumerate(bytes_of.items()):
         bounds = [0, *cuts.get(name, ()), len(data)]

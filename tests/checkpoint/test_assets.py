@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.checkpoint.samples import contents, write
-from unidist.checkpoint import assets, exporting
-from unidist.checkpoint.command import main
+from unidist.checkpoint import assets
+from unidist.checkpoint.command import export, main
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
@@ -111,7 +111,7 @@ def test_others_read_them_and_commands_show_them(tmp_path: Path, capsys: pytest.
     write(tmp_path / "other", 3, other, OF)
     assert main(["diff", str(tmp_path / "run"), str(tmp_path / "other")], lambda *args: None) == 1
     assert "text//assets/vocabulary.txt: values differ" in capsys.readouterr().out
-    assert exporting.export(folder, tmp_path / "plain") == [
+    assert export(folder, tmp_path / "plain") == [
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
     ]

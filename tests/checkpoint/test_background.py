@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoint.samples import contents, tensors
+from tests.checkpoint.samples import contents, prepare, tensors, writer
 from tests.launch.runs import alive
-from unidist.checkpoint import folders, writing
+from unidist.checkpoint import writing
+from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.tensors import Tensor, files_of
@@ -46,7 +47,7 @@ def fill(background: Background, bytes_of: dict, names: list[str]) -> list[tuple
 def test_two_processes_write_steps_and_the_first_commits(tmp_path: Path, worlds: list[Background]) -> None:
     for step in (1, 2, 3):
         bytes_of = contents(OF, step)
-        folder = writing.prepare(tmp_path, step, FILES)
+        folder = prepare(tmp_path, step, FILES)
         names = list(bytes_of)
         worlds[0].start(folder, FILES, fill(worlds[0], bytes_of, names[::2]), {"facts": {"step": step}, "places": 2})
         assert worlds[0].is_busy
@@ -73,7 +74,7 @@ def test_memory_is_kept_and_grows(worlds: list[Background]) -> None:
 
 
 def test_a_part_that_failed_is_told_by_its_process_and_by_the_first(tmp_path: Path, worlds: list[Background]) -> None:
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     worlds[0].start(folder, FILES, [], {"facts": {}, "places": 2})
     worlds[1].memory(10)
     worlds[1].start(folder, FILES, [("dense/bias", 380, 0, 10)])
@@ -82,12 +83,12 @@ def test_a_part_that_failed_is_told_by_its_process_and_by_the_first(tmp_path: Pa
     assert (found.value.tensor, found.value.file) == ("dense/bias", "model-00001-of-00001.safetensors")
     with pytest.raises(CheckpointError, match=r"process 1 could not write its part: .*380\.\.390"):
         worlds[0].wait(60)
-    assert folders.latest(tmp_path) is None
+    assert directory_of(tmp_path).latest() is None
     assert worlds[0].wait() is None
 
 
 def test_a_part_that_does_not_come_is_told(tmp_path: Path, worlds: list[Background]) -> None:
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     worlds[0].start(folder, FILES, [], {"facts": {}, "places": 3, "timeout": 0.1})
     with pytest.raises(CheckpointError, match=r"did not write their parts within 0.1 s: 1, 2$"):
         worlds[0].wait(60)
@@ -96,7 +97,7 @@ def test_a_part_that_does_not_come_is_told(tmp_path: Path, worlds: list[Backgrou
 def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
     of = [Tensor("big", "uint8", (1 << 20,))]
     files = files_of(of)
-    folder = writing.prepare(tmp_path, 1, files)
+    folder = prepare(tmp_path, 1, files)
     with Background(0) as background:
         background.memory(1 << 20)
         background.start(folder, files, [("big", 0, 0, 10)], {"facts": {}, "places": 9, "timeout": 0})
@@ -109,12 +110,12 @@ def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"model-00001.*: File too large \(tensor 'big'\)") as found:
             background.wait(60)
         assert found.value.tensor == "big"
-    assert folders.steps(tmp_path) == []
+    assert directory_of(tmp_path).steps() == []
 
 
 def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_path: Path) -> None:
     bytes_of = contents(OF)
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     with Background(0) as background:
         background.start(folder, FILES, [], {"facts": {}, "places": 2})
         assert background._child is not None
@@ -123,14 +124,14 @@ def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
             background.wait(60)
         assert not background.is_busy
         pieces = fill(background, bytes_of, list(bytes_of))
-        background.start(writing.prepare(tmp_path, 1, FILES), FILES, pieces, {"facts": {}, "places": 1})
+        background.start(prepare(tmp_path, 1, FILES), FILES, pieces, {"facts": {}, "places": 1})
         assert background.wait(60) == tmp_path / "step-00000001"
 
 
 def test_a_writer_that_was_killed_is_told_to_the_first_which_waits_for_its_part(tmp_path: Path) -> None:
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     with Background(0) as first, Background(1) as second:
-        second.start(writing.prepare(tmp_path, 2, FILES), FILES, [])
+        second.start(prepare(tmp_path, 2, FILES), FILES, [])
         second.wait(60)
         first.start(folder, FILES, [], {"facts": {}, "places": 2})
         assert second._child is not None
@@ -140,25 +141,25 @@ def test_a_writer_that_was_killed_is_told_to_the_first_which_waits_for_its_part(
             second.start(folder, FILES, [])
         with pytest.raises(CheckpointError, match=r"process 1 could not .*ended by signal 9"):
             first.wait(20)
-    assert folders.latest(tmp_path) is None
+    assert directory_of(tmp_path).latest() is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[Background], number: int) -> None:
     """Whoever is asked to end may write a last checkpoint first."""
     bytes_of = contents(OF)
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     worlds[0].start(folder, FILES, fill(worlds[0], bytes_of, list(bytes_of)), {"facts": {}, "places": 2})
-    wait_for((folder / "part-0.json").exists)
+    wait_for((folder / "part-00000.ranges").exists)
     os.kill(worlds[0]._child[0].pid, number)
-    with writing.PartWriter(folder, FILES, 1) as part:
+    with writer(folder, FILES, 1) as part:
         part.finish()
     assert worlds[0].wait(60) == tmp_path / "step-00000001"
 
 
 def test_nor_while_it_starts(tmp_path: Path) -> None:
     with Background(0) as background:
-        background.start(writing.prepare(tmp_path, 1, ()), (), [], {"facts": {}, "places": 1})
+        background.start(prepare(tmp_path, 1, ()), (), [], {"facts": {}, "places": 1})
         assert background._child is not None
         for number in (signal.SIGTERM, signal.SIGUSR1):
             background._child[0].send_signal(number)
@@ -168,9 +169,7 @@ def test_nor_while_it_starts(tmp_path: Path) -> None:
 def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Background]) -> None:
     worlds[0].memory(8)
     beyond = len(worlds[0]._memory[1]) - 4
-    worlds[0].start(
-        writing.prepare(tmp_path, 1, FILES), FILES, [("dense/bias", 0, beyond, 8)], {"facts": {}, "places": 1}
-    )
+    worlds[0].start(prepare(tmp_path, 1, FILES), FILES, [("dense/bias", 0, beyond, 8)], {"facts": {}, "places": 1})
     with pytest.raises(CheckpointError, match="are not in the memory"):
         worlds[0].wait(60)
     with pytest.raises(CheckpointError, match="is no JSON"):
@@ -180,12 +179,12 @@ def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Backgr
 PARENT = """
 import sys, time
 from pathlib import Path
-from unidist.checkpoint import writing
+from tests.checkpoint.samples import prepare
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.tensors import Tensor, files_of
 
 files = files_of([Tensor("a", "uint8", (1 << 20,))])
-folder = writing.prepare(sys.argv[1], 1, files)
+folder = prepare(Path(sys.argv[1]), 1, files)
 background = Background(0)
 background.memory(1 << 20)[:] = 1
 background.start(folder, files, [("a", 0, 0, 1 << 20)], {"facts": {}, "places": 2})
@@ -199,20 +198,21 @@ def test_the_writer_ends_with_its_parent_and_nothing_counts(tmp_path: Path) -> N
     assert parent.stdout is not None
     with parent.stdout:
         child = int(parent.stdout.readline())
-    part = tmp_path / "step-00000001.tmp" / "part-0.json"
+    part = tmp_path / "step-00000001.tmp" / "part-00000.ranges"
     wait_for(part.exists)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     # It waits for the second part, which comes too late.
-    with writing.PartWriter(part.parent, files_of([Tensor("a", "uint8", (1 << 20,))]), 1) as second:
+    with writer(part.parent, files_of([Tensor("a", "uint8", (1 << 20,))]), 1) as second:
         second.finish()
     wait_for(lambda: not alive(child))
-    assert folders.steps(tmp_path) == []
+    assert directory_of(tmp_path).steps() == []
 
 
 ENDING = """
 import atexit, sys
-from unidist.checkpoint import writing
+from pathlib import Path
+from tests.checkpoint.samples import prepare
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.tensors import Tensor, files_of
 
@@ -220,7 +220,7 @@ from unidist.checkpoint.tensors import Tensor, files_of
 begun = []
 atexit.register(lambda: [one.wait() for one in begun])
 files = files_of([Tensor("a", "uint8", (1 << 20,))])
-folder = writing.prepare(sys.argv[1], 1, files)
+folder = prepare(Path(sys.argv[1]), 1, files)
 begun.append(Background(0))
 begun[0].memory(1 << 20)[:] = 1
 begun[0].start(folder, files, [("a", 0, 0, 1 << 20)], {"facts": {}, "places": 1})
@@ -232,7 +232,7 @@ def test_a_program_that_ends_can_wait_for_the_writer(tmp_path: Path) -> None:
     """Nothing else ends it first."""
     done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
-    assert folders.steps(tmp_path) == [1]
+    assert directory_of(tmp_path).steps() == [1]
     wait_for(lambda: not alive(int(done.stdout)))
 
 

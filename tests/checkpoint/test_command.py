@@ -12,8 +12,8 @@ import safetensors.numpy
 from tests.checkpoint.samples import contents, tensors, write
 from unidist import cli
 from unidist.checkpoint import command
+from unidist.checkpoint.command import difference, numbers
 from unidist.checkpoint.tensors import DTYPES, Tensor
-from unidist.checkpoint.values import difference, numbers
 
 OF = tensors()
 
@@ -167,7 +167,7 @@ def test_files_of_keras_are_left_to_it(tmp_path: Path, name: str) -> None:
     given: list[object] = []
     arguments = ["export", "in", str(tmp_path / name), "--step", "3"]
     assert command.main(arguments, lambda *found: given.extend(found)) == 0
-    assert given == [Path("in"), 3, tmp_path / name]
+    assert given == ["in", 3, tmp_path / name]
 
 
 def test_long_facts_are_shown_by_their_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

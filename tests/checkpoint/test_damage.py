@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_found(directory: Path, file: str) -> None:
 def test_damage_names_file_tensor_and_bytes_and_what_is_elsewhere_is_still_read(directory: Path) -> None:
     path = directory / "step-00000005" / MODEL
     with Reader(directory) as reader:
-        ((_, begin, _, _),) = reader._places.of("dense/kernel", 0, 1)
+        ((_, _, _, begin),) = reader._pieces.of("dense/kernel", 0, 1)
     content = bytearray(path.read_bytes())
     content[begin + 5 + 2048 + 100] ^= 64
     path.write_bytes(content)
@@ -152,7 +152,7 @@ def test_a_file_of_another_step_is_told(directory: Path, tmp_path: Path, step: i
 
 def test_a_folder_of_another_step_is_told(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory / "step-00000005", tmp_path / "step-00000008")
-    with pytest.raises(CheckpointError, match="folder step-00000008 has the manifest of step 5"):
+    with pytest.raises(CheckpointError, match="is that of step 5, not of 8"):
         Reader(tmp_path)
 
 

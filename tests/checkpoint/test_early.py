@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from unidist.checkpoint.early import Early
+from unidist.checkpoint.disk import Early
 
 MIB = 1 << 20
 

@@ -15,11 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.samples import IN_MEMORY, contents, region_of, tensors, write
-from unidist.checkpoint import disk, folders
+from unidist.checkpoint import disk
+from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.reading import Reader
-from unidist.checkpoint.regions import BATCH, batches, runs, whole
+from unidist.checkpoint.regions import BATCH, Region, batches, whole
 from unidist.checkpoint.tensors import DTYPES, Tensor, file_of, files_of, stamp_of
 from unidist.errors import CheckpointError
+
+
+def runs(shape: tuple[int, ...], itemsize: int, region: Region) -> list[tuple[int, int]]:
+    """(offset, length) of each run, in order."""
+    return [(at, length) for offsets, length in batches(shape, itemsize, region) for at in offsets.tolist()]
 
 
 def shapes(most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
@@ -41,7 +47,7 @@ def test_runs_are_the_bytes_that_numpy_takes_and_none_touch(data: st.DataObject)
     region, itemsize = data.draw(regions(shape)), data.draw(st.sampled_from([1, 2, 8]))
     numbers = np.arange(math.prod(shape) * itemsize).reshape(*shape, itemsize)
     taken = numbers[tuple(slice(first, first + n) for first, n in region)].reshape(-1)
-    found = list(runs(shape, itemsize, region))
+    found = runs(shape, itemsize, region)
     assert [at for offset, length in found for at in range(offset, offset + length)] == taken.tolist()
     assert all(a + n < b for (a, n), (b, _) in pairwise(found))
 
@@ -55,7 +61,7 @@ def test_runs_of_a_long_column_come_in_batches() -> None:
 @pytest.mark.parametrize("region", [((0, 3),), ((0, 3), (2, 3)), ((-1, 2), (0, 1)), ((0, -1), (0, 1))])
 def test_a_region_outside_of_its_tensor_is_refused(region: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(CheckpointError, match=r"is not inside of the shape \(3, 4\)"):
-        list(runs((3, 4), 1, region))
+        runs((3, 4), 1, region)
 
 
 @settings(max_examples=20, deadline=None)
@@ -80,7 +86,7 @@ def test_what_processes_write_is_what_others_read(data: st.DataObject) -> None:
                 before = reader.bytes_read
                 found = reader.read(tensor.name, region)
                 assert found.tobytes() == region_of(bytes_of[tensor.name], tensor, region).tobytes()
-                count = len(list(runs(tensor.shape, tensor.itemsize, region)))
+                count = len(runs(tensor.shape, tensor.itemsize, region))
                 assert reader.bytes_read - before <= 1.01 * len(found) + 4096 * count
                 assert reader.read(tensor.name).tobytes() == bytes_of[tensor.name].tobytes()
 
@@ -235,7 +241,7 @@ def test_torch_reads_the_model_as_hugging_faces(tmp_path: Path) -> None:
 def test_a_folder_of_another_name_is_read_by_its_path(tmp_path: Path) -> None:
     of = [Tensor("a", "uint8", (5,))]
     write(tmp_path, 4, contents(of), of).rename(tmp_path / "best")
-    assert folders.steps(tmp_path) == []
+    assert directory_of(tmp_path).steps() == []
     with Reader(tmp_path / "best") as reader:
         assert reader.step == 4
 

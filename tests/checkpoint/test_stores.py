@@ -18,9 +18,10 @@ from safetensors import safe_open
 from tests.checkpoint.samples import contents, region_of, tensors
 from unidist.backends import extras
 from unidist.checkpoint import command, stores
-from unidist.checkpoint.places import InParts
+from unidist.checkpoint.manifest import Manifest, Told
+from unidist.checkpoint.opened import Pieces
 from unidist.checkpoint.reading import Reader
-from unidist.checkpoint.remote import RemoteDirectory, steps
+from unidist.checkpoint.remote import RemoteDirectory
 from unidist.checkpoint.stores import Store
 from unidist.checkpoint.tensors import FileSpec, Tensor, file_of, files_of
 from unidist.errors import CheckpointError
@@ -75,7 +76,7 @@ def test_what_processes_write_is_read(verify: Any, address: str) -> None:
         assert (reader.step, reader.facts, reader.where) == (12, {"note": 12}, address)
         assert sum(reader.written_by("dense/kernel").values()) == 64 * 96 * 4
         assert set(reader.written_by("dense/kernel")) == {0, 1, 2}
-    assert not [name for name in objects(address) if name.endswith(("part-00000.json", ".half"))]
+    assert not [name for name in objects(address) if name.endswith(("part-00000.ranges", ".half"))]
 
 
 @pytest.mark.parametrize("window", [64, 1000, stores._WINDOW])
@@ -90,14 +91,14 @@ def test_regions(window: int, address: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_are_replaced_and_pruned(address: str) -> None:
-    assert steps(address) == []
+    assert RemoteDirectory(address).steps() == []
     for step in (1, 2, 3):
         write(address, step, seed=step)
     write(address, 2, seed=20)
     read_all(address, 20, step=2)
     assert sum("step-00000002-" in name and "manifest" not in name for name in objects(address)) == 5
     write(address, 4, seed=4, keep=2)
-    assert steps(address) == [3, 4]
+    assert RemoteDirectory(address).steps() == [3, 4]
     assert {name[:13] for name in objects(address)} == {"step-00000003", "step-00000004"}
     read_all(address, 3, "all", step=3)
 
@@ -117,9 +118,9 @@ def test_what_is_half_written_does_not_count(address: str) -> None:
         read_all(address, 1, "all")
     directory = RemoteDirectory(address)
     files = files_of(tensors())
-    with pytest.raises(CheckpointError, match=r"part-00000\.json: is missing in memory://"):
+    with pytest.raises(CheckpointError, match=r"part-00000\.ranges: is missing in memory://"):
         directory.commit(directory.prepare(3, files), files, {}, 2)
-    assert steps(address) == [1]
+    assert RemoteDirectory(address).steps() == [1]
 
 
 def test_bytes_that_nobody_wrote(address: str) -> None:
@@ -130,7 +131,7 @@ def test_bytes_that_nobody_wrote(address: str) -> None:
         part.finish()
     with pytest.raises(CheckpointError, match="were not written"):
         directory.commit(name, files, {}, 1)
-    assert steps(address) == []
+    assert RemoteDirectory(address).steps() == []
 
 
 def test_what_parts_do_not_hold_is_an_error() -> None:
@@ -139,14 +140,15 @@ def test_what_parts_do_not_hold_is_an_error() -> None:
     def part(*pieces: tuple[int, int]) -> FileSpec:
         return file_of("part-00000.safetensors", [Tensor(f"a@{at}", "uint8", (count,)) for at, count in pieces])
 
-    found = InParts([tensor], [part((0, 5), (5, 11))]).of("a", 3, 7)
-    assert [(first, stop) for _, _, first, stop in found] == [(3, 5), (5, 7)]
+    told = Manifest(1, "", (), Told("", 0, 0, 0), Told("", 0, 0, 0), {}, (tensor,), "step")
+    found = Pieces(told, [part((0, 5), (5, 11))]).of("a", 3, 7)
+    assert [piece[:2] for piece in found] == [(3, 5), (5, 7)]
     for pieces, at in (((0, 5), (6, 10)), 5), (((0, 5), (4, 12)), 4), (((0, 5), (5, 10)), 15), (((1, 15),), 0), ((), 0):
         with pytest.raises(CheckpointError, match=f"its bytes from {at} on are in no part, or in two"):
-            InParts([tensor], [part(*pieces)])
+            Pieces(told, [part(*pieces)])
     for name in ("b@0", "a", "a@x"):
         with pytest.raises(CheckpointError, match="no part of a tensor"):
-            InParts([tensor], [file_of("part-00000.safetensors", [Tensor(name, "uint8", (16,))])])
+            Pieces(told, [file_of("part-00000.safetensors", [Tensor(name, "uint8", (16,))])])
 
 
 def test_windows_are_asked_for_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

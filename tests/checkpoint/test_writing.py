@@ -19,11 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.samples import IN_MEMORY, contents, known, tensors, write
+from tests.checkpoint.samples import IN_MEMORY, commit, contents, known, prepare, tensors, write, writer
 from tests.support.sampling import SEED, unless_all
-from unidist.checkpoint import folders, manifest, writing
+from unidist.checkpoint import manifest
+from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.tensors import Tensor, files_of
+from unidist.checkpoint.writing import part_of
 from unidist.errors import CheckpointError
 
 OF = [Tensor("a", "float32", (50, 70)), Tensor("b", "int8", (9000,), "optimizer")]
@@ -33,9 +35,9 @@ BYTES_OF = contents(OF)
 
 def begun(directory: Path, *ranges: tuple[int, str, int, int], places: int = 2) -> Path:
     """A step whose places have written (place, tensor, begin, end)."""
-    folder = writing.prepare(directory, 1, FILES)
+    folder = prepare(directory, 1, FILES)
     for place in range(places):
-        with writing.PartWriter(folder, FILES, place) as part:
+        with writer(folder, FILES, place) as part:
             for of, name, begin, end in ranges:
                 if of == place:
                     part.write(name, begin, BYTES_OF[name][begin:end])
@@ -46,87 +48,35 @@ def begun(directory: Path, *ranges: tuple[int, str, int, int], places: int = 2) 
 WHOLE_B = (0, "b", 0, 9000)
 
 
-@pytest.mark.parametrize(
-    ("ranges", "tensor", "text"),
-    [
-        ([WHOLE_B], "a", r"bytes 0\.\.14000 were not written"),
-        ([WHOLE_B, (0, "a", 0, 5000), (1, "a", 5001, 14000)], "a", r"bytes 5000\.\.5001 were not written"),
-        ([WHOLE_B, (0, "a", 0, 5001), (1, "a", 5000, 14000)], "a", r"bytes 5000\.\.5001 were written twice"),
-        ([WHOLE_B, (0, "a", 0, 14000), (1, "a", 0, 14000)], "a", "were written twice"),
-        ([WHOLE_B, (0, "a", 0, 14000), (1, "b", 8999, 9000)], "b", "were written twice"),
-        ([WHOLE_B, (0, "a", 0, 13999)], "a", r"bytes 13999\.\.14000 were not written"),
-        ([WHOLE_B, (1, "a", 1, 14000)], "a", r"bytes 0\.\.1 were not written"),
-    ],
-)
-def test_bytes_that_nobody_wrote_or_two_did_are_told(
-    tmp_path: Path, ranges: list[tuple[int, str, int, int]], tensor: str, text: str
-) -> None:
-    folder = begun(tmp_path, *ranges)
-    with pytest.raises(CheckpointError, match=text) as found:
-        writing.commit(folder, FILES, {}, 2)
-    assert found.value.tensor == tensor
-    assert folders.steps(tmp_path) == []
-
-
-def test_a_part_that_is_missing_damaged_or_of_another_try_is_told(tmp_path: Path) -> None:
+def test_a_file_that_was_changed_meanwhile_is_told(tmp_path: Path) -> None:
     folder = begun(tmp_path, WHOLE_B, (1, "a", 0, 14000))
-    with pytest.raises(CheckpointError, match=r"part-2\.json: is missing"):
-        writing.commit(folder, FILES, {}, 3)
-    binary = folder / writing.binary_of(1)
-    content = binary.read_bytes()
-    binary.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"part-1\.bin: is damaged"):
-        writing.commit(folder, FILES, {}, 2)
-    binary.write_bytes(content)
-    told = json.loads((folder / writing.part_of(0)).read_text())
-    (folder / writing.part_of(0)).write_text(json.dumps({**told, "writing": "0" * 32}))
-    with pytest.raises(CheckpointError, match=r"part-0\.json: is of another try"):
-        writing.commit(folder, FILES, {}, 2)
-    (folder / writing.part_of(0)).write_text(json.dumps(told))
     os.truncate(folder / FILES[0].name, FILES[0].size - 1)
     with pytest.raises(CheckpointError, match="is not the file that was prepared"):
-        writing.commit(folder, FILES, {}, 2)
+        commit(folder, FILES, {}, 2)
 
 
 def test_processes_that_know_other_tensors_are_told(tmp_path: Path) -> None:
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     others = files_of([OF[0], Tensor("b", "uint8", (9000,), "optimizer")])
     with pytest.raises(CheckpointError, match="was prepared for other tensors than this process has"):
-        writing.PartWriter(folder, others, 1)
+        writer(folder, others, 1)
     with pytest.raises(CheckpointError, match=r"prepared\.json: is missing"):
-        writing.PartWriter(write(tmp_path, 2, BYTES_OF, OF), FILES, 0)
+        writer(write(tmp_path, 2, BYTES_OF, OF), FILES, 0)
     with pytest.raises(CheckpointError, match="No such file"):
-        writing.PartWriter(tmp_path / "none", FILES, 0)
-
-
-def test_what_is_no_part_of_a_tensor_is_not_written(tmp_path: Path) -> None:
-    folder = writing.prepare(tmp_path, 1, FILES)
-    with writing.PartWriter(folder, FILES, 0) as part:
-        for name, begin, nbytes in (("a", 13999, 2), ("a", -1, 1), ("none", 0, 1), ("a", 2**63, 1)):
-            with pytest.raises(CheckpointError) as found:
-                part.write(name, begin, bytes(nbytes))
-            assert found.value.tensor == name
-
-
-@pytest.mark.parametrize("facts", [{"x": float("nan")}, {"x": {1, 2}}, {"x": "y" * (9 << 20)}])
-def test_facts_that_are_no_json_are_refused(tmp_path: Path, facts: dict) -> None:
-    folder = begun(tmp_path, WHOLE_B, (1, "a", 0, 14000))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: "):
-        writing.commit(folder, FILES, facts, 2)
-    assert folders.steps(tmp_path) == []
+        writer(tmp_path / "none", FILES, 0)
 
 
 def test_pieces_that_follow_each_other_are_one_range(tmp_path: Path) -> None:
     draw = random.Random(SEED)
     cuts = sorted(draw.sample(range(1, 14000), 30))
-    folder = writing.prepare(tmp_path, 1, FILES)
-    with writing.PartWriter(folder, FILES, 0) as part:
+    folder = prepare(tmp_path, 1, FILES)
+    with writer(folder, FILES, 0) as part:
         for begin, end in pairwise([0, *cuts, 14000]):
             part.write("a", begin, BYTES_OF["a"][begin:end])
         part.write("b", 0, BYTES_OF["b"])
         part.finish()
-    assert json.loads((folder / writing.part_of(0)).read_text())["tensors"] == [["a", 1], ["b", 1]]
-    writing.commit(folder, FILES, {}, 1)
+    assert json.loads((folder / part_of(0)).read_bytes().partition(b"\n")[0])["tensors"] == [["a", 1], ["b", 1]]
+    commit(folder, FILES, {}, 1)
     with Reader(tmp_path, verify="all") as reader:
         assert reader.read("a").tobytes() == BYTES_OF["a"].tobytes()
 
@@ -177,31 +127,31 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 def test_a_full_disk_is_told_and_leaves_nothing_that_counts(tmp_path: Path) -> None:
     write(tmp_path, 1, BYTES_OF, OF)
     with files_of_at_most(5000), pytest.raises(CheckpointError, match=r"step-00000002.*: File too large") as found:
-        writing.prepare(tmp_path, 2, FILES)
+        prepare(tmp_path, 2, FILES)
     assert found.value.file.endswith(FILES[0].name)
-    folder = writing.prepare(tmp_path, 2, FILES)
-    with writing.PartWriter(folder, FILES, 0) as part:
+    folder = prepare(tmp_path, 2, FILES)
+    with writer(folder, FILES, 0) as part:
         with files_of_at_most(5000), pytest.raises(CheckpointError, match=r"File too large \(tensor 'a'\)") as found:
             part.write("a", 0, BYTES_OF["a"])
         assert found.value.tensor == "a"
-    with files_of_at_most(10), writing.PartWriter(folder, FILES, 0) as part:
-        text = r"part-0\.json: File too large"
+    with files_of_at_most(10), writer(folder, FILES, 0) as part:
+        text = r"part-00000\.ranges: File too large"
         with pytest.raises(CheckpointError, match=text):
             part.finish()
-    assert folders.steps(tmp_path) == [1]
+    assert directory_of(tmp_path).steps() == [1]
     write(tmp_path, 2, BYTES_OF, OF)
-    assert folders.steps(tmp_path) == [1, 2]
+    assert directory_of(tmp_path).steps() == [1, 2]
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file: File exists"):
-        writing.prepare(tmp_path / "file", 1, FILES)
+        prepare(tmp_path / "file", 1, FILES)
     with pytest.raises(CheckpointError, match="sub: Not a directory"):
-        writing.prepare(tmp_path / "file" / "sub", 1, FILES)
+        prepare(tmp_path / "file" / "sub", 1, FILES)
     for step in (-1, 10**12, True, 1.5):
         with pytest.raises(CheckpointError, match="a step is a number from 0 to"):
-            writing.prepare(tmp_path, step, FILES)
+            prepare(tmp_path, step, FILES)
 
 
 @pytest.mark.parametrize("left", ["folder", "file", "link"])
@@ -215,13 +165,13 @@ def test_what_an_earlier_try_left_is_removed(tmp_path: Path, left: str) -> None:
     else:
         (tmp_path / "mine").mkdir()
         path.symlink_to(tmp_path / "mine")
-    folder = writing.prepare(tmp_path, 1, FILES)
+    folder = prepare(tmp_path, 1, FILES)
     assert sorted(one.name for one in folder.iterdir()) == sorted([*(file.name for file in FILES), "prepared.json"])
     assert left != "link" or not list((tmp_path / "mine").iterdir())
 
 
 def test_steps_are_those_with_a_manifest(tmp_path: Path) -> None:
-    assert (folders.steps(tmp_path / "none"), folders.latest(tmp_path)) == ([], None)
+    assert (directory_of(tmp_path / "none").steps(), directory_of(tmp_path).latest()) == ([], None)
     for step in (100, 3, 123_456_789):
         write(tmp_path, step, BYTES_OF, OF)
     for name in ("step-00000007", "step-00000008.tmp", "step-9", "step-000000009", "best", "step-00000010.removed"):
@@ -230,11 +180,11 @@ def test_steps_are_those_with_a_manifest(tmp_path: Path) -> None:
     for name in ("step-00000008.tmp", "step-9", "step-000000009", "best", "step-00000010.removed"):
         (tmp_path / name / manifest.MANIFEST).write_text("{}")
     (tmp_path / "step-00000011").write_text("")
-    assert folders.steps(tmp_path) == [3, 100, 123_456_789]
-    assert folders.latest(tmp_path) == 123_456_789
-    assert folders.step_folder(tmp_path, 3) == tmp_path / "step-00000003"
+    assert directory_of(tmp_path).steps() == [3, 100, 123_456_789]
+    assert directory_of(tmp_path).latest() == 123_456_789
+    assert directory_of(tmp_path).find(3) == tmp_path / "step-00000003"
     with pytest.raises(CheckpointError, match=r"has no checkpoint of step 7; the last ones: 3, 100, 123456789"):
-        folders.step_folder(tmp_path, 7)
+        directory_of(tmp_path).find(7)
 
 
 def test_old_steps_are_removed_and_later_ones_stay(tmp_path: Path) -> None:
@@ -243,13 +193,13 @@ def test_old_steps_are_removed_and_later_ones_stay(tmp_path: Path) -> None:
     for name in ("step-00000002.tmp", "step-00000001.removed", "step-00000007.tmp", "other"):
         (tmp_path / name).mkdir(exist_ok=True)
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003.replaced")
-    assert folders.prune(tmp_path, keep=2, newest=4) == [1, 2]
+    assert directory_of(tmp_path).prune(keep=2, newest=4) == [1, 2]
     left = ["other", "step-00000003", "step-00000004", "step-00000007.tmp", "step-00000009"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-    assert folders.prune(tmp_path, keep=2, newest=4) == []
-    assert folders.prune(tmp_path, keep=1, newest=4) == [3]
+    assert directory_of(tmp_path).prune(keep=2, newest=4) == []
+    assert directory_of(tmp_path).prune(keep=1, newest=4) == [3]
     with pytest.raises(CheckpointError, match="keep must be 1 or more, got 0"):
-        folders.prune(tmp_path, keep=0, newest=4)
+        directory_of(tmp_path).prune(keep=0, newest=4)
 
 
 def test_a_step_is_written_anew_and_the_old_one_counts_until_then(
@@ -262,7 +212,7 @@ def test_a_step_is_written_anew_and_the_old_one_counts_until_then(
     really_rename, really_remove = Path.rename, shutil.rmtree
 
     def look() -> None:
-        assert folders.latest(tmp_path) == 1
+        assert directory_of(tmp_path).latest() == 1
         with Reader(tmp_path, verify="all") as reader:
             seen.append(reader.read("a").tobytes())
 
@@ -288,7 +238,7 @@ def test_what_a_crash_left_while_a_step_was_replaced_is_cleared_up(tmp_path: Pat
     shutil.copytree(folder, tmp_path / "step-00000001.replaced")
     if not stands:
         shutil.rmtree(folder)
-    assert folders.steps(tmp_path) == [1]
+    assert directory_of(tmp_path).steps() == [1]
     other = contents(OF, seed=1)
     write(tmp_path, 1, other, OF)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -300,7 +250,7 @@ def test_a_folder_without_a_manifest_gives_way(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "notes").write_text("")
     write(tmp_path, 1, BYTES_OF, OF)
-    assert folders.steps(tmp_path) == [1]
+    assert directory_of(tmp_path).steps() == [1]
 
 
 # For each line that it reads: a process that writes steps of known contents, every third one twice, until it is killed.
@@ -309,14 +259,14 @@ import os
 import sys
 from pathlib import Path
 from tests.checkpoint.samples import known, tensors, write
-from unidist.checkpoint import folders
+from unidist.checkpoint.addresses import directory_of
 
 def work(first):
     of = tensors()
     for step in range(first, 10**6):
         for again in range(2 if step % 3 == 0 else 1):
             write(Path(sys.argv[1]), step, known(step), of, places=2, largest=20_000)
-        folders.prune(sys.argv[1], 2, step)
+        directory_of(sys.argv[1]).prune(2, step)
 
 for line in sys.stdin:
     process = os.fork()
@@ -348,7 +298,7 @@ def test_whenever_a_writer_is_killed_the_latest_step_is_whole(tmp_path: Path) ->
                 longest = longest * 1.2 if last == before else max(0.1, longest / 1.2)
             writers.stdin.close()
         write(directory, last + 1, known(last + 1), tensors())
-        folders.prune(directory, 1, last + 1)
+        directory_of(directory).prune(1, last + 1)
         assert [path.name for path in directory.iterdir()] == [f"step-{last + 1:08d}"]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -356,7 +306,7 @@ def test_whenever_a_writer_is_killed_the_latest_step_is_whole(tmp_path: Path) ->
 
 def look_at_the_latest(directory: Path, before: int) -> int:
     """The latest step, which is whole, and no older than that of before."""
-    step = folders.latest(directory)
+    step = directory_of(directory).latest()
     if step is None:
         assert before == 0
         return 0

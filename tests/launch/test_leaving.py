@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import programs
 from tests.launch.runs import Done, finish, run, start, wait_until
-from unidist.checkpoint import folders
+from unidist.checkpoint.addresses import directory_of
 from unidist.flight.form import LEFT
 
 pytestmark = pytest.mark.processes
@@ -36,7 +36,7 @@ def test_a_launcher_that_is_asked_ends_with_75(tmp_path: Path) -> None:
     said = "unidist: SIGUSR1: all processes have saved and left; started again the training goes on"
     assert left.err.splitlines()[-1] == said
     # Inside of the epoch, whose end was not seen.
-    steps = folders.steps(tmp_path / "steps")
+    steps = directory_of(tmp_path / "steps").steps()
     assert len(steps) == 1
     assert 3 <= steps[0] < 60
     assert came_to(run(arguments, tmp_path))
@@ -48,7 +48,7 @@ def test_all_are_started_again_where_one_rank_was_asked(tmp_path: Path) -> None:
     assert came_to(done)
     lines = done.err.splitlines()
     at = lines.index("unidist: asked to leave: the processes have saved and left")
-    steps = folders.steps(tmp_path / "steps")[0]
+    steps = directory_of(tmp_path / "steps").steps()[0]
     assert lines[at + 1] == f"unidist: restart 1 of 1, from checkpoint {steps} ({steps} steps were made)"
     assert steps < 60
     # No step was made twice.

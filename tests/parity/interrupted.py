@@ -17,7 +17,7 @@ import unidist
 from tests.parity.going_on import BATCH, EPOCHS, ROWS, Told
 from tests.parity.models import CASES
 from tests.parity.train import Spec, distributed
-from unidist.checkpoint import folders
+from unidist.checkpoint.addresses import directory_of
 from unidist.flight.form import WORD
 from unidist.flight.recorder import recorder
 from unidist.keras.checkpoint import turns
@@ -225,4 +225,4 @@ def by_the_clock(spec: Spec, folder: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "_now", lambda: float(next(seconds)))
         run(spec, "arrays", folder, every="3s", epochs=2, checkpoint={"keep": None})
-    return folders.steps(folder)
+    return directory_of(folder).steps()

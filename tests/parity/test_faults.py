@@ -16,7 +16,7 @@ from tests.parity.faults import is_of
 from tests.parity.train import Spec
 from tests.parity.worlds import MODEL_2, Alone, Worlds
 from tests.support.sampling import SEED, unless_all
-from unidist.checkpoint.folders import latest
+from unidist.checkpoint.addresses import directory_of
 
 pytestmark = pytest.mark.processes
 
@@ -155,7 +155,7 @@ def test_killed_at_any_moment_and_started_again_goes_on_from_the_last_step(
         given = (str(folder), spec, draw.uniform(0.1, 0.6), number % 3 == 2)
         outcomes = worlds.get(setting).outcomes(f"{_FAULTS}:save_until_killed", *given)
         assert [one.failure.kind for one in outcomes.values() if one.failure] == ["ended"] * 2, outcomes
-        last = latest(folder) or 0
+        last = directory_of(folder).latest() or 0
         saved = int((memory / "steps-beside" / "saved").read_text() if last else 0)
         assert saved <= last <= saved + 2
         assert last == 0 or is_of(folder, last)

@@ -12,7 +12,7 @@ from tests.parity.test_going_on import assert_went_on, call
 from tests.parity.train import Spec
 from tests.parity.worlds import DATA_2, DATA_4, GRID, Alone, Worlds
 from tests.support.sampling import unless_all
-from unidist.checkpoint import folders
+from unidist.checkpoint.addresses import directory_of
 
 pytestmark = pytest.mark.processes
 
@@ -48,7 +48,7 @@ def test_all_save_and_leave_at_one_step(
     whole = run(spec, source, None, **options)[0]
     for left in run(spec, source, str(tmp_path), stop, asked=asked, **saves, **options):
         assert left.raised == "SystemExit 75"
-    assert folders.latest(tmp_path) == total
+    assert directory_of(tmp_path).latest() == total
     for found in run(spec, source, str(tmp_path), **options):
         assert_went_on(found, whole, goes_on)
         assert found.resumed == total

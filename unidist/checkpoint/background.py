@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from unidist.checkpoint import disk, writing
+from unidist.checkpoint import disk
 from unidist.checkpoint.checksums import Bytes
+from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
 from unidist.checkpoint.waiting import tell_the_first, until_all_wrote
 from unidist.errors import CheckpointError
@@ -86,10 +87,10 @@ class Background:
         """Begins to write; returns at once.
 
         Args:
-            folder: of `writing.prepare`.
+            folder: of `FolderDirectory.prepare`.
             files: of `files_of`.
             pieces: (tensor's name, its first byte, where it is in the memory, how many bytes) of what to write.
-            commit: for process 0: `facts` and `places` as of `writing.commit`, and how long to wait for the others
+            commit: for process 0: `facts` and `places` as of `Directory.commit`, and how long to wait for the others
                 (`timeout`, in seconds). The step is committed when all parts stand.
 
         Raises:
@@ -271,7 +272,7 @@ class _Worker:
                 os.close(memory)
             job = json.loads(text)
             try:
-                answer = {"folder": str(self._write(job) or "")}
+                answer = {"folder": self._write(job) or ""}
             except CheckpointError as error:
                 tell_the_first(Path(job["folder"]), job["place"], str(error))
                 answer = {"error": str(error), "file": error.file, "tensor": error.tensor}
@@ -283,10 +284,11 @@ class _Worker:
         if _is_readable(self._channel, 0) and not self._channel.recv(1, socket.MSG_PEEK):
             os._exit(1)
 
-    def _write(self, job: dict[str, Any]) -> Path | None:
+    def _write(self, job: dict[str, Any]) -> str | None:
         folder, commit = Path(job["folder"]), job["commit"]
+        directory = FolderDirectory(folder.parent)
         files = [file_told(file) for file in job["files"]]
-        with writing.PartWriter(folder, files, job["place"]) as part:
+        with directory.writer(folder.name, files, job["place"]) as part:
             for name, begin, offset, nbytes in job["pieces"]:
                 if not 0 <= offset <= offset + nbytes <= len(self._memory):
                     raise CheckpointError(f"bytes {offset}..{offset + nbytes} are not in the memory", tensor=name)
@@ -300,7 +302,7 @@ class _Worker:
         for _ in until_all_wrote(folder, commit["places"], commit["timeout"]):
             self._end_with_parent()
         self._end_with_parent()
-        return writing.commit(folder, files, commit["facts"], commit["places"])
+        return directory.commit(folder.name, files, commit["facts"], commit["places"])
 
 
 def main(arguments: Sequence[str]) -> None:

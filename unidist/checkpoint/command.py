@@ -1,33 +1,44 @@
-"""`unidist checkpoint`: lists a directory's checkpoints, verifies that one is whole, compares two."""
+"""`unidist checkpoint`: lists checkpoints, verifies that one is whole, compares two, exports one.
+
+Plain safetensors files of a step's tensors are for others to read; no tensor is held whole. Numbers are compared in
+dtypes that NumPy lacks too.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unidist.checkpoint import folders, manifest, remote
-from unidist.checkpoint.exporting import export
-from unidist.checkpoint.folders import Step
+import numpy as np
+from numpy.typing import NDArray
+
+from unidist.checkpoint import disk
+from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.checksums import Bytes
+from unidist.checkpoint.directory import Step
+from unidist.checkpoint.manifest import INDEX, MANIFEST, index_of
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.stores import is_address
-from unidist.checkpoint.tensors import KINDS, LARGEST, Tensor
-from unidist.checkpoint.values import difference
+from unidist.checkpoint.tensors import KINDS, LARGEST, FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError
 from unidist.tables import table
 
 # A multiple of every item's bytes; of each step so many are held at once, and some times as many as wider numbers.
 _PIECE = 1 << 20
+# Bytes that are copied at once into a plain file.
+_COPIED = 16 << 20
 _OUT = "a folder that is empty or not there yet; or NAME.keras, or NAME.weights.h5, which Keras writes"
 # A model's config has thousands of letters.
 _MOST_SHOWN = 300
 
 
-def main(arguments: Sequence[str], by_keras: Callable[[Path, Step, Path], None]) -> int:
+def main(arguments: Sequence[str], by_keras: Callable[[str, Step, Path], None]) -> int:
     """Does what is asked.
 
     Args:
@@ -73,7 +84,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         ("export", "Write a step's tensors as plain safetensors files, or as a file of Keras's own"),
     ):
         sub = subparsers.add_parser(name, help=summary, description=summary)
-        sub.add_argument("directory", metavar="DIR", type=_directory)
+        sub.add_argument("directory", metavar="DIR")
         if name != "list":
             sub.add_argument("--step", type=_step, default="latest", help="its number (default: the latest)")
         if name == "export":
@@ -83,28 +94,23 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     summary = "Compare names, shapes, dtypes and values of two steps"
     diff = subparsers.add_parser("diff", help=summary, description=summary)
     for side in ("left", "right"):
-        diff.add_argument(side, metavar=side[0].upper(), type=_directory)
+        diff.add_argument(side, metavar=side[0].upper())
         diff.add_argument(f"--{side}-step", type=_step, default="latest", help="its number (default: the latest)")
     return parser.parse_args(list(arguments))
-
-
-def _directory(text: str) -> Path | str:
-    return text if is_address(text) else Path(text)
 
 
 def _step(text: str) -> Step:
     return "latest" if text == "latest" else int(text)
 
 
-def _list(directory: Path | str) -> int:
-    if isinstance(directory, Path) and not directory.is_dir():
-        raise CheckpointError(f"{directory}: there is no such directory", file=str(directory))
-    rows = [("step", "written", "size", "tensors", "")]
-    for step in folders.steps(directory) if isinstance(directory, Path) else remote.steps(directory):
-        written = "-"
-        if isinstance(directory, Path):
-            told = folders.step_folder(directory, step) / manifest.MANIFEST
-            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(told.stat().st_mtime))
+def _list(directory: str) -> int:
+    if not is_address(directory) and not Path(directory).is_dir():
+        raise CheckpointError(f"{directory}: there is no such directory", file=directory)
+    rows, found = [("step", "written", "size", "tensors", "")], directory_of(directory)
+    for step in found.steps():
+        where, written = found.find(step), "-"
+        if isinstance(where, Path):
+            written = time.strftime("%Y-%m-%d %H:%M", time.localtime((where / MANIFEST).stat().st_mtime))
         try:
             with Reader(directory, step, "off") as reader:
                 total = sum(tensor.nbytes for tensor in reader.tensors.values())
@@ -118,7 +124,7 @@ def _list(directory: Path | str) -> int:
     return 0
 
 
-def _show(directory: Path | str, step: Step) -> int:
+def _show(directory: str, step: Step) -> int:
     with Reader(directory, step) as reader:
         print(f"step {reader.step} in {reader.folder}")
         rows = [("tensor", "kind", "dtype", "shape", "size", "written by")]
@@ -139,8 +145,8 @@ def _shortened(facts: Any) -> Any:
     return f"{facts[:_MOST_SHOWN]}... ({len(facts)} letters)" if is_long else facts
 
 
-def _verify(directory: Path | str, step: Step) -> int:
-    where = folders.find(directory, step) if isinstance(directory, Path) else remote.address_of(directory, step)
+def _verify(directory: str, step: Step) -> int:
+    where = directory_of(directory).find(step)
     try:
         with Reader(directory, step, "all") as reader:
             total = sum(tensor.nbytes for tensor in reader.tensors.values())
@@ -151,7 +157,7 @@ def _verify(directory: Path | str, step: Step) -> int:
     return 0
 
 
-def _diff(left: tuple[Path | str, Step], right: tuple[Path | str, Step]) -> int:
+def _diff(left: tuple[str, Step], right: tuple[str, Step]) -> int:
     with Reader(*left) as a, Reader(*right) as b:
         names = sorted({*a.tensors, *b.tensors})
         said = [text for name in names if (text := _difference(name, a, b))]
@@ -189,3 +195,101 @@ def _size(nbytes: int) -> str:
         return f"{nbytes} B"
     power = min((len(str(nbytes)) - 1) // 3, 4)
     return f"{nbytes / 1000**power:.1f} {'kMGT'[power - 1]}B"
+
+
+# plain files ----------------------------------------------------------------------------------------------------------
+
+
+def export(
+    directory: str | Path,
+    out: str | Path,
+    step: Step = "latest",
+    *,
+    kinds: Sequence[str] = ("model",),
+    largest: int = LARGEST,
+) -> list[str]:
+    """Writes tensors of a step into plain safetensors files, and Hugging Face's index of the model's.
+
+    Args:
+        directory: of the checkpoints, or a step's folder.
+        out: a folder, which is empty or not there yet.
+        step: its number, or "latest".
+        kinds: of the tensors.
+        largest: bytes of a file at most, unless one tensor alone has more.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        CheckpointError: what is read is damaged, or the system cannot write.
+    """
+    target = Path(out)
+    with Reader(directory, step) as reader:
+        held = [tensor for tensor in reader.tensors.values() if tensor.kind in kinds]
+        files = files_of(held, largest, has_stamp=False)
+        with disk.told(target):
+            target.mkdir(parents=True, exist_ok=True)
+            if os.listdir(target):
+                raise CheckpointError(f"{target}: is not empty", file=str(target))
+        for file in files:
+            _copy(reader, file, target)
+    disk.write_durably(target, INDEX, index_of(files))
+    return [*(file.name for file in files), INDEX]
+
+
+def _copy(reader: Reader, spec: FileSpec, target: Path) -> None:
+    path, half = target / spec.name, target / f"{spec.name}.half"
+    with disk.told(path):
+        with half.open("xb") as file:
+            file.write(spec.header)
+            for name, tensor in spec.tensors.items():
+                for begin in range(0, tensor.nbytes, _COPIED):
+                    file.write(reader.read_bytes(name, begin, min(_COPIED, tensor.nbytes - begin)).data)
+            file.flush()
+            os.fsync(file.fileno())
+        half.rename(path)
+
+
+# numbers --------------------------------------------------------------------------------------------------------------
+
+
+def numbers(data: Bytes, dtype: str) -> NDArray[Any]:
+    """Bytes as numbers of NumPy: those of a dtype that it lacks as wider ones, exactly."""
+    if dtype == "bfloat16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float8_e5m2":
+        return (data.astype(np.uint16) << 8).view(np.float16)
+    if dtype == "float8_e4m3fn":
+        return _E4M3FN[data]
+    return data.view(dtype)
+
+
+def _e4m3fn(byte: int) -> float:
+    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 0x7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    return float(sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)))
+
+
+_E4M3FN = np.array([_e4m3fn(byte) for byte in range(256)], np.float32)
+
+
+def difference(left: Bytes, right: Bytes, dtype: str) -> float:
+    """The largest distance of two numbers in the same place; NaN where only one of them is."""
+    if not len(left) or np.array_equal(left, right):
+        return 0.0
+    a, b = numbers(left, dtype), numbers(right, dtype)
+    if a.dtype.kind in "iu":
+        wide = np.uint64 if a.dtype == np.uint64 else np.int64
+        a, b = a.astype(wide), b.astype(wide)
+        # Of two's complements: the difference of the farthest does not fit into an int64.
+        return float((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).max())
+    wide_float = np.complex128 if a.dtype.kind == "c" else np.float64
+    # What is no number stays none, of whatever kind.
+    with np.errstate(invalid="ignore"):
+        a, b = a.astype(wide_float), b.astype(wide_float)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.abs(a - b)
+    # Infinities of one sign are none apart.
+    distance[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
+    return float(distance.max())

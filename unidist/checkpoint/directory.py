@@ -1,53 +1,184 @@
-"""A directory of checkpoints, as processes write it together: folders of files, or an object store."""
+"""A directory of checkpoints: which steps count, what is written and committed there, which steps go.
+
+Folders (folders.py) and object stores (remote.py) differ in how bytes come to them, and in what makes a step count.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
-from unidist.checkpoint import folders
-from unidist.checkpoint.remote import RemoteDirectory
-from unidist.checkpoint.stores import is_address
+from unidist.checkpoint.checksums import crc
+from unidist.checkpoint.manifest import CHECKSUMS, INDEX, Manifest, Told, text_of
+from unidist.checkpoint.opened import Opened
 from unidist.checkpoint.tensors import FileSpec
-from unidist.checkpoint.writing import PartWriter, commit, prepare
+from unidist.checkpoint.writing import Part, PartWriter, joined, part_of
+from unidist.errors import CheckpointError
+
+LAST_STEP = 10**12 - 1
+Step = int | Literal["latest"]
 
 
-class FolderDirectory:
-    """A folder, which all processes see.
+def name_of(step: int) -> str:
+    """Returns what the names of a step's folder and files begin with.
 
-    Its methods are those of writing.py and folders.py, with names for paths.
+    Raises:
+        CheckpointError: it is no step's number.
+    """
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise CheckpointError(f"a step is a number from 0 to {LAST_STEP}, got {step!r}")
+    return f"step-{step:08d}"
+
+
+class Directory(ABC):
+    """A directory of checkpoints, which all processes see.
+
+    Args:
+        where: its path, or its address.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    # Whether files hold parts of tensors, one file a process.
+    is_in_parts = False
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    # looking ----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The steps that count, in order; none where there is no directory."""
+
+    @abstractmethod
+    def find(self, step: Step) -> Path | str:
+        """A step's folder, or the address of its manifest. Raises CheckpointError: there is no such step."""
+
+    @abstractmethod
+    def opened(self, step: Step) -> tuple[Path | str, Opened]:
+        """(where a step's files are, the files). Raises CheckpointError: there is no such step."""
 
     def latest(self) -> int | None:
-        return folders.latest(self.path)
+        """The last step that counts."""
+        return max(self.steps(), default=None)
 
+    def number(self, step: Step) -> int:
+        """The number of a step that counts.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        there = self.steps()
+        if step == "latest" and there:
+            return there[-1]
+        if step != "latest" and step in there:
+            return step
+        known = ", ".join(map(str, there[-5:])) or "none"
+        of = "" if step == "latest" else f" of step {step}; the last ones: {known}"
+        raise CheckpointError(f"{self.where} has no checkpoint{of}", file=self.where)
+
+    # writing ----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def prepare(self, step: int, files: Sequence[FileSpec]) -> str:
-        return prepare(self.path, step, files).name
+        """Prepares what all write into, and returns its name. Process 0's; others begin when this is done."""
 
+    @abstractmethod
     def writer(self, name: str, files: Sequence[FileSpec], place: int) -> PartWriter:
-        return PartWriter(self.path / name, files, place)
+        """The writer of one process's part. `files`: of `files_of`, as in all other processes."""
 
     def commit(self, name: str, files: Sequence[FileSpec], facts: Mapping[str, Any], places: int) -> str:
-        return str(commit(self.path / name, files, facts, places))
+        """Makes a step count, when every process has finished its part. Process 0's.
+
+        Args:
+            name: of `prepare`.
+            files: of `files_of`.
+            facts: JSON of the caller's own, kept in the manifest.
+            places: how many processes wrote.
+
+        Returns:
+            The step's folder, or the address of its manifest.
+
+        Raises:
+            CheckpointError: a part is missing, damaged or of another try; bytes of a tensor were not written, or twice;
+                what is there cannot be written to.
+        """
+        step, writing = begun = self._begun(name, files)
+        parts = [Part.parsed(self._read(name, part_of(place)), place, writing) for place in range(places)]
+        told = self._told(name, begun, files, parts)
+        tensors = tuple(tensor for file in files for tensor in file.tensors.values())
+        spec, pieces = joined(name, tensors, parts)
+        checksums = self._put(name, CHECKSUMS, pieces, len(spec.header))
+        index = self._put(name, INDEX, [self._index(files, parts)])
+        in_parts = (tensors, name) if self.is_in_parts else ()
+        text = text_of(Manifest(step, writing, told, checksums, index, facts, *in_parts))
+        return self._stand(name, step, text, [part_of(place) for place in range(places)])
+
+    def _put(self, name: str, file: str, pieces: Iterable[bytes], header: int | None = None) -> Told:
+        """Writes a file; what the manifest says of it."""
+        number = size = 0
+        with self._create(name, file) as opened:
+            for piece in pieces:
+                opened.write(piece)
+                number, size = crc(piece, number), size + len(piece)
+        return Told(file, size, size if header is None else header, number)
+
+    @abstractmethod
+    def _begun(self, name: str, files: Sequence[FileSpec]) -> tuple[int, str]:
+        """(step, number of the writing) of what was prepared."""
+
+    @abstractmethod
+    def _read(self, name: str, part: str) -> bytes:
+        """A part's description. Raises CheckpointError: there is none."""
+
+    @abstractmethod
+    def _told(
+        self, name: str, begun: tuple[int, str], files: Sequence[FileSpec], parts: Sequence[Part]
+    ) -> tuple[Told, ...]:
+        """The files of tensors, as the manifest describes them."""
+
+    @abstractmethod
+    def _index(self, files: Sequence[FileSpec], parts: Sequence[Part]) -> bytes:
+        """The content of the index."""
+
+    @abstractmethod
+    def _create(self, name: str, file: str) -> AbstractContextManager[IO[bytes]]:
+        """A new file, which is whole and kept when this ends."""
+
+    @abstractmethod
+    def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:
+        """Lets the step count, by its manifest. The descriptions of parts go."""
+
+    # removing ---------------------------------------------------------------------------------------------------------
 
     def prune(self, keep: int, newest: int) -> list[int]:
-        return folders.prune(self.path, keep, newest)
+        """Removes steps before `newest` so that `keep` are left with it; and what crashes left.
 
+        Args:
+            keep: how many, at least 1.
+            newest: the step that was written now. Later ones, of a training that went on from an earlier step, stay.
 
-Directory = FolderDirectory | RemoteDirectory
+        Returns:
+            The steps that were removed.
 
+        Raises:
+            CheckpointError: none would be left.
+        """
+        if keep < 1:
+            raise CheckpointError(f"keep must be 1 or more, got {keep}")
+        older = [step for step in self.steps() if step < newest]
+        old = older[: max(0, len(older) - (keep - 1))]
+        for step in old:
+            self._remove(step)
+        self._clear(newest)
+        return old
 
-def directory_of(where: str | os.PathLike[str]) -> Directory:
-    """Raises CheckpointError: an address of a store that cannot be used here.
+    @abstractmethod
+    def _remove(self, step: int) -> None:
+        """Removes a step. It does not count from the first moment on."""
 
-    Example:
-        >>> directory_of("checkpoints").latest() is None
-        True
-    """
-    text = os.fspath(where)
-    return RemoteDirectory(text) if is_address(text) else FolderDirectory(Path(text))
+    @abstractmethod
+    def _clear(self, newest: int) -> None:
+        """Removes what does not count of steps before `newest`."""

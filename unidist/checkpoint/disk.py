@@ -8,7 +8,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from unidist.checkpoint.checksums import Bytes
 from unidist.errors import CheckpointError
+
+# Written in one run: large enough for a disk to be busy with, small enough to begin early.
+_EACH = 8 << 20
 
 
 def error_of(file: str | Path, error: OSError, tensor: str = "") -> CheckpointError:
@@ -49,6 +53,16 @@ def open_regular(name: str, folder: int, flags: int = os.O_RDONLY) -> int:
 def open_folder(folder: Path) -> int:
     with told(folder):
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[int]:
+    """A folder, which is open meanwhile."""
+    opened = open_folder(folder)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def read_small(name: str, folder: int, most: int) -> bytes:
@@ -94,6 +108,14 @@ def cut_short(name: str | Path, offset: int, tensor: str = "") -> CheckpointErro
     return CheckpointError(f"{name}: is cut short: it ends at byte {offset}{of}", file=str(name), tensor=tensor)
 
 
+def write_all(opened: int, data: Bytes, offset: int) -> None:
+    """Writes all bytes, however many the system takes at once."""
+    left = data.data
+    while len(left):
+        written = os.pwrite(opened, left, offset)
+        left, offset = left[written:], offset + written
+
+
 def write_durably(folder: Path, name: str, content: bytes) -> None:
     """A file that is either there, whole and on the disk, or not there."""
     write_whole(folder, name, content, is_kept=True)
@@ -124,3 +146,36 @@ def sync_folder(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+class Early:
+    """Asks the system to begin with each 8 MiB that were written in one run, of one open file.
+
+    So they come to the disk while more is written, and not all at the end.
+
+    Source of the method: Linux begins to write dirty pages of a range that POSIX_FADV_DONTNEED names, does not wait for
+    them, and keeps them in memory. `fsync` then finds little left. Elsewhere it is a hint that nobody need take.
+
+    Args:
+        descriptor: the file's.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._begin = self._end = 0
+
+    def wrote(self, begin: int, end: int) -> None:
+        """The bytes [begin, end) were written."""
+        if begin != self._end:
+            self._ask()
+            self._begin = begin
+        self._end = end
+        if self._end - self._begin >= _EACH:
+            self._ask()
+
+    def _ask(self) -> None:
+        if self._end > self._begin and hasattr(os, "posix_fadvise"):
+            # A file system that knows no such hint writes when it likes: what is wrong with a write, fsync says.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.descriptor, self._begin, self._end - self._begin, os.POSIX_FADV_DONTNEED)
+        self._begin = self._end

@@ -1,4 +1,4 @@
-"""The steps of a directory of checkpoints: which count, which is the latest, and removing old ones.
+"""Steps in folders: which count, how processes write them together, and removing old ones.
 
 A step is a folder `step-00000012` with a manifest in it, which is written last. Beside such folders there may be, after
 a crash or while somebody writes:
@@ -7,147 +7,277 @@ a crash or while somebody writes:
 - `step-00000012.replaced`: the one of before, while a new one of the same step takes its place. Counts as long as there
   is no `step-00000012`.
 - `step-00000012.removed`: is being removed. Does not count.
+
+Process 0 makes the files (`prepare`), each process writes its bytes where they belong in them, process 0 commits. What
+a process wrote is on the disk before it says so; the manifest is written when all have said so, and then the folder
+gets its name. What only informs processes of each other is gone by then, and need not come to the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import IO
 
-from unidist.checkpoint import disk
-from unidist.checkpoint.manifest import MANIFEST
+from unidist.checkpoint import disk, manifest
+from unidist.checkpoint.checksums import Bytes, crc
+from unidist.checkpoint.directory import Directory, Step, name_of
+from unidist.checkpoint.manifest import MANIFEST, Told, index_of
+from unidist.checkpoint.opened import FolderFiles, Opened
+from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, parse_json, stamped
+from unidist.checkpoint.writing import Part, PartWriter
 from unidist.errors import CheckpointError
 
 TMP, REPLACED, REMOVED = ".tmp", ".replaced", ".removed"
-LAST_STEP = 10**12 - 1
-Step = int | Literal["latest"]
+PREPARED = "prepared.json"
+# Of the description of a part, which has four bytes for each 2,048 of data.
+_MOST_OF_PART = 1 << 32
 _NAME = re.compile(r"step-(\d{8,12})(\.tmp|\.replaced|\.removed)?")
 
 
-def steps(directory: str | Path) -> list[int]:
-    """The steps that count, in order; none where there is no directory."""
-    return sorted({step for step, suffix in _found(Path(directory)) if _counts(Path(directory), step, suffix)})
-
-
-def latest(directory: str | Path) -> int | None:
-    """The last step that counts."""
-    return max(steps(directory), default=None)
-
-
-def step_folder(directory: str | Path, step: int) -> Path:
-    """The folder of a step that counts.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    for suffix in ("", REPLACED):
-        if _counts(Path(directory), step, suffix):
-            return folder_of(Path(directory), step, suffix)
-    raise missing(directory, step, steps(directory))
-
-
-def missing(directory: str | Path, step: int, there: Sequence[int]) -> CheckpointError:
-    """The error of a step that is not among those of a directory."""
-    known = ", ".join(map(str, there[-5:])) or "none"
-    return CheckpointError(f"{directory} has no checkpoint of step {step}; the last ones: {known}", file=str(directory))
-
-
-def find(directory: str | Path, step: Step) -> Path:
-    """The folder of a step of a directory; "latest" of a step's own folder is this folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if step != "latest":
-        return step_folder(directory, step)
-    if _is_committed(Path(directory)):
-        return Path(directory)
-    last = latest(directory)
-    if last is None:
-        raise CheckpointError(f"{directory} has no checkpoint", file=str(directory))
-    return step_folder(directory, last)
-
-
-def prune(directory: str | Path, keep: int, newest: int) -> list[int]:
-    """Removes steps before `newest` so that `keep` are left with it; and what crashes left.
+class FolderDirectory(Directory):
+    """A folder of folders.
 
     Args:
-        directory: of the checkpoints.
-        keep: how many, at least 1.
-        newest: the step that was written now. Later ones, of a training that went on from an earlier step, stay.
-
-    Returns:
-        The steps that were removed.
+        path: of it.
     """
-    where = Path(directory)
-    old = outdated(steps(where), keep, newest)
-    for step, suffix in _found(where):
-        is_left = suffix in (TMP, REMOVED) and step < newest
-        is_wanted = step not in old and not is_left and not (suffix == REPLACED and _counts(where, step, ""))
-        # What is half removed may have gone with the folder before it in the list.
-        if not is_wanted and folder_of(where, step, suffix).exists():
-            remove(where, step, suffix)
-    return old
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(str(path))
+        self.path = Path(path)
+
+    def steps(self) -> list[int]:
+        return sorted({step for step, suffix in self._found() if self._is_counted(step, suffix)})
+
+    def find(self, step: Step) -> Path:
+        """As Directory.find; "latest" of a step's own folder is this folder."""
+        if step == "latest" and _is_committed(self.path):
+            return self.path
+        number = self.number(step)
+        return self.folder(number, "" if self._is_counted(number, "") else REPLACED)
+
+    def folder(self, step: int, suffix: str = "") -> Path:
+        """A folder's path, whether there is one or not."""
+        return self.path / f"{name_of(step)}{suffix}"
+
+    def opened(self, step: Step) -> tuple[Path, Opened]:
+        folder = self.find(step)
+        held, named = FolderFiles(folder), _named(folder.name)
+        try:
+            text = held.manifest()
+            return folder, Opened(held, manifest.parsed(text, named and named[0]), len(text))
+        except BaseException:
+            held.close()
+            raise
+
+    def _found(self) -> list[tuple[int, str]]:
+        """(step, suffix) of each folder of a step."""
+        if not self.path.exists():
+            return []
+        with disk.told(self.path):
+            return [found for name in sorted(os.listdir(self.path)) if (found := _named(name)) is not None]
+
+    def _is_counted(self, step: int, suffix: str) -> bool:
+        return suffix in ("", REPLACED) and _is_committed(self.folder(step, suffix))
+
+    # writing ----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: int, files: Sequence[FileSpec]) -> str:
+        """Makes the folder in which all processes write a step, with each file's header and size.
+
+        What an earlier try has left there is removed.
+
+        Returns:
+            The folder's name.
+
+        Raises:
+            CheckpointError: what the system says: no such folder, no right to write, no space.
+        """
+        folder = self.folder(step, TMP)
+        with disk.told(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with disk.told(folder):
+            if folder.is_symlink() or folder.is_file():
+                folder.unlink()
+            elif folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir()
+        writing = secrets.token_hex(16)
+        for file in files:
+            path = folder / file.name
+            with disk.told(path), path.open("xb") as opened:
+                opened.write(stamped(file.header, step, writing))
+                opened.truncate(file.size)
+        told = {"step": step, "writing": writing, "plan": _plan(files)}
+        disk.write_whole(folder, PREPARED, json.dumps(told).encode())
+        return folder.name
+
+    def writer(self, name: str, files: Sequence[FileSpec], place: int) -> FolderWriter:
+        _, writing = self._begun(name, files)
+        return FolderWriter(self.path / name, files, place, writing)
+
+    def _begun(self, name: str, files: Sequence[FileSpec]) -> tuple[int, str]:
+        folder = self.path / name
+        with disk.inside(folder) as opened:
+            text = disk.read_small(PREPARED, opened, LARGEST_TEXT)
+        match parse_json(text, PREPARED):
+            case {"step": int() as step, "writing": str() as writing, "plan": int() as plan}:
+                if plan != _plan(files):
+                    raise CheckpointError(
+                        f"{folder}: was prepared for other tensors than this process has", file=str(folder)
+                    )
+                return step, writing
+        raise CheckpointError(f"{folder / PREPARED}: does not say what is written", file=PREPARED)
+
+    def _read(self, name: str, part: str) -> bytes:
+        with disk.inside(self.path / name) as opened:
+            return disk.read_small(part, opened, _MOST_OF_PART)
+
+    def _told(
+        self, name: str, begun: tuple[int, str], files: Sequence[FileSpec], parts: Sequence[Part]
+    ) -> tuple[Told, ...]:
+        return tuple(_header(self.path / name, file, stamped(file.header, *begun)) for file in files)
+
+    def _index(self, files: Sequence[FileSpec], parts: Sequence[Part]) -> bytes:
+        return index_of(files)
+
+    @contextlib.contextmanager
+    def _create(self, name: str, file: str) -> Iterator[IO[bytes]]:
+        path = self.path / name / file
+        # With the manifest, the folder comes to the disk, which has the names of all.
+        with disk.told(path), path.open("xb") as opened:
+            yield opened
+            opened.flush()
+            os.fsync(opened.fileno())
+
+    def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:
+        """Gives a finished folder its name.
+
+        One that counts and has this name gives way, and counts until then.
+        """
+        folder, final, replaced = self.path / name, self.folder(step), self.folder(step, REPLACED)
+        for beside in (PREPARED, *parts):
+            with disk.told(folder / beside):
+                (folder / beside).unlink()
+        disk.write_durably(folder, MANIFEST, manifest)
+        with disk.told(final):
+            if final.exists() and not (final / MANIFEST).exists():
+                self._take_away(step, "")
+            if final.exists():
+                if replaced.exists():
+                    self._take_away(step, REPLACED)
+                final.rename(replaced)
+            folder.rename(final)
+            disk.sync_folder(self.path)
+            if replaced.exists():
+                self._take_away(step, REPLACED)
+        return str(final)
+
+    # removing ---------------------------------------------------------------------------------------------------------
+
+    def _remove(self, step: int) -> None:
+        for suffix in (REPLACED, ""):
+            if self.folder(step, suffix).exists():
+                self._take_away(step, suffix)
+
+    def _clear(self, newest: int) -> None:
+        for step, suffix in self._found():
+            is_left = suffix in (TMP, REMOVED) and step < newest
+            if is_left or (suffix == REPLACED and self._is_counted(step, "")):
+                self._take_away(step, suffix)
+
+    def _take_away(self, step: int, suffix: str) -> None:
+        """Removes a folder. It gets another name first: half of it must not count."""
+        folder, away = self.folder(step, suffix), self.folder(step, REMOVED)
+        with disk.told(folder):
+            if suffix != REMOVED:
+                if away.exists():
+                    shutil.rmtree(away)
+                folder.rename(away)
+                disk.sync_folder(self.path)
+            shutil.rmtree(away)
 
 
-def outdated(there: Sequence[int], keep: int, newest: int) -> list[int]:
-    """Returns the steps of a directory that go, all before `newest`, so that `keep` are left with it.
+class FolderWriter(PartWriter):
+    """Writes one process's part of a step into files that all write, each byte where it belongs.
 
-    Raises:
-        CheckpointError: none would be left.
+    Args:
+        folder: of the step.
     """
-    if keep < 1:
-        raise CheckpointError(f"keep must be 1 or more, got {keep}")
-    older = [step for step in there if step < newest]
-    return older[: max(0, len(older) - (keep - 1))]
+
+    def __init__(self, folder: Path, files: Sequence[FileSpec], place: int, writing: str) -> None:
+        super().__init__(files, place, writing)
+        self.folder = folder
+        self._opened: dict[str, disk.Early] = {}
+
+    def _put(self, file: FileSpec, tensor: Tensor, begin: int, piece: Bytes) -> None:
+        if file.name not in self._opened:
+            with disk.inside(self.folder) as folder:
+                self._opened[file.name] = disk.Early(disk.open_regular(file.name, folder, os.O_WRONLY))
+        opened, at = self._opened[file.name], file.begins[tensor.name] + begin
+        with disk.told(self.folder / file.name, tensor.name):
+            disk.write_all(opened.descriptor, piece, at)
+        opened.wrote(at, at + len(piece))
+
+    def _keep(self) -> None:
+        for name, opened in self._opened.items():
+            with disk.told(self.folder / name):
+                os.fsync(opened.descriptor)
+        self.close()
+
+    def _describe(self, name: str, text: bytes) -> None:
+        disk.write_whole(self.folder, name, text)
+
+    def close(self) -> None:
+        while self._opened:
+            os.close(self._opened.popitem()[1].descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_opened"):
+            self.close()
 
 
-def remove(directory: Path, step: int, suffix: str) -> None:
-    """Removes a folder. It gets another name first: half of it must not count."""
-    folder, away = folder_of(directory, step, suffix), folder_of(directory, step, REMOVED)
-    with disk.told(folder):
-        if suffix != REMOVED:
-            if away.exists():
-                shutil.rmtree(away)
-            folder.rename(away)
-            disk.sync_folder(directory)
-        shutil.rmtree(away)
+def _plan(files: Sequence[FileSpec]) -> int:
+    """A number that differs where processes know other files."""
+    found = 0
+    for file in files:
+        found = crc(file.header, crc(file.name.encode(), found))
+    return found
 
 
-def folder_of(directory: Path, step: int, suffix: str = "") -> Path:
-    """The folder's name, whether there is one or not."""
-    if type(step) is not int or not 0 <= step <= LAST_STEP:
-        raise CheckpointError(f"a step is a number from 0 to {LAST_STEP}, got {step!r}")
-    return directory / f"step-{step:08d}{suffix}"
+def _header(folder: Path, file: FileSpec, due: bytes) -> Told:
+    """Returns what the manifest will say of a file, which still has the header and size it was given.
+
+    The file comes to the disk here where nobody has written into it.
+    """
+    with disk.inside(folder) as there:
+        opened = disk.open_regular(file.name, there)
+    try:
+        size = os.fstat(opened).st_size
+        found = disk.read_exactly(opened, len(due), 0, file.name)
+        with disk.told(file.name):
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+    if size != file.size or found != due:
+        raise CheckpointError(f"{file.name}: is not the file that was prepared", file=file.name)
+    return Told(file.name, size, len(due), crc(due))
 
 
-def named(folder: Path) -> tuple[int, str] | None:
+def _named(name: str) -> tuple[int, str] | None:
     """(step, suffix) of a folder's name; None where it has another."""
-    found = _NAME.fullmatch(folder.name)
+    found = _NAME.fullmatch(name)
     if found is None:
         return None
     step, suffix = int(found[1]), found[2] or ""
-    return (step, suffix) if folder_of(Path(), step, suffix).name == folder.name else None
-
-
-def _found(directory: Path) -> list[tuple[int, str]]:
-    """(step, suffix) of each folder of a step."""
-    if not directory.exists():
-        return []
-    with disk.told(directory):
-        names = sorted(os.listdir(directory))
-    return [found for name in names if (found := named(Path(name))) is not None]
-
-
-def _counts(directory: Path, step: int, suffix: str) -> bool:
-    if suffix not in ("", REPLACED):
-        return False
-    return _is_committed(folder_of(directory, step, suffix))
+    return (step, suffix) if f"{name_of(step)}{suffix}" == name else None
 
 
 def _is_committed(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from unidist.checkpoint.checksums import crc
@@ -83,9 +83,9 @@ def text_of(manifest: Manifest) -> bytes:
         "version": VERSION,
         "step": manifest.step,
         "writing": manifest.writing,
-        "files": [_row(file) for file in manifest.files],
-        "checksums": _row(manifest.checksums),
-        "index": _row(manifest.index),
+        "files": [asdict(file) for file in manifest.files],
+        "checksums": asdict(manifest.checksums),
+        "index": asdict(manifest.index),
         "facts": manifest.facts,
     }
     if manifest.folder:
@@ -100,19 +100,19 @@ def text_of(manifest: Manifest) -> bytes:
     return _with(text, crc(text))
 
 
-def _row(file: Told) -> dict[str, object]:
-    return {"name": file.name, "size": file.size, "length": file.length, "crc32c": file.crc32c}
-
-
 def _with(text: bytes, number: int) -> bytes:
     return text[: len(_HEAD)] + b"%08x" % number + text[len(_HEAD) + 8 :]
 
 
-def parsed(text: bytes) -> Manifest:
+def parsed(text: bytes, step: int | None = None) -> Manifest:
     """A manifest that anybody may have written.
 
+    Args:
+        text: of its file.
+        step: whose it is by its place, if that says so.
+
     Raises:
-        CheckpointError: it is damaged, or is none.
+        CheckpointError: it is damaged, is none, or is another step's.
     """
     if not text.startswith(_HEAD) or text != _with(text, crc(_with(text, 0))):
         # Without JSON there is more to say than that it is not what was written.
@@ -123,7 +123,7 @@ def parsed(text: bytes) -> Manifest:
         case {
             "format": str() as form,
             "version": int() as version,
-            "step": int() as step,
+            "step": int() as number,
             "writing": str() as writing,
             "files": list() as files,
             "checksums": checksums,
@@ -133,8 +133,10 @@ def parsed(text: bytes) -> Manifest:
             if version != VERSION:
                 text_ = f"is of version {version} of the format; this unidist reads version {VERSION}"
                 raise CheckpointError(f"{MANIFEST}: {text_}", file=MANIFEST)
-            told = tuple(_told(row) for row in files)
-            return Manifest(step, writing, told, _told(checksums), _told(index), facts, *_in_parts(found))
+            if step not in (None, number):
+                raise CheckpointError(f"{MANIFEST}: is that of step {number}, not of {step}", file=MANIFEST)
+            told = tuple(told_of(row) for row in files)
+            return Manifest(number, writing, told, told_of(checksums), told_of(index), facts, *_in_parts(found))
         case _:
             raise CheckpointError(f"{MANIFEST}: is not that of a checkpoint", file=MANIFEST)
 
@@ -156,12 +158,13 @@ def _tensor(row: object) -> Tensor:
     raise CheckpointError(f"{MANIFEST}: describes no tensor: {row!r:.200}", file=MANIFEST)
 
 
-def _told(row: object) -> Told:
+def told_of(row: object, where: str = MANIFEST) -> Told:
+    """The file that a row of `where` describes. Raises CheckpointError: it describes none."""
     match row:
         case {"name": str() as name, "size": int() as size, "length": int() as length, "crc32c": int() as number}:
             if 0 <= length <= size < 1 << 63:
                 return Told(name, size, length, number)
-    raise CheckpointError(f"{MANIFEST}: describes no file: {row!r:.200}", file=MANIFEST)
+    raise CheckpointError(f"{where}: describes no file: {row!r:.200}", file=where)
 
 
 def checksums_of(tensors: int, ranges: int, blocks: int) -> FileSpec:

@@ -28,7 +28,7 @@ import numpy as np
 from unidist.checkpoint import disk
 from unidist.checkpoint.checksums import Bytes, crc
 from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
-from unidist.checkpoint.writing import as_bytes, write_all
+from unidist.checkpoint.writing import as_bytes
 from unidist.errors import CheckpointError
 
 BLOCK = 4096
@@ -146,7 +146,7 @@ class Slot:
         """
         content = as_bytes(data)
         with disk.told(_NAME, name):
-            write_all(self._file, content, self._end)
+            disk.write_all(self._file, content, self._end)
         self._end += len(content)
         self._pieces.append((name, begin, len(content)))
 
@@ -174,7 +174,7 @@ class Slot:
         padding = bytes(-(nbytes + len(table) + _TRAILER.size) % BLOCK)
         rest = table + padding + _TRAILER.pack(nbytes, len(table), crc(table))
         with disk.told(_NAME):
-            write_all(self._file, np.frombuffer(rest, np.uint8), self._end)
+            disk.write_all(self._file, np.frombuffer(rest, np.uint8), self._end)
         self._parts = [(BLOCK, nbytes + len(rest))]
         return self._parts[0][1] // BLOCK
 
@@ -187,7 +187,7 @@ class Slot:
         """Writes bytes of the neighbour's part, which has so many blocks."""
         offset = sum(self._parts[0])
         with disk.told(_NAME):
-            write_all(self._file, data[: max(0, blocks * BLOCK - begin)], offset + begin)
+            disk.write_all(self._file, data[: max(0, blocks * BLOCK - begin)], offset + begin)
         self._parts[1:] = [(offset, blocks * BLOCK)]
 
     def stand(self) -> None:

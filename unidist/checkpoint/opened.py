@@ -1,11 +1,15 @@
-"""The files of a checkpoint that is read: opened when needed, checked by the manifest, counted."""
+"""The files of a checkpoint that is read: opened when needed, checked by the manifest, counted.
+
+A tensor is whole in one of them, or in ranges in the parts of several processes.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +18,7 @@ import numpy as np
 from unidist.checkpoint import disk, manifest
 from unidist.checkpoint.checksums import Bytes, crc
 from unidist.checkpoint.manifest import Manifest, Told
-from unidist.checkpoint.tensors import KINDS, LARGEST_TEXT, FileSpec, parsed, stamp_of
+from unidist.checkpoint.tensors import KINDS, LARGEST_TEXT, FileSpec, Tensor, parsed, stamp_of
 from unidist.errors import CheckpointError
 
 # Files that are open at once; a process may have some hundreds.
@@ -77,22 +81,17 @@ class Opened:
 
     Args:
         held: the files.
-        text: the manifest's.
+        told: what the manifest says.
+        nbytes: the manifest's.
 
     Attributes:
-        manifest: what it says.
         bytes_read: of tensors' data.
         bytes_beside: of manifest, headers and checksums.
     """
 
-    def __init__(self, held: Files, text: bytes) -> None:
-        self._held = held
-        self.bytes_read, self.bytes_beside = 0, len(text)
-        try:
-            self.manifest: Manifest = manifest.parsed(text)
-        except BaseException:
-            held.close()
-            raise
+    def __init__(self, held: Files, told: Manifest, nbytes: int) -> None:
+        self._held, self.manifest = held, told
+        self.bytes_read, self.bytes_beside = 0, nbytes
 
     def close(self) -> None:
         self._held.close()
@@ -153,3 +152,61 @@ class Opened:
     def read(self, name: str, offset: int, out: Bytes, tensor: str) -> None:
         """Fills `out` with what a file has from a byte on."""
         self._held.read(name, offset, out, tensor)
+
+
+# First byte, last + 1, file, offset in it.
+Piece = tuple[int, int, str, int]
+
+
+class Pieces:
+    """The files in which each tensor's bytes are.
+
+    Attributes:
+        tensors: name -> the tensor, in order.
+
+    Raises:
+        CheckpointError: a byte of a tensor is in no file, or in two; a file holds what is none.
+    """
+
+    def __init__(self, told: Manifest, files: Iterable[FileSpec]) -> None:
+        self.tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in told.tensors}
+        found: dict[str, list[Piece]] = {name: [] for name in self.tensors}
+        for file in files:
+            for key, held in file.tensors.items():
+                name, _, begin = key.rpartition("@") if told.folder else (key, "", "0")
+                if told.folder and (name not in found or not re.fullmatch(r"[0-9]{1,19}", begin)):
+                    text = f"holds {key!r:.200}, which is no part of a tensor"
+                    raise CheckpointError(f"{file.name}: {text}", file=file.name)
+                if not told.folder and name in found:
+                    raise CheckpointError(f"{file.name}: has {name!r:.200} a second time", file=file.name, tensor=name)
+                self.tensors.setdefault(name, held)
+                found.setdefault(name, []).append((int(begin), int(begin) + held.nbytes, file.name, file.begins[key]))
+        self._found = _checked(self.tensors, found)
+        self._begins = {name: [piece[0] for piece in pieces] for name, pieces in found.items()}
+
+    def of(self, name: str, begin: int, end: int) -> Iterator[Piece]:
+        """Yields all that a tensor has in [begin, end), in order."""
+        pieces = self._found[name]
+        number = bisect_right(self._begins[name], begin) - 1
+        while begin < end:
+            first, stop, file, offset = pieces[number]
+            last = min(stop, end)
+            yield begin, last, file, offset + begin - first
+            begin, number = last, number + 1
+
+
+def _checked(tensors: Mapping[str, Tensor], found: dict[str, list[Piece]]) -> Mapping[str, list[Piece]]:
+    """The pieces in order, which are all of each tensor, once."""
+    for name, pieces in found.items():
+        pieces.sort()
+        ends = [0, *(piece[1] for piece in pieces)]
+        begins = [*(piece[0] for piece in pieces), tensors[name].nbytes]
+        if begins != ends:
+            at = next(min(a, b) for a, b in zip(begins, ends, strict=True) if a != b)
+            raise CheckpointError(f"tensor {name!r}: its bytes from {at} on are in no part, or in two", tensor=name)
+    return found
+
+
+def piece_of(name: str, begin: int) -> str:
+    """Returns the name of a part of a tensor in a file of parts."""
+    return f"{name}@{begin}"

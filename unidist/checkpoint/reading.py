@@ -14,14 +14,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unidist.checkpoint import folders, manifest, remote
+from unidist.checkpoint import manifest
+from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.blocks import Blocks, Ranges
 from unidist.checkpoint.checksums import Bytes
-from unidist.checkpoint.opened import FolderFiles, Opened
-from unidist.checkpoint.places import InParts, Places, Whole
+from unidist.checkpoint.directory import Step
+from unidist.checkpoint.opened import Pieces
 from unidist.checkpoint.regions import Region, batches, check, whole
-from unidist.checkpoint.stores import is_address
-from unidist.checkpoint.tensors import FileSpec, Tensor
+from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 
 Verify = Literal["read", "all", "off"]
@@ -59,16 +59,10 @@ class Reader:
         unidist.errors.CheckpointError: /no/such/directory has no checkpoint
     """
 
-    def __init__(self, directory: str | Path, step: folders.Step = "latest", verify: Verify = "read") -> None:
+    def __init__(self, directory: str | Path, step: Step = "latest", verify: Verify = "read") -> None:
         if verify not in ("read", "all", "off"):
             raise CheckpointError(f'verify is "read", "all" or "off", got {verify!r}')
-        self.folder: Path | str
-        if is_address(directory):
-            self.folder, self._opened = remote.opened(str(directory), step)
-        else:
-            self.folder = folders.find(directory, step)
-            held = FolderFiles(self.folder)
-            self._opened = Opened(held, held.manifest())
+        self.folder, self._opened = directory_of(directory).opened(step)
         self._blocks: Blocks | None = None
         try:
             self._look()
@@ -84,33 +78,11 @@ class Reader:
         """Reads manifest and headers, and checks that they fit each other."""
         told = self._opened.manifest
         self.step, self.facts = told.step, dict(told.facts)
-        path = Path(self.folder)
-        named = folders.named(path)
-        if named is not None and named[0] != self.step:
-            text = f"the folder {path.name} has the manifest of step {self.step}"
-            raise CheckpointError(f"{manifest.MANIFEST}: {text}", file=manifest.MANIFEST)
-        self.tensors: Mapping[str, Tensor]
-        self._places: Places
-        if told.folder:
-            self.tensors = {tensor.name: tensor for tensor in told.tensors}
-            self._places = InParts(told.tensors, self._opened.files())
-        else:
-            self.tensors, self._places = self._whole_ones()
+        self._pieces = Pieces(told, self._opened.files())
+        self.tensors: Mapping[str, Tensor] = self._pieces.tensors
         for file_told, name in ((told.checksums, manifest.CHECKSUMS), (told.index, manifest.INDEX)):
             if file_told.name != name:
                 raise CheckpointError(f"{manifest.MANIFEST}: {name} is not in it", file=manifest.MANIFEST)
-
-    def _whole_ones(self) -> tuple[dict[str, Tensor], Places]:
-        """The tensors of files that hold them whole."""
-        tensors: dict[str, Tensor] = {}
-        files: dict[str, FileSpec] = {}
-        for file in self._opened.files():
-            for name in file.tensors:
-                if name in tensors:
-                    raise CheckpointError(f"{file.name}: has {name!r:.200} a second time", file=file.name, tensor=name)
-                files[name] = file
-            tensors |= file.tensors
-        return tensors, Whole(files)
 
     def _checked(self) -> Blocks:
         """From now on, what is read is verified."""
@@ -131,7 +103,7 @@ class Reader:
         for name, tensor in self.tensors.items():
             if tensor.nbytes:
                 ranges = blocks.of(tensor)
-                for begin, end in _pieces(ranges, 0, tensor.nbytes):
+                for begin, end in _cut(ranges, 0, tensor.nbytes):
                     self._fill(name, begin, end, scratch[: end - begin], ranges)
 
     def read(self, name: str, region: Region | None = None) -> Bytes:
@@ -205,7 +177,7 @@ class Reader:
         for first, stop, start, its_stop in zip(
             firsts[:-1].tolist(), firsts[1:].tolist(), starts.tolist(), stops.tolist(), strict=True
         ):
-            for begin, end in _pieces(ranges, start, its_stop):
+            for begin, end in _cut(ranges, start, its_stop):
                 self._read_piece(name, ranges, begin, end, offsets[first:stop], length, out[first * length :])
 
     def _read_piece(
@@ -224,7 +196,7 @@ class Reader:
 
     def _fill(self, name: str, begin: int, end: int, out: Bytes, ranges: Ranges) -> None:
         file = ""
-        for file, offset, first, stop in self._places.of(name, begin, end):
+        for first, stop, file, offset in self._pieces.of(name, begin, end):
             self._opened.read(file, offset, out[first - begin : stop - begin], name)
         self._opened.bytes_read += end - begin
         if self._blocks is not None:
@@ -255,7 +227,7 @@ class Reader:
         self.close()
 
 
-def _pieces(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _cut(ranges: Ranges, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """[begin, end) in pieces that end where blocks do."""
     while end - begin > _PIECE:
         stop = ranges.floor(begin + _PIECE)

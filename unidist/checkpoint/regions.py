@@ -15,8 +15,8 @@ from unidist.errors import CheckpointError
 BATCH = 1 << 16
 
 
-def runs(shape: Sequence[int], itemsize: int, region: Region) -> Iterator[tuple[int, int]]:
-    """(offset, length) of each run of bytes of a region, in order; no two of them touch.
+def batches(shape: Sequence[int], itemsize: int, region: Region) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """(offsets, length) of the runs of bytes of a region, in order, at most `BATCH` of them; no two touch.
 
     Args:
         shape: the tensor's.
@@ -24,18 +24,9 @@ def runs(shape: Sequence[int], itemsize: int, region: Region) -> Iterator[tuple[
         region: (first index, how many) for each dim.
 
     Example:
-        >>> list(runs((3, 4), 2, ((1, 2), (0, 2))))
-        [(8, 4), (16, 4)]
-        >>> list(runs((3, 4), 2, ((1, 2), (0, 4))))
-        [(8, 16)]
+        >>> list(batches((3, 4), 2, ((1, 2), (0, 2))))
+        [(array([ 8, 16]), 4)]
     """
-    for offsets, length in batches(shape, itemsize, region):
-        for offset in offsets.tolist():
-            yield offset, length
-
-
-def batches(shape: Sequence[int], itemsize: int, region: Region) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """The runs of `runs`, as arrays of at most `BATCH` offsets and the length of all of them."""
     check(shape, region)
     counts = [n for _, n in region]
     if 0 in counts:

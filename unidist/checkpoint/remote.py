@@ -14,246 +14,166 @@ written anew has a folder of its own, and its manifest takes the place of the on
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import IO
 
-import numpy as np
-
-from unidist.checkpoint import folders, manifest
-from unidist.checkpoint.checksums import Running, crc
-from unidist.checkpoint.folders import Step
-from unidist.checkpoint.joining import Part, joined
-from unidist.checkpoint.manifest import CHECKSUMS, INDEX, Manifest, Told
-from unidist.checkpoint.opened import Opened
-from unidist.checkpoint.places import piece_of
+from unidist.checkpoint import disk, manifest
+from unidist.checkpoint.checksums import Bytes, crc
+from unidist.checkpoint.directory import Directory, Step, name_of
+from unidist.checkpoint.manifest import Told
+from unidist.checkpoint.opened import Opened, piece_of
 from unidist.checkpoint.stores import Store, StoreFiles
-from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, file_of, parse_json, stamped
-from unidist.checkpoint.writing import as_bytes
+from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, file_of, stamped
+from unidist.checkpoint.writing import Part, PartWriter
 from unidist.errors import CheckpointError
 
 _MANIFEST = re.compile(r"step-(\d{8,12})\.json")
-_FOLDER = re.compile(r"step-(\d{8,12})-[0-9a-f]{32}")
+_FOLDER = re.compile(r"step-(\d{8,12})-([0-9a-f]{32})")
 _PIECE = 16 << 20
 
 
-def steps(address: str) -> list[int]:
-    """The steps that count, in order."""
-    return _steps(Store(address))
+class RemoteDirectory(Directory):
+    """A directory of an object store.
 
-
-def _steps(store: Store) -> list[int]:
-    return sorted(int(found[1]) for name in store.names() if (found := _MANIFEST.fullmatch(name)))
-
-
-def address_of(address: str, step: Step) -> str:
-    """Returns where the manifest of a step is.
-
-    Raises:
-        CheckpointError: there is no such step.
+    Args:
+        address: of it.
     """
-    store = Store(address)
-    return f"{store.address}/{_manifest_of(_number(store, step))}"
 
-
-def _number(store: Store, step: Step) -> int:
-    there = _steps(store)
-    if step != "latest" and step not in there:
-        raise folders.missing(store.address, step, there)
-    if not there:
-        raise CheckpointError(f"{store.address} has no checkpoint", file=store.address)
-    return there[-1] if step == "latest" else step
-
-
-def opened(address: str, step: Step) -> tuple[str, Opened]:
-    """(where a step's files are, the files).
-
-    Raises:
-        CheckpointError: there is no such step.
-    """
-    store = Store(address)
-    number = _number(store, step)
-    name = _manifest_of(number)
-    if (size := store.size(name)) > LARGEST_TEXT:
-        raise CheckpointError(f"{name}: has {size} bytes; {LARGEST_TEXT} is the most", file=name)
-    text = store.read(name)
-    told = manifest.parsed(text)
-    if told.step != number or _FOLDER.fullmatch(told.folder) is None:
-        raise CheckpointError(f"{name}: is the manifest of step {told.step}, with its files in {told.folder!r:.100}")
-    return f"{store.address}/{told.folder}", Opened(StoreFiles(store, told.folder), text)
-
-
-class RemoteDirectory:
-    """A directory of checkpoints in a store, as processes write it together (keras/checkpoint/api.py)."""
+    is_in_parts = True
 
     def __init__(self, address: str) -> None:
         self._store = Store(address)
+        super().__init__(self._store.address)
 
-    def latest(self) -> int | None:
-        return max(_steps(self._store), default=None)
+    def steps(self) -> list[int]:
+        return sorted(int(found[1]) for name in self._store.names() if (found := _MANIFEST.fullmatch(name)))
+
+    def find(self, step: Step) -> str:
+        return f"{self.where}/{name_of(self.number(step))}.json"
+
+    def opened(self, step: Step) -> tuple[str, Opened]:
+        number = self.number(step)
+        name = f"{name_of(number)}.json"
+        if (size := self._store.size(name)) > LARGEST_TEXT:
+            raise CheckpointError(f"{name}: has {size} bytes; {LARGEST_TEXT} is the most", file=name)
+        text = self._store.read(name)
+        told = manifest.parsed(text, number)
+        if _FOLDER.fullmatch(told.folder) is None:
+            raise CheckpointError(f"{name}: has its files in {told.folder!r:.100}", file=name)
+        return f"{self.where}/{told.folder}", Opened(StoreFiles(self._store, told.folder), told, len(text))
+
+    # writing ----------------------------------------------------------------------------------------------------------
 
     def prepare(self, step: int, files: Sequence[FileSpec]) -> str:
         """The name under which all write: nothing is made."""
-        folders.folder_of(Path(), step)
-        return f"step-{step:08d}-{secrets.token_hex(16)}"
+        return f"{name_of(step)}-{secrets.token_hex(16)}"
 
     def writer(self, name: str, files: Sequence[FileSpec], place: int) -> RemoteWriter:
-        return RemoteWriter(self._store, name, files, place)
+        return RemoteWriter(self._store, name, files, place, self._begun(name, files))
 
-    def commit(self, name: str, files: Sequence[FileSpec], facts: Mapping[str, Any], places: int) -> str:
-        """Makes a step count, when every process has finished its part. Process 0's.
+    def _begun(self, name: str, files: Sequence[FileSpec]) -> tuple[int, str]:
+        found = _FOLDER.fullmatch(name)
+        assert found is not None
+        return int(found[1]), found[2]
 
-        Returns:
-            The address of its manifest.
+    def _read(self, name: str, part: str) -> bytes:
+        return self._store.read(f"{name}/{part}")
 
-        Raises:
-            CheckpointError: a part is missing; bytes of a tensor were not written, or twice; the store cannot write.
-        """
-        step, writing = int(name.split("-")[1]), name.split("-")[2]
-        tensors = tuple(tensor for file in files for tensor in file.tensors.values())
-        parts, told = [], []
-        for place in range(places):
-            found = parse_json(self._store.read(f"{name}/{_told_of(place)}"), _told_of(place))
-            content = np.frombuffer(base64.b64decode(found["ranges"]), np.uint8)  # type: ignore[index]
-            parts.append(Part.read(place, found, content))  # type: ignore[arg-type]
-            told.append(Told(**found["file"]))  # type: ignore[index]
-        checksums = self._write_checksums(name, tensors, parts)
-        index = _index(tensors, parts)
-        self._store.write(f"{name}/{INDEX}", index)
-        text = manifest.text_of(
-            Manifest(
-                step,
-                writing,
-                tuple(told),
-                checksums,
-                Told(INDEX, len(index), len(index), crc(index)),
-                facts,
-                tensors=tensors,
-                folder=name,
-            )
-        )
-        self._store.write(_manifest_of(step), text)
-        for place in range(places):
-            self._store.remove(f"{name}/{_told_of(place)}")
-        self._forget(step, name)
-        return f"{self._store.address}/{_manifest_of(step)}"
+    def _told(
+        self, name: str, begun: tuple[int, str], files: Sequence[FileSpec], parts: Sequence[Part]
+    ) -> tuple[Told, ...]:
+        told = tuple(part.file for part in parts if part.file is not None)
+        if len(told) < len(parts):
+            raise CheckpointError(f"{name}: a process does not say which file it wrote", file=name)
+        return told
 
-    def _write_checksums(self, name: str, tensors: Sequence[Tensor], parts: Sequence[Part]) -> Told:
-        spec, pieces = joined([(CHECKSUMS, tensor) for tensor in tensors], parts)
-        number = crc(spec.header)
-        with self._store.writing(f"{name}/{CHECKSUMS}") as file:
-            file.write(spec.header)
-            for piece in pieces:
-                file.write(piece)
-                number = crc(piece, number)
-        return Told(CHECKSUMS, spec.size, len(spec.header), number)
+    def _index(self, files: Sequence[FileSpec], parts: Sequence[Part]) -> bytes:
+        """Returns which parts have which of the model's tensors."""
+        of: dict[str, list[str]] = {name: [] for file in files if file.kind == "model" for name in file.tensors}
+        for part in parts:
+            for name, _ in part.names:
+                if name in of and part.file is not None:
+                    of[name].append(part.file.name)
+        return json.dumps({"parts": of}, indent=2).encode() + b"\n"
 
-    def _forget(self, step: int, kept: str) -> None:
-        """Removes what other writings of a step have left."""
+    def _create(self, name: str, file: str) -> AbstractContextManager[IO[bytes]]:
+        return self._store.writing(f"{name}/{file}")
+
+    def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:
+        """Writes the manifest, and removes what other writings of the step have left."""
+        self._store.write(f"{name_of(step)}.json", manifest)
+        for part in parts:
+            self._store.remove(f"{name}/{part}")
         for found in self._store.names():
-            if found.startswith(f"step-{step:08d}-") and found != kept:
+            if found.startswith(f"{name_of(step)}-") and found != name:
                 self._store.remove(found)
+        return f"{self.where}/{name_of(step)}.json"
 
-    def prune(self, keep: int, newest: int) -> list[int]:
-        """As folders.prune."""
-        there = _steps(self._store)
-        old = folders.outdated(there, keep, newest)
-        for step in old:
-            self._store.remove(_manifest_of(step))
-        stay = {*there} - {*old}
+    # removing ---------------------------------------------------------------------------------------------------------
+
+    def _remove(self, step: int) -> None:
+        """Its files go with what does not count."""
+        self._store.remove(f"{name_of(step)}.json")
+
+    def _clear(self, newest: int) -> None:
+        there = self.steps()
         for name in self._store.names():
             found = _FOLDER.fullmatch(name)
-            if found and int(found[1]) < newest and int(found[1]) not in stay:
+            if found and int(found[1]) < newest and int(found[1]) not in there:
                 self._store.remove(name)
-        return old
 
 
-class RemoteWriter:
-    """The part of a step that one process writes (writing.PartWriter's likeness).
+class RemoteWriter(PartWriter):
+    """Writes the part of a step that one process has as one object.
 
     It is gathered in a file on this machine: a store takes an object from its first byte to its last, and that one
     describes all others.
     """
 
-    def __init__(self, store: Store, folder: str, files: Sequence[FileSpec], place: int) -> None:
-        self._store, self._folder, self._place = store, folder, place
-        self._tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        self._gathered: IO[bytes] = tempfile.TemporaryFile(prefix="unidist-part-")  # noqa: SIM115 (__exit__ closes it)
-        self._pieces: list[tuple[Tensor, int]] = []
-        self._ranges: dict[str, list[Running]] = {}
+    def __init__(
+        self, store: Store, folder: str, files: Sequence[FileSpec], place: int, begun: tuple[int, str]
+    ) -> None:
+        super().__init__(files, place, begun[1])
+        self._store, self._folder, self._begun = store, folder, begun
+        self._gathered: IO[bytes] = tempfile.TemporaryFile(prefix="unidist-part-")  # noqa: SIM115 (close closes it)
+        # Tensor, first byte, last + 1, where they were gathered.
+        self._pieces: list[tuple[Tensor, int, int, int]] = []
 
-    def write(self, name: str, begin: int, data: Any) -> None:
-        """As PartWriter.write; one call for each range."""
-        content = as_bytes(data)
-        if not len(content):
-            return
-        tensor = self._tensors[name]
-        nbytes = len(content)
-        running = Running(begin)
-        running.add(content)
-        self._ranges.setdefault(name, []).append(running)
-        count, rest = divmod(nbytes, tensor.itemsize)
-        dtype, count = ("uint8", nbytes) if rest else (tensor.dtype, count)
-        self._pieces.append((Tensor(piece_of(name, begin), dtype, (count,), tensor.kind), self._gathered.tell()))
-        try:
-            self._gathered.write(content.data)
-        except OSError as error:
-            raise CheckpointError(
-                f"{tempfile.gettempdir()}: {error.strerror} (tensor {name!r})", tensor=name
-            ) from error
+    def _put(self, file: FileSpec, tensor: Tensor, begin: int, piece: Bytes) -> None:
+        first, at = begin, self._gathered.tell()
+        if self._pieces and (self._pieces[-1][0], self._pieces[-1][2]) == (tensor, begin):
+            _, first, _, at = self._pieces.pop()
+        self._pieces.append((tensor, first, begin + len(piece), at))
+        with disk.told(tempfile.gettempdir(), tensor.name):
+            self._gathered.write(piece.data)
 
-    def finish(self) -> None:
-        """The part, and then its description.
-
-        Raises:
-            CheckpointError: the store cannot write them.
-        """
-        name = f"part-{self._place:05d}.safetensors"
-        spec = file_of(name, [piece for piece, _ in self._pieces])
-        header = stamped(spec.header, int(self._folder.split("-")[1]), self._folder.split("-")[2])
-        where = {piece.name: at for piece, at in self._pieces}
+    def _keep(self) -> Told:
+        name = f"part-{self.place:05d}.safetensors"
+        where = {piece_of(tensor.name, begin): at for tensor, begin, _, at in self._pieces}
+        spec = file_of(name, [_as_tensor(tensor, begin, end) for tensor, begin, end, _ in self._pieces])
+        header = stamped(spec.header, *self._begun)
         with self._store.writing(f"{self._folder}/{name}") as file:
             file.write(header)
             for piece, tensor in spec.tensors.items():
                 self._gathered.seek(where[piece])
-                left = tensor.nbytes
-                while left:
-                    data = self._gathered.read(min(_PIECE, left))
-                    file.write(data)
-                    left -= len(data)
-        part = Part.of(self._ranges)
-        told = {
-            "file": {"name": name, "size": spec.size, "length": len(header), "crc32c": crc(header)},
-            "ranges": base64.b64encode(part.content).decode(),
-            **part.told,
-        }
-        self._store.write(f"{self._folder}/{_told_of(self._place)}", json.dumps(told).encode())
+                for left in range(tensor.nbytes, 0, -_PIECE):
+                    file.write(self._gathered.read(min(_PIECE, left)))
+        return Told(name, spec.size, len(header), crc(header))
 
-    def __enter__(self) -> RemoteWriter:
-        return self
+    def _describe(self, name: str, text: bytes) -> None:
+        self._store.write(f"{self._folder}/{name}", text)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._gathered.close()
 
 
-def _manifest_of(step: int) -> str:
-    return f"step-{step:08d}.json"
-
-
-def _told_of(place: int) -> str:
-    return f"part-{place:05d}.json"
-
-
-def _index(tensors: Sequence[Tensor], parts: Sequence[Part]) -> bytes:
-    """Returns which parts have which of the model's tensors."""
-    of: dict[str, list[str]] = {tensor.name: [] for tensor in tensors if tensor.kind == "model"}
-    for part in parts:
-        for name, _ in part.names:
-            if name in of:
-                of[name].append(f"part-{part.place:05d}.safetensors")
-    return json.dumps({"parts": of}, indent=2).encode() + b"\n"
+def _as_tensor(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """A range of a tensor, as a tensor; one of bytes where it ends inside an item."""
+    count, rest = divmod(end - begin, tensor.itemsize)
+    dtype, count = ("uint8", end - begin) if rest else (tensor.dtype, count)
+    return Tensor(piece_of(tensor.name, begin), dtype, (count,), tensor.kind)

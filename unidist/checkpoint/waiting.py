@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from unidist.checkpoint import disk, writing
+from unidist.checkpoint import disk
+from unidist.checkpoint.writing import part_of
 from unidist.errors import CheckpointError
 
 # Seconds between two looks.
@@ -20,7 +21,7 @@ _MOST_WORDS = 4096
 
 def tell_the_first(folder: Path, place: int, words: str) -> None:
     """Process 0 waits for this one's part. On a full disk a file without words may still be made."""
-    if place and not (folder / writing.part_of(place)).exists():
+    if place and not (folder / part_of(place)).exists():
         with contextlib.suppress(OSError):
             (folder / f"failed-{place}").write_text(words[:_MOST_WORDS])
 
@@ -39,7 +40,7 @@ def until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None]
                 with disk.told(failed), failed.open(errors="replace") as file:
                     words = file.read(_MOST_WORDS) or "it could not say why"
                 raise CheckpointError(f"process {place} could not write its part: {words}", file=str(failed))
-            if (folder / writing.part_of(place)).exists():
+            if (folder / part_of(place)).exists():
                 left.discard(place)
         if not left:
             return

@@ -1,116 +1,123 @@
-"""Writing one step: process 0 prepares it, each process writes its bytes, process 0 commits.
+"""The part of a step that a process writes: checked, described in one file, joined with all others.
 
-All happens in `step-00000012.tmp`. What a process wrote is on the disk before it says so (`part-<place>.json`); the
-manifest is written when all have said so, and then the folder gets its name. Until then nothing of it counts. What only
-informs processes of each other is gone by then, and need not come to the disk.
+Who cannot go on says nothing, and the step does not count: process 0 joins parts when each has its description.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from unidist.checkpoint import disk, folders
-from unidist.checkpoint.checksums import Bytes, Running, crc
-from unidist.checkpoint.early import Early
-from unidist.checkpoint.joining import Part, joined
-from unidist.checkpoint.manifest import CHECKSUMS, INDEX, MANIFEST, Manifest, Told, index_of, text_of
-from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, parse_json, stamped
+from unidist.checkpoint.checksums import BLOCK, Bytes, Running, crc
+from unidist.checkpoint.manifest import BEGINS, FIRSTS, MOST_RANGES, PLACES, SUMS, Told, checksums_of, told_of
+from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, parse_json
 from unidist.errors import CheckpointError
 
-PREPARED = "prepared.json"
+Numbers = NDArray[np.int64]
 # Checksums are counted of what is written next, while it is in the core's cache.
 _PIECE = 1 << 20
 
 
-def prepare(directory: str | Path, step: int, files: Sequence[FileSpec]) -> Path:
-    """Makes the folder in which all processes write a step, with each file's header and size. Process 0's.
+def part_of(place: int) -> str:
+    """Returns the name of the file in which a process describes its part."""
+    return f"part-{place:05d}.ranges"
 
-    What an earlier try has left there is removed. Other processes begin when this is done.
 
-    Returns:
-        The folder.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The ranges that one process wrote, and their blocks' checksums.
 
-    Raises:
-        CheckpointError: what the system says: no such folder, no right to write, no space.
+    Attributes:
+        names: of its tensors, each with how many ranges it wrote of it.
+        begins: of each range, in its tensor.
+        ends: of each range.
+        sums: of each range's blocks.
+        file: in which they are, where each process writes a file of its own.
     """
-    where = Path(directory)
-    folder = folders.folder_of(where, step, folders.TMP)
-    with disk.told(where):
-        where.mkdir(parents=True, exist_ok=True)
-    with disk.told(folder):
-        if folder.is_symlink() or folder.is_file():
-            folder.unlink()
-        elif folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir()
-    writing = secrets.token_hex(16)
-    for file in files:
-        path = folder / file.name
-        with disk.told(path), path.open("xb") as opened:
-            opened.write(stamped(file.header, step, writing))
-            opened.truncate(file.size)
-    told = {"step": step, "writing": writing, "plan": _plan(files)}
-    disk.write_whole(folder, PREPARED, json.dumps(told).encode())
-    return folder
+
+    names: list[tuple[str, int]]
+    begins: Numbers
+    ends: Numbers
+    sums: NDArray[np.uint32]
+    file: Told | None = None
+
+    @classmethod
+    def of(cls, ranges: Mapping[str, Sequence[Running]], file: Told | None) -> Part:
+        every = [one for of_tensor in ranges.values() for one in of_tensor]
+        sums = [np.frombuffer(one.sums, np.uint32) for one in every]
+        return cls(
+            [(name, len(of_tensor)) for name, of_tensor in ranges.items()],
+            np.array([one.begin for one in every], np.int64),
+            np.array([one.end for one in every], np.int64),
+            np.concatenate(sums) if sums else np.zeros(0, np.uint32),
+            file,
+        )
+
+    def text(self, place: int, writing: str) -> bytes:
+        """The description: a line of JSON, and the numbers."""
+        numbers = b"".join(one.tobytes() for one in (self.begins, self.ends, self.sums))
+        told = {
+            "writing": writing,
+            "place": place,
+            "crc32c": crc(numbers),
+            "tensors": self.names,
+            "file": None if self.file is None else asdict(self.file),
+        }
+        return json.dumps(told).encode() + b"\n" + numbers
+
+    @classmethod
+    def parsed(cls, text: bytes, place: int, writing: str) -> Part:
+        """The part that a description is of.
+
+        Raises:
+            CheckpointError: it is damaged, is none, or is of another process or another try.
+        """
+        name = part_of(place)
+        end = text.find(b"\n", 0, LARGEST_TEXT)
+        match parse_json(text[: max(end, 0)], name):
+            case {"writing": its, "place": whose, "crc32c": number, "tensors": [*rows], "file": file}:
+                if (its, whose) != (writing, place):
+                    raise CheckpointError(f"{name}: is of another try to write this step", file=name)
+                content = np.frombuffer(text, np.uint8, offset=end + 1)
+                if crc(content) != number:
+                    raise CheckpointError(f"{name}: is damaged: its checksum differs", file=name)
+                names = [(row[0], row[1]) for row in rows if _counts(row)]
+                total = sum(count for _, count in names)
+                if len(names) == len(rows) and 16 * total <= len(content) and len(content) % 4 == 0:
+                    begins, ends = content[: 16 * total].view(np.int64).reshape(2, total)
+                    sums = content[16 * total :].view(np.uint32)
+                    if len(sums) == _blocks(begins, ends).sum():
+                        return cls(names, begins, ends, sums, None if file is None else told_of(file, name))
+        raise CheckpointError(f"{name}: describes no part of a step", file=name)
 
 
-def _plan(files: Sequence[FileSpec]) -> int:
-    """A number that differs where processes know other files."""
-    found = 0
-    for file in files:
-        found = crc(file.header, crc(file.name.encode(), found))
-    return found
+def _counts(row: Any) -> bool:
+    """Returns whether it is a tensor's name and a number of ranges."""
+    return isinstance(row, list) and [*map(type, row)] == [str, int] and row[1] >= 0
 
 
-def _prepared(folder: Path, files: Sequence[FileSpec]) -> tuple[int, str]:
-    """(step, number of the writing) of a folder that is prepared.
-
-    Raises:
-        CheckpointError: it is not, or for other tensors.
-    """
-    match parse_json(_small(folder, PREPARED), PREPARED):
-        case {"step": int() as step, "writing": str() as writing, "plan": int() as plan}:
-            if plan != _plan(files):
-                raise CheckpointError(
-                    f"{folder}: was prepared for other tensors than this process has", file=str(folder)
-                )
-            return step, writing
-    raise CheckpointError(f"{folder / PREPARED}: does not say what is written", file=PREPARED)
+def _blocks(begins: Numbers, ends: Numbers) -> Numbers:
+    return -(-(ends - begins) // BLOCK)
 
 
-def _small(folder: Path, name: str) -> bytes:
-    opened = disk.open_folder(folder)
-    try:
-        return disk.read_small(name, opened, LARGEST_TEXT)
-    finally:
-        os.close(opened)
-
-
-class PartWriter:
+class PartWriter(ABC):
     """Writes the part of a step that one process has.
 
     Args:
-        folder: of `prepare`.
         files: of `files_of`, as in all other processes.
         place: this process's number, from 0.
-
-    Raises:
-        CheckpointError: the folder was not prepared, or for other tensors.
+        writing: number of the writing.
     """
 
-    def __init__(self, folder: Path, files: Sequence[FileSpec], place: int) -> None:
-        self.folder, self.place = Path(folder), place
-        _, self._writing = _prepared(self.folder, files)
+    def __init__(self, files: Sequence[FileSpec], place: int, writing: str) -> None:
+        self.place, self._writing = place, writing
         self._files = {name: file for file in files for name in file.tensors}
-        self._opened: dict[str, Early] = {}
         self._ranges: dict[str, list[Running]] = {}
 
     def write(self, name: str, begin: int, data: Any) -> None:
@@ -126,67 +133,47 @@ class PartWriter:
         """
         file = self._files.get(name)
         if file is None:
-            raise CheckpointError(f"{self.folder}: there is no tensor {name!r} to write", tensor=name)
-        content = as_bytes(data)
-        nbytes = file.tensors[name].nbytes
+            raise CheckpointError(f"there is no tensor {name!r} to write", tensor=name)
+        content, nbytes = as_bytes(data), file.tensors[name].nbytes
         if not 0 <= begin <= begin + len(content) <= nbytes:
             text = f"has {nbytes} bytes, and {begin}..{begin + len(content)} were to be written"
             raise CheckpointError(f"{file.name}: tensor {name!r} {text}", file=file.name, tensor=name)
         if not len(content):
             return
-        running = self._running(name, begin)
-        opened = self._open(file)
-        for first in range(0, len(content), _PIECE):
-            piece, at = content[first : first + _PIECE], file.begins[name] + begin + first
-            running.add(piece)
-            try:
-                write_all(opened.descriptor, piece, at)
-            except OSError as error:
-                raise disk.error_of(self.folder / file.name, error, name) from error
-            opened.wrote(at, at + len(piece))
-
-    def _running(self, name: str, begin: int) -> Running:
         ranges = self._ranges.setdefault(name, [])
         if not ranges or ranges[-1].end != begin:
             ranges.append(Running(begin))
-        return ranges[-1]
-
-    def _open(self, file: FileSpec) -> Early:
-        opened = self._opened.get(file.name)
-        if opened is None:
-            folder = disk.open_folder(self.folder)
-            try:
-                opened = Early(disk.open_regular(file.name, folder, os.O_WRONLY))
-                self._opened[file.name] = opened
-            finally:
-                os.close(folder)
-        return opened
+        for first in range(0, len(content), _PIECE):
+            piece = content[first : first + _PIECE]
+            ranges[-1].add(piece)
+            self._put(file, file.tensors[name], begin + first, piece)
 
     def finish(self) -> None:
-        """All that was written is on the disk, and then the file that says so.
+        """All that was written is kept, and then the description that says so.
 
         Raises:
-            CheckpointError: the system cannot write it.
+            CheckpointError: it cannot be written.
         """
-        for name, opened in self._opened.items():
-            with disk.told(self.folder / name):
-                os.fsync(opened.descriptor)
-        self.close()
-        part = Part.of(self._ranges)
-        disk.write_whole(self.folder, binary_of(self.place), part.content)
-        told = {"writing": self._writing, "place": self.place, "crc32c": crc(part.content), **part.told}
-        disk.write_whole(self.folder, part_of(self.place), json.dumps(told).encode())
+        part = Part.of(self._ranges, self._keep())
+        self._describe(part_of(self.place), part.text(self.place, self._writing))
 
+    @abstractmethod
+    def _put(self, file: FileSpec, tensor: Tensor, begin: int, piece: Bytes) -> None:
+        """Takes bytes of a tensor from one on."""
+
+    @abstractmethod
+    def _keep(self) -> Told | None:
+        """All that was taken outlives this process. The file of its own that it is in, if it has one."""
+
+    @abstractmethod
+    def _describe(self, name: str, text: bytes) -> None:
+        """Writes the description, of which others see all or nothing."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Lets the files go; `finish` does it too."""
-        while self._opened:
-            os.close(self._opened.popitem()[1].descriptor)
+        """Lets files go."""
 
-    def __del__(self) -> None:
-        if hasattr(self, "_opened"):
-            self.close()
-
-    def __enter__(self) -> PartWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,126 +189,65 @@ def as_bytes(data: Any) -> Bytes:
     return np.frombuffer(data, np.uint8)
 
 
-def write_all(opened: int, data: Bytes, offset: int) -> None:
-    """Writes all bytes, however many the system takes at once."""
-    left = data.data
-    while len(left):
-        written = os.pwrite(opened, left, offset)
-        left, offset = left[written:], offset + written
-
-
-def part_of(place: int) -> str:
-    return f"part-{place}.json"
-
-
-def binary_of(place: int) -> str:
-    return f"part-{place}.bin"
-
-
-def commit(folder: str | Path, files: Sequence[FileSpec], facts: Mapping[str, Any], places: int) -> Path:
-    """Makes a step count, when every process has finished its part. Process 0's.
+def joined(where: str, tensors: Sequence[Tensor], parts: Sequence[Part]) -> tuple[FileSpec, Iterator[bytes]]:
+    """The file of the checksums, and its bytes.
 
     Args:
-        folder: of `prepare`.
-        files: of `files_of`.
-        facts: JSON of the caller's own, kept in the manifest.
-        places: how many processes wrote.
-
-    Returns:
-        The step's folder, under its name.
+        where: for errors.
+        tensors: all of them, in order.
+        parts: of all processes, in order.
 
     Raises:
-        CheckpointError: a part is missing or of another try; bytes of a tensor were not written, or twice; the system
-            cannot write.
+        CheckpointError: a byte was not written, or twice; or it is of no tensor.
     """
-    here = Path(folder)
-    step, writing = _prepared(here, files)
-    parts = [_part(here, place, writing) for place in range(places)]
-    told = tuple(_header(here, file, step, writing) for file in files)
-    tensors = [(file.name, tensor) for file in files for tensor in file.tensors.values()]
-    checksums = _write_checksums(here, tensors, parts)
-    index = index_of(files)
-    # With the manifest, the folder comes to the disk, which has the names of all.
-    disk.write_whole(here, INDEX, index, is_kept=True)
-    manifest = Manifest(step, writing, told, checksums, Told(INDEX, len(index), len(index), crc(index)), facts)
-    text = text_of(manifest)
-    for name in [PREPARED, *(of(place) for of in (part_of, binary_of) for place in range(places))]:
-        with disk.told(here / name):
-            (here / name).unlink()
-    disk.write_durably(here, MANIFEST, text)
-    return _stand(here, step)
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
+    of, places, firsts = [], [], []
+    for number, part in enumerate(parts):
+        for name, _ in part.names:
+            if name not in numbers:
+                raise CheckpointError(f"{part_of(number)}: there is no tensor {name!r:.200}", file=part_of(number))
+        counts = [count for _, count in part.names]
+        of.append(np.repeat([numbers[name] for name, _ in part.names], counts).astype(np.int64))
+        places.append(np.full(sum(counts), number, np.int64))
+        blocks = _blocks(part.begins, part.ends)
+        firsts.append(np.cumsum(blocks) - blocks)
+    tensor, place, first = (np.concatenate(one) for one in (of, places, firsts))
+    begin, end = np.concatenate([one.begins for one in parts]), np.concatenate([one.ends for one in parts])
+    order = np.lexsort((begin, tensor))
+    tensor, place, first, begin, end = (one[order] for one in (tensor, place, first, begin, end))
+    counts_of = np.bincount(tensor, minlength=len(tensors))
+    _check(where, tensors, counts_of, begin, end)
+    blocks = _blocks(begin, end)
+    table = np.zeros((len(tensors) + 1, 2), np.int64)
+    np.cumsum(counts_of, out=table[1:, 0])
+    table[:, 1] = np.concatenate([[0], np.cumsum(blocks)])[table[:, 0]]
+    spec = checksums_of(len(tensors), len(begin), int(blocks.sum()))
+    content = {FIRSTS: table.tobytes(), BEGINS: begin.tobytes(), PLACES: place.astype(np.uint32).tobytes()}
+
+    def pieces() -> Iterator[bytes]:
+        yield spec.header
+        for name in spec.tensors:
+            if name != SUMS:
+                yield content[name]
+                continue
+            for source, start, count in zip(place.tolist(), first.tolist(), blocks.tolist(), strict=True):
+                yield parts[source].sums[start : start + count].tobytes()
+
+    return spec, pieces()
 
 
-def _part(folder: Path, place: int, writing: str) -> Part:
-    """Returns what a process wrote, as its files say."""
-    name = part_of(place)
-    found = parse_json(_small(folder, name), name)
-    if not isinstance(found, dict) or found.get("writing") != writing or found.get("place") != place:
-        raise CheckpointError(f"{name}: is of another try to write this step", file=name)
-    with disk.told(folder / binary_of(place)):
-        content = np.fromfile(folder / binary_of(place), np.uint8)
-    if crc(content) != found["crc32c"]:
-        raise CheckpointError(f"{binary_of(place)}: is damaged: its checksum differs", file=binary_of(place))
-    return Part.read(place, found, content)
-
-
-def _header(folder: Path, file: FileSpec, step: int, writing: str) -> Told:
-    """Returns what the manifest will say of a file, which still has the header and size it was given.
-
-    The file comes to the disk here where nobody has written into it.
-    """
-    due = stamped(file.header, step, writing)
-    opened_folder = disk.open_folder(folder)
-    try:
-        opened = disk.open_regular(file.name, opened_folder)
-        try:
-            size = os.fstat(opened).st_size
-            found = disk.read_exactly(opened, len(due), 0, file.name)
-            with disk.told(file.name):
-                os.fsync(opened)
-        finally:
-            os.close(opened)
-    finally:
-        os.close(opened_folder)
-    if size != file.size or found != due:
-        raise CheckpointError(f"{file.name}: is not the file that was prepared", file=file.name)
-    return Told(file.name, size, len(due), crc(due))
-
-
-def _write_checksums(folder: Path, tensors: Sequence[tuple[str, Tensor]], parts: Sequence[Part]) -> Told:
-    spec, pieces = joined(tensors, parts)
-    path, number, size = folder / CHECKSUMS, 0, 0
-    with disk.told(path), path.open("xb") as file:
-        for piece in _all(spec.header, pieces):
-            file.write(piece)
-            number, size = crc(piece, number), size + len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    assert size == spec.size
-    return Told(CHECKSUMS, size, len(spec.header), number)
-
-
-def _all(header: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    yield header
-    yield from pieces
-
-
-def _stand(folder: Path, step: int) -> Path:
-    """Gives a finished folder its name.
-
-    One that counts and has this name gives way, and counts until then.
-    """
-    directory = folder.parent
-    final, replaced = (folders.folder_of(directory, step, suffix) for suffix in ("", folders.REPLACED))
-    with disk.told(final):
-        if final.exists() and not (final / MANIFEST).exists():
-            folders.remove(directory, step, "")
-        if final.exists():
-            if replaced.exists():
-                folders.remove(directory, step, folders.REPLACED)
-            final.rename(replaced)
-        folder.rename(final)
-        disk.sync_folder(directory)
-        if replaced.exists():
-            folders.remove(directory, step, folders.REPLACED)
-    return final
+def _check(where: str, tensors: Sequence[Tensor], counts: Numbers, begin: Numbers, end: Numbers) -> None:
+    """Raises where the ranges of a tensor are not all of its bytes, each once."""
+    stop = 0
+    for tensor, count in zip(tensors, counts.tolist(), strict=True):
+        start, stop = stop, stop + count
+        due = np.append(0, end[start:stop])
+        found = np.append(begin[start:stop], tensor.nbytes)
+        wrong = np.flatnonzero(found != due)
+        if len(wrong):
+            a, b = int(due[wrong[0]]), int(found[wrong[0]])
+            text = f"bytes {a}..{b} were not written" if a < b else f"bytes {b}..{a} were written twice"
+            raise CheckpointError(f"{where}: tensor {tensor.name!r}: {text}", file=where, tensor=tensor.name)
+        if count > MOST_RANGES:
+            text = f"was written in {count} ranges; {MOST_RANGES} is the most"
+            raise CheckpointError(f"{where}: tensor {tensor.name!r} {text}", file=where, tensor=tensor.name)

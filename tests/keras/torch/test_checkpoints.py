@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import unidist
-from unidist.checkpoint import folders
+from unidist.checkpoint.addresses import directory_of
 from unidist.checkpoint.reading import Reader
 from unidist.keras import seeds
 from unidist.keras.checkpoint import api as checkpoints
@@ -110,7 +110,7 @@ def test_what_was_saved_in_the_background_is_of_the_moment_of_saving(tmp_path: P
             train(model)
     checkpoints.wait()
     assert place == tmp_path / "step-00000003"
-    assert folders.steps(tmp_path) == [2, 3]
+    assert directory_of(tmp_path).steps() == [2, 3]
     assert checkpoints.latest(tmp_path) == 3
     unidist.restore(model, tmp_path)
     for value, other in zip(wanted, values(model), strict=True):
@@ -144,7 +144,7 @@ def test_what_could_not_be_written_is_told_at_the_end_of_a_world(ends: Callable[
         ends()
     assert _children() == before
     ends()
-    assert folders.steps(tmp_path) == []
+    assert directory_of(tmp_path).steps() == []
 
 
 def _children() -> set[int]:
@@ -264,4 +264,4 @@ def test_a_program_whose_last_checkpoint_could_not_be_written_ends_as_a_failed_o
     assert done.stdout.splitlines() == ["its last line", "the program's own handler"], done.stderr
     assert done.stderr.splitlines()[-1].startswith("unidist.errors.CheckpointError")
     assert done.returncode == 1
-    assert folders.steps(tmp_path) == [1]
+    assert directory_of(tmp_path).steps() == [1]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import unidist
-from unidist.checkpoint import folders, remote
+from unidist.checkpoint.addresses import directory_of
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import api as checkpoints
 from unidist.keras.checkpoint import later, position, turns
@@ -90,7 +90,7 @@ def test_what_is_neither_epochs_nor_batches_nor_seconds_is_refused(every: Any, t
 )
 def test_when_a_training_is_saved(every: Any, saved: list[int], tmp_path: Any) -> None:
     train(unidist.Checkpoint(tmp_path, every, keep=None))
-    assert folders.steps(tmp_path) == saved
+    assert directory_of(tmp_path).steps() == saved
 
 
 def test_a_training_goes_on_from_an_object_store(tmp_path: Any) -> None:
@@ -100,14 +100,14 @@ def test_a_training_goes_on_from_an_object_store(tmp_path: Any) -> None:
     steps = Steps()
     same(train(steps, unidist.Checkpoint(address, every=1, keep=2), seed=8), train())
     assert steps.steps == [(1, 1), (1, 2)]
-    assert remote.steps(address) == [5, 6]
+    assert directory_of(address).steps() == [5, 6]
     with pytest.raises(unidist.CapabilityError, match="asynchronous=True writes into folders"):
         unidist.save(model(), address, asynchronous=True)
 
 
 def test_so_many_checkpoints_stay(tmp_path: Any) -> None:
     train(unidist.Checkpoint(tmp_path, 1, keep=2))
-    assert folders.steps(tmp_path) == [5, 6]
+    assert directory_of(tmp_path).steps() == [5, 6]
 
 
 def test_the_clock_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_data_that_does_not_tell_its_length_is_saved_after_its_last_batch(tmp_pa
     whole = train(epochs=3, **data())
     with pytest.raises(StopTestError):
         train(unidist.Checkpoint(tmp_path, 3, keep=None), Steps((1, 0)), epochs=3, **data())
-    assert folders.steps(tmp_path) == [3]
+    assert directory_of(tmp_path).steps() == [3]
     same(train(unidist.Checkpoint(tmp_path, 3), steps := Steps(), epochs=3, seed=99, **data()), whole)
     assert steps.steps == [(epoch, batch) for epoch in (1, 2) for batch in range(3)]
 
@@ -252,7 +252,7 @@ def test_without_resuming_a_training_begins_anew_and_its_checkpoints_are_the_lat
     first, other = train(), train(seed=99)
     train(unidist.Checkpoint(tmp_path))
     same(train(unidist.Checkpoint(tmp_path, resume=False), seed=99), other)
-    assert folders.latest(tmp_path) == 12
+    assert directory_of(tmp_path).latest() == 12
     same(train(unidist.Checkpoint(tmp_path)), other)
     assert abs(first.history["loss"][0] - other.history["loss"][0]) > 1e-3
 
@@ -265,7 +265,7 @@ def test_a_fit_inside_of_a_fit_is_its_own(tmp_path: Any) -> None:
             train(trained=inner, epochs=1)
 
     train(unidist.Checkpoint(tmp_path, 2, keep=None), Inside(), trained=model(width=3))
-    assert folders.steps(tmp_path) == [2, 4, 6]
+    assert directory_of(tmp_path).steps() == [2, 4, 6]
 
 
 def test_a_list_of_callbacks_of_keras_own(tmp_path: Any) -> None:

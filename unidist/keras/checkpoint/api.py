@@ -14,14 +14,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
 
 from unidist import __version__
-from unidist.checkpoint import folders
-from unidist.checkpoint.directory import Directory, FolderDirectory, directory_of
+from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.directory import Directory, Step
+from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.reading import Reader, Verify
 from unidist.errors import CapabilityError, CheckpointError
 from unidist.flight.recorder import recorder
@@ -35,7 +36,6 @@ _log = logging.getLogger(__name__)
 # Beside what unidist itself keeps among the facts, the user's own; and what says that layers' files are there.
 _USERS, _KEPT = "facts", "kept"
 _LARGEST_CONFIG = 4 << 20  # the manifest has a bound, and the rest of it needs some
-Step = int | Literal["latest"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _save(
     name, number = begun["name"], int(begun["step"])
     if asynchronous and isinstance(directory, FolderDirectory):
         later.start(state, directory.path / name, told, keep, number)
-        return folders.folder_of(directory.path, number)
+        return directory.folder(number)
     holders.agree(_write(state, directory, name), f"write {name} in {where}")
 
     def end() -> dict[str, Any]:

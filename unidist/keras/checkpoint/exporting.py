@@ -16,7 +16,7 @@ import keras
 
 from unidist.backends.protocol import itemsize
 from unidist.checkpoint import disk
-from unidist.checkpoint.folders import Step
+from unidist.checkpoint.directory import Step
 from unidist.checkpoint.reading import Reader
 from unidist.checkpoint.regions import whole
 from unidist.checkpoint.tensors import Tensor
@@ -35,7 +35,7 @@ _WEIGHTS = ".weights.h5"
 _REMEDY = "make the model in a program, and let unidist.restore and model.save write the file"
 
 
-def export(directory: Path, step: Step, out: Path) -> None:
+def export(directory: str | Path, step: Step, out: Path) -> None:
     """Writes a step's model as `.keras`, or its weights as `.weights.h5`.
 
     Args:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from unidist.backends.protocol import Array
-from unidist.checkpoint import folders
 from unidist.checkpoint.background import Background
+from unidist.checkpoint.folders import FolderDirectory
 from unidist.flight.recorder import recorder
 from unidist.keras.checkpoint.states import Holders, State, tried
 
@@ -87,7 +87,7 @@ def wait() -> None:
     found.holders.agree(tried(_writer.background.wait), f"write {found.folder}")
     recorder.committed(found.step)
     if (keep := found.keep) is not None:
-        found.holders.by_first(lambda: {"removed": folders.prune(found.folder.parent, keep, found.step)})
+        found.holders.by_first(lambda: {"removed": FolderDirectory(found.folder.parent).prune(keep, found.step)})
 
 
 def leave() -> None:
@@ -113,7 +113,7 @@ def close() -> None:
     found, _writer.under_way = _writer.under_way, None
     _writer.end()
     if found is not None and found.keep is not None and found.holders.place == 0:
-        folders.prune(found.folder.parent, found.keep, found.step)
+        FolderDirectory(found.folder.parent).prune(found.keep, found.step)
 
 
 class _Failure:
