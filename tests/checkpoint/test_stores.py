@@ -114,7 +114,7 @@ def test_what_is_half_written_does_not_count(address: str) -> None:
     for last in range(len(new) + 1):
         store.remove("")
         for name in [*before, *new[:last]]:
-            store.write(name, before.get(name) or after[name])
+            store.write(name, [before.get(name) or after[name]])
         read_all(address, 1, "all")
     directory = RemoteDirectory(address)
     files = files_of(tensors())
@@ -172,16 +172,16 @@ def test_damage_is_found_and_named(address: str) -> None:
     store = Store(address)
     for name, content in objects(address).items():
         for at in (0, len(content) // 2, len(content) - 1):
-            store.write(name, content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+            store.write(name, [content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]])
             with pytest.raises(CheckpointError):
                 read_all(address, 1, "all")
-        store.write(name, content[:-1])
+        store.write(name, [content[:-1]])
         with pytest.raises(CheckpointError):
             read_all(address, 1, "all")
         store.remove(name)
         with pytest.raises(CheckpointError, match=r"missing|no checkpoint"):
             read_all(address, 1, "all")
-        store.write(name, content)
+        store.write(name, [content])
     read_all(address, 1, "all")
 
 
@@ -192,7 +192,7 @@ def test_a_part_of_another_writing_is_an_error(address: str) -> None:
     store = Store(address)
     old = next(name for name in first if name.endswith("part-00001.safetensors"))
     new = next(name for name in objects(address) if name.endswith("part-00001.safetensors"))
-    store.write(new, first[old])
+    store.write(new, [first[old]])
     with pytest.raises(CheckpointError, match="of another writing of step 5"):
         read_all(address, 1, "off")
 
@@ -236,6 +236,6 @@ def test_the_command(address: str, tmp_path: Path, capsys: pytest.CaptureFixture
         kernel = file.get_tensor("dense/kernel")
     np.testing.assert_array_equal(kernel.reshape(-1).view(np.uint8), contents(tensors(), 2)["dense/kernel"])
     store, name = Store(address), next(name for name in objects(address) if "part-00001" in name and "006-" in name)
-    store.write(name, store.read(name)[:-4] + b"none")
+    store.write(name, [store.read(name)[:-4] + b"none"])
     assert run("verify", address) == 1
     assert "is damaged" in capsys.readouterr().out

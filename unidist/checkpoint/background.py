@@ -3,6 +3,8 @@
 The training copies what is to be written into memory that both processes have, and goes on. The other process is
 started once. It imports no framework, gets its work as JSON over a socket, and ends with its parent: what it was
 writing then does not count.
+
+Process 0's waits until all parts stand, and commits the step. Who cannot write its part says so in the step's folder.
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ import contextlib
 import json
 import mmap
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +31,15 @@ from unidist.checkpoint import disk
 from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
-from unidist.checkpoint.waiting import tell_the_first, until_all_wrote
+from unidist.checkpoint.writing import part_of
 from unidist.errors import CheckpointError
 
 TIMEOUT = 600.0
 # Of a message: a million pieces have some 60 MB.
 _MOST_MESSAGE = 1 << 28
-# Between two looks for the parent.
-_PIECE = 16 << 20
+# Bytes between two looks for the parent, and seconds between two looks for parts.
+_PIECE, _LOOK = 16 << 20, 0.05
+_MOST_WORDS = 4096
 _MODULE = "unidist.checkpoint.background"
 # Ctrl-C, schedulers and many launchers reach all processes of a group. The parent may still want to write: it ends the
 # one that writes.
@@ -56,7 +61,7 @@ class Background:
     def __init__(self, place: int) -> None:
         self.place = place
         self._memory: tuple[int, mmap.mmap] | None = None
-        self._child: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._knows_memory = self._waits = False
         self._folder = Path()
         self._end: weakref.finalize[..., Background] | None = None
@@ -104,16 +109,20 @@ class Background:
             "files": [file.told for file in files],
             "pieces": [tuple(piece) for piece in pieces],
             "commit": None if commit is None else {"timeout": TIMEOUT, **commit},
+            "brings_memory": self._memory is not None and not self._knows_memory,
         }
         try:
             text = json.dumps(message, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"what is to be written is no JSON: {error}") from error
+        if len(text) > _MOST_MESSAGE:
+            raise CheckpointError(f"{len(text)} bytes say what is to be written; {_MOST_MESSAGE} is the most")
         self._folder = Path(folder)
-        _, channel = self._child = self._child or self._started()
-        new = self._memory is not None and not self._knows_memory
+        process, channel = self._child = self._child or self._started()
         try:
-            _send(channel, text, self._memory[0] if self._memory is not None and new else None)
+            channel.send_bytes(text)
+            if self._memory is not None and not self._knows_memory:
+                send_handle(channel, self._memory[0], process.pid)
         except OSError:
             raise self._lost() from None
         self._knows_memory, self._waits = self._memory is not None, True
@@ -130,11 +139,11 @@ class Background:
         if not self._waits or self._child is None:
             return None
         _, channel = self._child
-        if not _is_readable(channel, timeout):
+        if not channel.poll(timeout):
             raise CheckpointError(f"a checkpoint is still being written after {timeout:g} s")
         try:
-            text, _ = _receive(channel)
-        except OSError:
+            text = channel.recv_bytes(_MOST_MESSAGE)
+        except (EOFError, OSError):
             raise self._lost() from None
         self._waits = False
         match parse_json(text, "the writing process"):
@@ -147,7 +156,7 @@ class Background:
     @property
     def is_busy(self) -> bool:
         """Is true where something is being written now."""
-        return self._waits and self._child is not None and not _is_readable(self._child[1], 0)
+        return self._waits and self._child is not None and not self._child[1].poll()
 
     def close(self) -> None:
         """Ends the process, also in the midst of writing: `wait` first. Lets the memory go."""
@@ -169,8 +178,8 @@ class Background:
     def _forget_memory(self) -> None:
         self._memory, self._knows_memory = None, False
 
-    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair()
+    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        ours, theirs = Pipe()
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
@@ -195,7 +204,7 @@ class Background:
         self.close()
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         words = f"the process that writes checkpoints ended {how}"
-        tell_the_first(self._folder, self.place, words)
+        _tell_the_first(self._folder, self.place, words)
         return CheckpointError(words)
 
 
@@ -209,7 +218,7 @@ def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _ended(process: subprocess.Popen[bytes], channel: socket.socket) -> int:
+def _ended(process: subprocess.Popen[bytes], channel: Connection) -> int:
     """Without its socket the process ends."""
     channel.close()
     try:
@@ -219,69 +228,67 @@ def _ended(process: subprocess.Popen[bytes], channel: socket.socket) -> int:
         return process.wait()
 
 
-def _is_readable(channel: socket.socket, timeout: float | None) -> bool:
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    return bool(poll.poll(None if timeout is None else timeout * 1000))
+def _tell_the_first(folder: Path, place: int, words: str) -> None:
+    """Process 0 waits for this one's part. On a full disk a file without words may still be made."""
+    if place and not (folder / part_of(place)).exists():
+        with contextlib.suppress(OSError):
+            (folder / f"failed-{place}").write_text(words[:_MOST_WORDS])
 
 
-def _send(channel: socket.socket, text: bytes, memory: int | None = None) -> None:
-    if len(text) > _MOST_MESSAGE:
-        raise CheckpointError(f"{len(text)} bytes say what is to be written; {_MOST_MESSAGE} is the most")
-    length = len(text).to_bytes(8, "little")
-    socket.send_fds(channel, [length], [] if memory is None else [memory])
-    channel.sendall(text)
+def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None]:
+    """Goes on until each process's part stands.
 
-
-def _receive(channel: socket.socket) -> tuple[bytes, int | None]:
-    """A message, and the memory that came with it."""
-    head, given, _, _ = socket.recv_fds(channel, 8, 1)
-    while 0 < len(head) < 8:
-        head += channel.recv(8 - len(head)) or _gone()
-    length = int.from_bytes(head, "little") if head else _MOST_MESSAGE + 1
-    text = bytearray()
-    if length > _MOST_MESSAGE:
-        _gone()
-    while len(text) < length:
-        text += channel.recv(min(1 << 20, length - len(text))) or _gone()
-    return bytes(text), given[0] if given else None
-
-
-def _gone() -> NoReturn:
-    raise ConnectionError("the other process has ended")
+    Raises:
+        CheckpointError: one could not write its part, or did not in time.
+    """
+    until = time.monotonic() + timeout
+    left = set(range(places))
+    while True:
+        for place in sorted(left):
+            if (failed := folder / f"failed-{place}").exists():
+                with disk.told(failed), failed.open(errors="replace") as file:
+                    words = file.read(_MOST_WORDS) or "it could not say why"
+                raise CheckpointError(f"process {place} could not write its part: {words}", file=str(failed))
+            if (folder / part_of(place)).exists():
+                left.discard(place)
+        if not left:
+            return
+        if time.monotonic() > until:
+            missing = ", ".join(map(str, sorted(left)[:10]))
+            text = f"processes did not write their parts within {timeout:g} s: {missing}"
+            raise CheckpointError(f"{folder}: {text}", file=str(folder))
+        yield
+        time.sleep(_LOOK)
 
 
 class _Worker:
     """The other process: writes what it is asked to, until its parent ends."""
 
-    def __init__(self, channel: socket.socket, parent: int) -> None:
+    def __init__(self, channel: Connection, parent: int) -> None:
         self._channel, self._parent = channel, parent
         self._memory = np.zeros(0, np.uint8)
 
     def serve(self) -> None:
         while True:
-            # A fork of the parent may hold the socket's other end longer than the parent lives.
-            while not _is_readable(self._channel, 1.0):
-                self._end_with_parent()
-            try:
-                text, memory = _receive(self._channel)
-            except ConnectionError:
-                return
-            if memory is not None:
+            # A fork of the parent may hold the other end longer than the parent lives.
+            while not self._channel.poll(1.0):
+                if os.getppid() != self._parent:
+                    os._exit(1)
+            job = json.loads(self._channel.recv_bytes(_MOST_MESSAGE))
+            if job["brings_memory"]:
+                memory = recv_handle(self._channel)
                 self._memory = np.frombuffer(mmap.mmap(memory, 0, prot=mmap.PROT_READ), np.uint8)
                 os.close(memory)
-            job = json.loads(text)
             try:
                 answer = {"folder": self._write(job) or ""}
             except CheckpointError as error:
-                tell_the_first(Path(job["folder"]), job["place"], str(error))
+                _tell_the_first(Path(job["folder"]), job["place"], str(error))
                 answer = {"error": str(error), "file": error.file, "tensor": error.tensor}
-            _send(self._channel, json.dumps(answer).encode())
+            self._channel.send_bytes(json.dumps(answer).encode())
 
     def _end_with_parent(self) -> None:
-        if os.getppid() != self._parent:
-            os._exit(1)
-        if _is_readable(self._channel, 0) and not self._channel.recv(1, socket.MSG_PEEK):
+        # Nothing is sent to who writes: what there is to read is the end.
+        if os.getppid() != self._parent or self._channel.poll():
             os._exit(1)
 
     def _write(self, job: dict[str, Any]) -> str | None:
@@ -299,7 +306,7 @@ class _Worker:
             part.finish()
         if commit is None:
             return None
-        for _ in until_all_wrote(folder, commit["places"], commit["timeout"]):
+        for _ in _until_all_wrote(folder, commit["places"], commit["timeout"]):
             self._end_with_parent()
         self._end_with_parent()
         return directory.commit(folder.name, files, commit["facts"], commit["places"])
@@ -311,7 +318,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     opened, parent = map(int, arguments)
-    with socket.socket(fileno=opened) as channel, contextlib.suppress(ConnectionError):
+    with Connection(opened) as channel, contextlib.suppress(EOFError, ConnectionError):
         _Worker(channel, parent).serve()
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,22 +232,16 @@ def export(
             if os.listdir(target):
                 raise CheckpointError(f"{target}: is not empty", file=str(target))
         for file in files:
-            _copy(reader, file, target)
+            disk.write_whole(target, file.name, _content(reader, file), is_kept=True)
     disk.write_durably(target, INDEX, index_of(files))
     return [*(file.name for file in files), INDEX]
 
 
-def _copy(reader: Reader, spec: FileSpec, target: Path) -> None:
-    path, half = target / spec.name, target / f"{spec.name}.half"
-    with disk.told(path):
-        with half.open("xb") as file:
-            file.write(spec.header)
-            for name, tensor in spec.tensors.items():
-                for begin in range(0, tensor.nbytes, _COPIED):
-                    file.write(reader.read_bytes(name, begin, min(_COPIED, tensor.nbytes - begin)).data)
-            file.flush()
-            os.fsync(file.fileno())
-        half.rename(path)
+def _content(reader: Reader, spec: FileSpec) -> Iterator[bytes | memoryview]:
+    yield spec.header
+    for name, tensor in spec.tensors.items():
+        for begin in range(0, tensor.nbytes, _COPIED):
+            yield reader.read_bytes(name, begin, min(_COPIED, tensor.nbytes - begin)).data
 
 
 # numbers --------------------------------------------------------------------------------------------------------------
@@ -260,18 +254,11 @@ def numbers(data: Bytes, dtype: str) -> NDArray[Any]:
     if dtype == "float8_e5m2":
         return (data.astype(np.uint16) << 8).view(np.float16)
     if dtype == "float8_e4m3fn":
-        return _E4M3FN[data]
+        # Its exponent is smaller than that of float16, by eight, and its largest one has numbers too, but for the last.
+        low = data.astype(np.uint16) & 0x7F
+        value = ((data & np.uint16(0x80)) << 8 | low << 7).view(np.float16) * np.float32(2**8)
+        return np.where(low == 0x7F, np.float32("nan"), value)
     return data.view(dtype)
-
-
-def _e4m3fn(byte: int) -> float:
-    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 0x7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    return float(sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)))
-
-
-_E4M3FN = np.array([_e4m3fn(byte) for byte in range(256)], np.float32)
 
 
 def difference(left: Bytes, right: Bytes, dtype: str) -> float:

@@ -6,10 +6,9 @@ Folders (folders.py) and object stores (remote.py) differ in how bytes come to t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from unidist.checkpoint.checksums import crc
 from unidist.checkpoint.manifest import CHECKSUMS, INDEX, Manifest, Told, text_of
@@ -107,23 +106,27 @@ class Directory(ABC):
         """
         step, writing = begun = self._begun(name, files)
         parts = [Part.parsed(self._read(name, part_of(place)), place, writing) for place in range(places)]
-        told = self._told(name, begun, files, parts)
+        told, index = self._described(name, begun, files, parts)
         tensors = tuple(tensor for file in files for tensor in file.tensors.values())
         spec, pieces = joined(name, tensors, parts)
         checksums = self._put(name, CHECKSUMS, pieces, len(spec.header))
-        index = self._put(name, INDEX, [self._index(files, parts)])
+        of_index = self._put(name, INDEX, [index], len(index))
         in_parts = (tensors, name) if self.is_in_parts else ()
-        text = text_of(Manifest(step, writing, told, checksums, index, facts, *in_parts))
+        text = text_of(Manifest(step, writing, told, checksums, of_index, facts, *in_parts))
         return self._stand(name, step, text, [part_of(place) for place in range(places)])
 
-    def _put(self, name: str, file: str, pieces: Iterable[bytes], header: int | None = None) -> Told:
+    def _put(self, name: str, file: str, content: Iterable[bytes], header: int) -> Told:
         """Writes a file; what the manifest says of it."""
         number = size = 0
-        with self._create(name, file) as opened:
-            for piece in pieces:
-                opened.write(piece)
+
+        def counted() -> Iterator[bytes]:
+            nonlocal number, size
+            for piece in content:
                 number, size = crc(piece, number), size + len(piece)
-        return Told(file, size, size if header is None else header, number)
+                yield piece
+
+        self._write(name, file, counted())
+        return Told(file, size, header, number)
 
     @abstractmethod
     def _begun(self, name: str, files: Sequence[FileSpec]) -> tuple[int, str]:
@@ -134,18 +137,14 @@ class Directory(ABC):
         """A part's description. Raises CheckpointError: there is none."""
 
     @abstractmethod
-    def _told(
+    def _described(
         self, name: str, begun: tuple[int, str], files: Sequence[FileSpec], parts: Sequence[Part]
-    ) -> tuple[Told, ...]:
-        """The files of tensors, as the manifest describes them."""
+    ) -> tuple[tuple[Told, ...], bytes]:
+        """(the files of tensors, as the manifest describes them; the content of the index)."""
 
     @abstractmethod
-    def _index(self, files: Sequence[FileSpec], parts: Sequence[Part]) -> bytes:
-        """The content of the index."""
-
-    @abstractmethod
-    def _create(self, name: str, file: str) -> AbstractContextManager[IO[bytes]]:
-        """A new file, which is whole and kept when this ends."""
+    def _write(self, name: str, file: str, content: Iterable[bytes]) -> None:
+        """Writes a file, which is whole and kept then."""
 
     @abstractmethod
     def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:

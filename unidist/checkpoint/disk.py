@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from unidist.checkpoint.checksums import Bytes
@@ -118,20 +118,21 @@ def write_all(opened: int, data: Bytes, offset: int) -> None:
 
 def write_durably(folder: Path, name: str, content: bytes) -> None:
     """A file that is either there, whole and on the disk, or not there."""
-    write_whole(folder, name, content, is_kept=True)
+    write_whole(folder, name, [content], is_kept=True)
     sync_folder(folder)
 
 
-def write_whole(folder: Path, name: str, content: bytes, *, is_kept: bool = False) -> None:
+def write_whole(folder: Path, name: str, content: Iterable[bytes | memoryview], *, is_kept: bool = False) -> None:
     """A file that other processes see whole, or not at all.
 
     Args:
+        content: piece by piece.
         is_kept: what it has is on the disk first, for the time after a crash.
     """
     path, half = folder / name, folder / f"{name}.half"
     with told(path):
         with half.open("wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             if is_kept:
                 os.fsync(file.fileno())

@@ -15,16 +15,14 @@ gets its name. What only informs processes of each other is gone by then, and ne
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
 
 from unidist.checkpoint import disk, manifest
 from unidist.checkpoint.checksums import Bytes, crc
@@ -116,7 +114,7 @@ class FolderDirectory(Directory):
                 opened.write(stamped(file.header, step, writing))
                 opened.truncate(file.size)
         told = {"step": step, "writing": writing, "plan": _plan(files)}
-        disk.write_whole(folder, PREPARED, json.dumps(told).encode())
+        disk.write_whole(folder, PREPARED, [json.dumps(told).encode()])
         return folder.name
 
     def writer(self, name: str, files: Sequence[FileSpec], place: int) -> FolderWriter:
@@ -140,22 +138,15 @@ class FolderDirectory(Directory):
         with disk.inside(self.path / name) as opened:
             return disk.read_small(part, opened, _MOST_OF_PART)
 
-    def _told(
+    def _described(
         self, name: str, begun: tuple[int, str], files: Sequence[FileSpec], parts: Sequence[Part]
-    ) -> tuple[Told, ...]:
-        return tuple(_header(self.path / name, file, stamped(file.header, *begun)) for file in files)
+    ) -> tuple[tuple[Told, ...], bytes]:
+        told = tuple(_header(self.path / name, file, stamped(file.header, *begun)) for file in files)
+        return told, index_of(files)
 
-    def _index(self, files: Sequence[FileSpec], parts: Sequence[Part]) -> bytes:
-        return index_of(files)
-
-    @contextlib.contextmanager
-    def _create(self, name: str, file: str) -> Iterator[IO[bytes]]:
-        path = self.path / name / file
+    def _write(self, name: str, file: str, content: Iterable[bytes]) -> None:
         # With the manifest, the folder comes to the disk, which has the names of all.
-        with disk.told(path), path.open("xb") as opened:
-            yield opened
-            opened.flush()
-            os.fsync(opened.fileno())
+        disk.write_whole(self.path / name, file, content, is_kept=True)
 
     def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:
         """Gives a finished folder its name.
@@ -233,7 +224,7 @@ class FolderWriter(PartWriter):
         self.close()
 
     def _describe(self, name: str, text: bytes) -> None:
-        disk.write_whole(self.folder, name, text)
+        disk.write_whole(self.folder, name, [text])
 
     def close(self) -> None:
         while self._opened:

@@ -18,8 +18,7 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from unidist.checkpoint import disk, manifest
@@ -84,29 +83,24 @@ class RemoteDirectory(Directory):
     def _read(self, name: str, part: str) -> bytes:
         return self._store.read(f"{name}/{part}")
 
-    def _told(
+    def _described(
         self, name: str, begun: tuple[int, str], files: Sequence[FileSpec], parts: Sequence[Part]
-    ) -> tuple[Told, ...]:
+    ) -> tuple[tuple[Told, ...], bytes]:
         told = tuple(part.file for part in parts if part.file is not None)
         if len(told) < len(parts):
             raise CheckpointError(f"{name}: a process does not say which file it wrote", file=name)
-        return told
+        of: dict[str, list[str]] = {one: [] for file in files if file.kind == "model" for one in file.tensors}
+        for file, part in zip(told, parts, strict=True):
+            for one in of.keys() & dict(part.names):
+                of[one].append(file.name)
+        return told, json.dumps({"parts": of}, indent=2).encode() + b"\n"
 
-    def _index(self, files: Sequence[FileSpec], parts: Sequence[Part]) -> bytes:
-        """Returns which parts have which of the model's tensors."""
-        of: dict[str, list[str]] = {name: [] for file in files if file.kind == "model" for name in file.tensors}
-        for part in parts:
-            for name, _ in part.names:
-                if name in of and part.file is not None:
-                    of[name].append(part.file.name)
-        return json.dumps({"parts": of}, indent=2).encode() + b"\n"
-
-    def _create(self, name: str, file: str) -> AbstractContextManager[IO[bytes]]:
-        return self._store.writing(f"{name}/{file}")
+    def _write(self, name: str, file: str, content: Iterable[bytes]) -> None:
+        self._store.write(f"{name}/{file}", content)
 
     def _stand(self, name: str, step: int, manifest: bytes, parts: Sequence[str]) -> str:
         """Writes the manifest, and removes what other writings of the step have left."""
-        self._store.write(f"{name_of(step)}.json", manifest)
+        self._store.write(f"{name_of(step)}.json", [manifest])
         for part in parts:
             self._store.remove(f"{name}/{part}")
         for found in self._store.names():
@@ -157,16 +151,19 @@ class RemoteWriter(PartWriter):
         where = {piece_of(tensor.name, begin): at for tensor, begin, _, at in self._pieces}
         spec = file_of(name, [_as_tensor(tensor, begin, end) for tensor, begin, end, _ in self._pieces])
         header = stamped(spec.header, *self._begun)
-        with self._store.writing(f"{self._folder}/{name}") as file:
-            file.write(header)
+
+        def content() -> Iterator[bytes]:
+            yield header
             for piece, tensor in spec.tensors.items():
                 self._gathered.seek(where[piece])
                 for left in range(tensor.nbytes, 0, -_PIECE):
-                    file.write(self._gathered.read(min(_PIECE, left)))
+                    yield self._gathered.read(min(_PIECE, left))
+
+        self._store.write(f"{self._folder}/{name}", content())
         return Told(name, spec.size, len(header), crc(header))
 
     def _describe(self, name: str, text: bytes) -> None:
-        self._store.write(f"{self._folder}/{name}", text)
+        self._store.write(f"{self._folder}/{name}", [text])
 
     def close(self) -> None:
         self._gathered.close()

@@ -6,9 +6,8 @@ An object is there whole, or not at all, and cannot be changed.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Store:
 
     Example:
         >>> store = Store("memory://example-of-a-store")
-        >>> store.write("note", b"some bytes")
+        >>> store.write("note", [b"some ", b"bytes"])
         >>> store.names(), store.read("note")
         (['note'], b'some bytes')
     """
@@ -93,19 +92,14 @@ class Store:
         with self._told(name):
             return bytes(self._system.cat_file(self._path(name), start=begin, end=end))
 
-    def write(self, name: str, content: bytes) -> None:
-        """An object, in place of one that is there."""
-        with self.writing(name) as file:
-            file.write(content)
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
-        """A file to write an object to, from its first byte to its last."""
+    def write(self, name: str, content: Iterable[bytes]) -> None:
+        """An object, piece by piece, in place of one that is there."""
         with self._told(name):
             path = self._path(name)
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
             with self._system.open(path, "wb") as file:
-                yield file
+                for piece in content:
+                    file.write(piece)
 
     def remove(self, name: str) -> None:
         """An object, or all of a folder; what is not there is left."""
@@ -121,13 +115,11 @@ class StoreFiles:
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, folder
-        self._windows: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
-        self._sizes: dict[str, int] = {}
+        self._size = functools.cache(lambda name: store.size(f"{folder}/{name}"))
+        self._window = functools.lru_cache(_MOST_WINDOWS)(self._read)
 
     def size(self, name: str) -> int:
-        if name not in self._sizes:
-            self._sizes[name] = self._store.size(f"{self._folder}/{name}")
-        return self._sizes[name]
+        return self._size(name)
 
     def read(self, name: str, offset: int, out: Bytes, tensor: str = "") -> None:
         end = offset + len(out)
@@ -140,17 +132,10 @@ class StoreFiles:
                 raise cut_short(name, begin + len(window), tensor)
             out[lo - offset : hi - offset] = window[lo - begin : hi - begin]
 
-    def _window(self, name: str, begin: int) -> Bytes:
-        key = name, begin
-        found = self._windows.get(key)
-        if found is None:
-            while len(self._windows) >= _MOST_WINDOWS:
-                self._windows.popitem(last=False)
-            end = min(begin + _WINDOW, self.size(name))
-            data = self._store.read(f"{self._folder}/{name}", begin, end)
-            found = self._windows[key] = np.frombuffer(data, np.uint8)
-        self._windows.move_to_end(key)
-        return found
+    def _read(self, name: str, begin: int) -> Bytes:
+        """A window."""
+        end = min(begin + _WINDOW, self.size(name))
+        return np.frombuffer(self._store.read(f"{self._folder}/{name}", begin, end), np.uint8)
 
     def close(self) -> None:
-        self._windows.clear()
+        self._window.cache_clear()
