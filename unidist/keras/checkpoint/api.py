@@ -59,6 +59,7 @@ class Restored:
     converted: tuple[str, ...] = ()
 
 
+@recorder.phase("saving")
 def save(
     model: Any,
     directory: str | os.PathLike[str],
@@ -100,17 +101,10 @@ def save(
         >>> unidist.save(model, tempfile.mkdtemp(), step=7).name
         'step-00000007'
     """
-    with recorder.phase("saving"):
-        return _save(model, os.fspath(directory), step, asynchronous, keep, facts)
-
-
-def _save(
-    model: Any, where: str, step: int | None, asynchronous: bool, keep: int | None, facts: Mapping[str, Any] | None
-) -> Path | str:
     later.wait()
-    directory = directory_of(where)
-    if asynchronous and not isinstance(directory, FolderDirectory):
-        raise CapabilityError(f"asynchronous=True writes into folders, and {where!r} is an address: leave it out")
+    there = directory_of(directory)
+    if asynchronous and not isinstance(there, FolderDirectory):
+        raise CapabilityError(f"asynchronous=True writes into folders, and {there.where!r} is an address: leave it out")
     bare = State.of(model)
     state = layer_assets.with_kept(bare)
     holders = state.holders
@@ -121,26 +115,27 @@ def _save(
 
     def begin() -> dict[str, Any]:
         _check_json(told)
-        return {"name": directory.prepare(number, state.files), "step": number}
+        return {"name": there.prepare(number, state.files), "step": number}
 
     begun = holders.by_first(begin)
     name, number = begun["name"], int(begun["step"])
-    if asynchronous and isinstance(directory, FolderDirectory):
-        later.start(state, directory.path / name, told, keep, number)
-        return directory.folder(number)
-    holders.agree(_write(state, directory, name), f"write {name} in {where}")
+    if asynchronous and isinstance(there, FolderDirectory):
+        later.start(state, there.path / name, told, keep, number)
+        return there.folder(number)
+    holders.agree(_write(state, there, name), f"write {name} in {there.where}")
 
     def end() -> dict[str, Any]:
-        stands = directory.commit(name, state.files, told, holders.count)
+        stands = there.commit(name, state.files, told, holders.count)
         if keep is not None:
-            directory.prune(keep, number)
+            there.prune(keep, number)
         return {"stands": stands}
 
     stands = str(holders.by_first(end)["stands"])
     recorder.committed(number)
-    return Path(stands) if isinstance(directory, FolderDirectory) else stands
+    return Path(stands) if isinstance(there, FolderDirectory) else stands
 
 
+@recorder.phase("saving")
 def wait() -> None:
     """Waits until all that `save(..., asynchronous=True)` began is written. A collective of its processes.
 
@@ -150,8 +145,7 @@ def wait() -> None:
     Example:
         >>> wait()
     """
-    with recorder.phase("saving"):
-        later.wait()
+    later.wait()
 
 
 def _write(state: State, directory: Directory, name: str) -> OSError | None:
@@ -206,6 +200,7 @@ def _config_of(state: State) -> dict[str, Any] | None:
     return None
 
 
+@recorder.phase("loading")
 def restore(
     model: Any,
     directory: str | os.PathLike[str],
@@ -246,13 +241,8 @@ def restore(
         >>> unidist.restore(model, folder)
         Restored(step=7, facts={'note': 'half way'}, skipped=(), converted=())
     """
-    with recorder.phase("loading"):
-        return _restore(model, os.fspath(directory), step, strict, verify)
-
-
-def _restore(model: Any, where: str, step: Step, strict: bool, verify: Verify) -> Restored:
     later.wait()
-    state = State.of(model)
+    state, where = State.of(model), os.fspath(directory)
 
     def find() -> dict[str, Any]:
         with Reader(where, step, "off") as found:
@@ -262,12 +252,11 @@ def _restore(model: Any, where: str, step: Step, strict: bool, verify: Verify) -
     return _put(state, lambda: Reader(where, number, verify), f"step {number} of {where}", strict)
 
 
+@recorder.phase("loading")
 def restore_from(model: Any, source: Source) -> None:
     """`restore` of a step that is in memory. A collective."""
-    with recorder.phase("loading"):
-        later.wait()
-        state = State.of(model)
-        _put(state, lambda: source, f"step {source.step} in memory", True)
+    later.wait()
+    _put(State.of(model), lambda: source, f"step {source.step} in memory", True)
 
 
 def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict: bool) -> Restored:

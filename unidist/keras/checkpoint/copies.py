@@ -27,8 +27,7 @@ from unidist.errors import CapabilityError
 from unidist.flight.recorder import recorder
 from unidist.keras import seeds
 from unidist.keras.checkpoint import layer_assets
-from unidist.keras.checkpoint.fetching import PURPOSE, Source
-from unidist.keras.checkpoint.line import Line
+from unidist.keras.checkpoint.fetching import PURPOSE, Line, Source
 from unidist.keras.checkpoint.states import Holders, State, tried
 
 _log = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ class Copies:
         if holders.several is None:
             held = {nodes.of[0]: [(part.key, part.place) for part in own]}
         else:
-            held = _of_nodes(Line(holders.several, PURPOSE), nodes, own, self._directory)
+            held = _of_nodes(Line(holders.several), nodes, own, self._directory)
         found = _latest(held)
         if found is None or found.step <= newer_than:
             return None
@@ -113,21 +112,21 @@ class Copies:
         mine = {part.place: part for part in own if part.key == found}
         return Source.of(found.step, holders, nodes.of, places, mine)
 
+    @recorder.phase("saving")
     def save(self, model: Any, step: int, facts: dict[str, Any]) -> None:
         """Copies a step.
 
         Raises:
             CheckpointError: on all, where one could not.
         """
-        with recorder.phase("saving"):
-            state = layer_assets.with_kept(State.of(model))
-            if (nodes := self._known(state.holders)) is None or self._memory is None:
-                return
-            if self._slot is None:
-                place = state.holders.place
-                self._slot = Slot(self._memory.of(nodes.places(nodes.of[place]).index(place)), self._found)
-            self._copy(state, self._slot, step, {"unidist": {"random": seeds.state().decode()}, "facts": facts}, nodes)
-            recorder.committed(step)
+        state = layer_assets.with_kept(State.of(model))
+        if (nodes := self._known(state.holders)) is None or self._memory is None:
+            return
+        if self._slot is None:
+            place = state.holders.place
+            self._slot = Slot(self._memory.of(nodes.places(nodes.of[place]).index(place)), self._found)
+        self._copy(state, self._slot, step, {"unidist": {"random": seeds.state().decode()}, "facts": facts}, nodes)
+        recorder.committed(step)
 
     def _copy(self, state: State, slot: Slot, step: int, facts: dict[str, Any], nodes: Nodes) -> None:
         holders, what = state.holders, f"keep step {step} in memory"
@@ -141,7 +140,7 @@ class Copies:
         failure = state.bring(slot.write, tried(slot.begin)) or tried(finish)
         if (several := holders.several) is not None and len(nodes.all) > 1:
             holders.agree(failure, what)
-            failure = tried(lambda: _exchange(Line(several, PURPOSE), nodes, slot, blocks))
+            failure = tried(lambda: _exchange(Line(several), nodes, slot, blocks))
         holders.agree(failure or tried(slot.stand), what)
 
     def _known(self, holders: Holders) -> Nodes | None:

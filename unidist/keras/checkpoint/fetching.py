@@ -1,14 +1,21 @@
-"""Reads a step that is spread over the memory of several nodes: its own node's parts, and the rest."""
+"""Reads a step that is spread over the memory of several nodes: its own node's parts, and the rest.
+
+The rest comes by a line of the processes: arrays from any one to all, and from each to another.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 
+from unidist import events, session
+from unidist.algebra import Layout, Mesh, Sharding
 from unidist.algebra.sharding import Region
 from unidist.backends.protocol import Array
 from unidist.checkpoint.checksums import Bytes
@@ -17,12 +24,74 @@ from unidist.checkpoint.regions import rows_dim, whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint.held import WORDS, Held
-from unidist.keras.checkpoint.line import Line, room
 from unidist.keras.checkpoint.states import Holders
+from unidist.keras.consistency.processes import Processes
 
+T = TypeVar("T")
 PURPOSE = "a step in memory"
+_AXIS = "rank"
 # Bytes of tensors that are brought at once, or one tensor.
 _WINDOW, _CHUNK = 32 << 20, 4 << 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """Collectives of several processes, by the backend in use: bytes, where `Processes` has numbers.
+
+    Args:
+        processes: those that take part in each.
+    """
+
+    processes: Processes
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        ranks = sorted(rank for ranks in self.processes.ranks for rank in ranks)
+        return Mesh({_AXIS: len(ranks)}, ranks)
+
+    @property
+    def _own(self) -> tuple[int, ...]:
+        return self.processes.ranks[self.processes.place]
+
+    def of_place(self, place: int, given: Array) -> Array:
+        """One process's array, on all. All give one of the same shape, of int32."""
+        backend = session.backend()
+        sharding = Sharding(self._mesh, Layout(), given.shape)
+        root = self._mesh.devices.index(self.processes.ranks[place][0])
+        with events.for_purpose(PURPOSE):
+            held = backend.from_local([given] * len(self._own), sharding)
+            return backend.gather(backend.broadcast(held, sharding, (_AXIS,), root), sharding)
+
+    def bytes_of_place(self, place: int, data: bytes) -> bytes:
+        """One process's bytes, on all; what others give is not looked at."""
+        length = int(self.of_place(place, np.array([len(data)], np.int32))[0])
+        given = room(length)
+        if self.processes.place == place:
+            given.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        return self.of_place(place, given).view(np.uint8)[:length].tobytes()
+
+    def sent(self, given: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+        """Returns what another process has sent here. All give an array of one length, of int32.
+
+        Args:
+            pairs: (place that sends, place that gets); each place stands once on either side.
+        """
+        backend = session.backend()
+        mesh, first = self._mesh, self.processes.firsts
+        sharding = Sharding(mesh, Layout(_AXIS), (mesh.size, len(given)))
+        index = mesh.devices.index
+        among = tuple((index(first[source]), index(first[target])) for source, target in pairs)
+        with events.for_purpose(PURPOSE):
+            held = backend.from_local([given[None]] * len(self._own), sharding)
+            moved = backend.to_local(backend.permute(held, sharding, (_AXIS,), among), sharding)[self._own[0]]
+        ops = getattr(backend, "ops", None)
+        found: Array = (np.asarray(moved) if ops is None else ops.to_numpy(moved))[0]
+        return found
+
+
+def room(nbytes: int) -> Array:
+    """Zeros of int32 that hold so many bytes, a power of two: programs are compiled once for a shape."""
+    return np.zeros(1 << max(-(-nbytes // 4) - 1, 255).bit_length(), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +107,10 @@ class Piece:
     end: int
     place: int
     at: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass
@@ -84,7 +157,7 @@ class Source:
         for place, having in where.items():
             table = own[place].table if place in own else b""
             if holders.several is not None:
-                table = Line(holders.several, PURPOSE).bytes_of_place(nodes.index(having[0]), table)
+                table = Line(holders.several).bytes_of_place(nodes.index(having[0]), table)
             tables.append(table)
         files, facts = contents_of(tables[0])
         pieces: dict[str, list[Piece]] = {}
@@ -101,7 +174,7 @@ class Source:
     def plan(self, wanted: Sequence[tuple[str, Held]]) -> None:
         """Says which variables will be read, in which order. All processes say the same."""
         self._wanted = dict(wanted)
-        self._windows = _windows([self.tensors[name] for name in self._wanted])
+        self._windows = _grouped(self._wanted, lambda name: self.tensors[name].nbytes, _WINDOW)
 
     def bring(self, name: str) -> None:
         """Returns when this process has the bytes that it will read of a variable. A collective."""
@@ -110,9 +183,9 @@ class Source:
         while name not in self._brought:
             window = next(self._windows)
             self._brought = {one: [] for one in window}
-            line = Line(self._holders.several, PURPOSE)
+            line = Line(self._holders.several)
             for holder, pieces in self._missing(window).items():
-                for batch in _batches(pieces):
+                for batch in _grouped(_parts_of(pieces), lambda part: part[1].nbytes, _CHUNK):
                     self._send(line, holder, batch)
 
     def _missing(self, window: Sequence[str]) -> dict[int, list[tuple[str, Piece]]]:
@@ -137,19 +210,15 @@ class Source:
         return [[_run(tensor, one) for one in {sharding.region(rank) for rank in ranks}] for ranks in several.ranks]
 
     def _send(self, line: Line, holder: int, batch: Sequence[tuple[str, Piece]]) -> None:
-        total = sum(piece.end - piece.begin for _, piece in batch)
-        given = room(total).view(np.uint8)
+        ends = list(accumulate(piece.nbytes for _, piece in batch))
+        given = room(ends[-1]).view(np.uint8)
         if line.processes.place == holder:
-            at = 0
-            for _, piece in batch:
-                self._own[piece.place].read(piece.at, given[at : at + piece.end - piece.begin])
-                at += piece.end - piece.begin
-        came, at = line.of_place(holder, given.view(np.int32)).view(np.uint8), 0
-        for name, piece in batch:
-            count = piece.end - piece.begin
+            for (_, piece), end in zip(batch, ends, strict=True):
+                self._own[piece.place].read(piece.at, given[end - piece.nbytes : end])
+        came = line.of_place(holder, given.view(np.int32)).view(np.uint8)
+        for (name, piece), end in zip(batch, ends, strict=True):
             if self._nodes[line.processes.place] not in self._having[piece.place]:
-                self._brought[name].append((piece.begin, came[at : at + count]))
-            at += count
+                self._brought[name].append((piece.begin, came[end - piece.nbytes : end]))
 
     # reading ----------------------------------------------------------------------------------------------------------
 
@@ -206,31 +275,23 @@ def _overlap(run: tuple[int, int], piece: Piece) -> bool:
     return max(run[0], piece.begin) < min(run[1], piece.end)
 
 
-def _windows(tensors: Sequence[Tensor]) -> Iterator[list[str]]:
-    """Tensors that are brought at once."""
-    window: list[str] = []
-    total = 0
-    for tensor in tensors:
-        if window and total + tensor.nbytes > _WINDOW:
-            yield window
-            window, total = [], 0
-        window.append(tensor.name)
-        total += tensor.nbytes
-    if window:
-        yield window
-
-
-def _batches(pieces: Sequence[tuple[str, Piece]]) -> Iterator[list[tuple[str, Piece]]]:
-    """Pieces, or parts of long ones, that are sent at once."""
-    batch: list[tuple[str, Piece]] = []
-    total = 0
+def _parts_of(pieces: Sequence[tuple[str, Piece]]) -> Iterator[tuple[str, Piece]]:
+    """Pieces, or parts of long ones."""
     for name, piece in pieces:
         for begin in range(piece.begin, piece.end, _CHUNK):
             end = min(begin + _CHUNK, piece.end)
-            if total + end - begin > _CHUNK:
-                yield batch
-                batch, total = [], 0
-            batch.append((name, Piece(begin, end, piece.place, piece.at + begin - piece.begin)))
-            total += end - begin
-    if batch:
-        yield batch
+            yield name, Piece(begin, end, piece.place, piece.at + begin - piece.begin)
+
+
+def _grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items of at most so many bytes together, or one."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + nbytes(item) > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += nbytes(item)
+    if group:
+        yield group

@@ -8,7 +8,7 @@ A driver gives a `Held` for each variable. `Whole` is one that each process hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes as ml_dtypes  # NumPy knows its dtypes by name from here on
 import numpy as np
@@ -25,7 +25,7 @@ WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 Read = Callable[[Region, "Array | None"], Array]
 
 
-class Held(Protocol):
+class Held:
     """A variable's value, as this process holds it.
 
     Attributes:
@@ -35,88 +35,72 @@ class Held(Protocol):
 
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def sharding(self) -> Sharding | None: ...
+    sharding: Sharding | None = None
 
     def fetch(self) -> None:
         """Makes a value whole that is a sum over ranks. A collective of all processes for such a one."""
 
     def part(self, rank: int) -> Array:
         """The words that a rank of this process stores; all of them without a sharding. No collective."""
+        raise NotImplementedError
 
     def exchanged(self, share: Share) -> Iterator[tuple[int, Array]]:
         """Yields (first row, words of rows) that this process gets where rows are exchanged.
 
         A collective of the teams.
         """
+        raise NotImplementedError("every process holds it")
 
     def put(self, read: Read) -> None:
         """Stores what `read` gives for the regions of this process's ranks. No collective."""
+        raise NotImplementedError
 
 
-class Whole:
+class Whole(Held):
     """A variable that each process holds all of."""
-
-    sharding: Sharding | None = None
 
     def __init__(self, variable: Any) -> None:
         self.variable = variable
         self.shape = tuple(int(n) for n in variable.shape)
         self.dtype = str(variable.dtype)
 
-    def fetch(self) -> None:
-        """It is whole."""
-
     def part(self, rank: int) -> Array:
         return words(np.asarray(self.variable))
-
-    def exchanged(self, share: Share) -> Iterator[tuple[int, Array]]:
-        raise NotImplementedError(f"{self.variable.path}: every process holds it")
 
     def put(self, read: Read) -> None:
         self.variable.assign(entries(read(whole(self.shape), None), self.dtype))
 
 
-class OfFirst:
+class OfFirst(Held):
     """An array that is no variable: process 0 writes it, and all read it.
 
     Attributes:
         value: None where another process has it, or before it was read.
     """
 
-    sharding: Sharding | None = None
-
     def __init__(self, shape: tuple[int, ...], dtype: str, value: Array | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
         self.value = value
 
-    def fetch(self) -> None:
-        """It is whole."""
-
     def part(self, rank: int) -> Array:
         assert self.value is not None
         return words(self.value)
-
-    def exchanged(self, share: Share) -> Iterator[tuple[int, Array]]:
-        raise NotImplementedError("process 0 has it")
 
     def put(self, read: Read) -> None:
         self.value = entries(read(whole(self.shape), None), self.dtype)
 
 
-class OnMesh:
+class OnMesh(Held):
     """A variable. The ranks of this process store shards of it, or replicas."""
+
+    sharding: Sharding
 
     def __init__(self, variable: Any, sharding: Sharding) -> None:
         self.variable = variable
         self.shape = sharding.shape
         self.dtype = str(variable.dtype)
         self.sharding = sharding
-
-    def fetch(self) -> None:
-        """It is as it is stored."""
 
     def values(self, ranks: Iterable[int], read: Read) -> Iterator[Array]:
         """Yields what each of the ranks is to store. A region that several have is read once."""

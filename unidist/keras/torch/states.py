@@ -50,7 +50,7 @@ def held(variable: Any) -> Held:
     return Stored(variable, storage)
 
 
-class OnTorch:
+class OnTorch(Held):
     """Tensors of one variable, one for each rank of this process."""
 
     def __init__(self, variable: Any, sharding: Sharding | None, tensors: dict[int, torch.Tensor]) -> None:
@@ -60,14 +60,8 @@ class OnTorch:
         self.sharding = sharding
         self._tensors = tensors
 
-    def fetch(self) -> None:
-        """It is as it is stored."""
-
     def part(self, rank: int) -> Array:
         return _words(self._tensors[rank])
-
-    def exchanged(self, share: Share) -> Iterator[tuple[int, Array]]:
-        raise NotImplementedError(f"{self.variable.path}: every process holds it")
 
     def put(self, read: Read) -> None:
         came: dict[Region, torch.Tensor] = {}
