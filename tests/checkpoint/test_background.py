@@ -34,14 +34,11 @@ def worlds() -> Iterator[list[Background]]:
         yield [first, second]
 
 
-def fill(background: Background, bytes_of: dict, names: list[str]) -> list[tuple[str, int, int, int]]:
-    """Copies tensors into the memory; the pieces."""
-    memory, at, pieces = background.memory(sum(len(bytes_of[name]) for name in names)), 0, []
+def fill(background: Background, bytes_of: dict, names: list[str]) -> None:
+    """Copies tensors into the memory."""
+    background.begin()
     for name in names:
-        memory[at : at + len(bytes_of[name])] = bytes_of[name]
-        pieces.append((name, 0, at, len(bytes_of[name])))
-        at += len(bytes_of[name])
-    return pieces
+        background.write(name, 0, bytes_of[name])
 
 
 def test_two_processes_write_steps_and_the_first_commits(tmp_path: Path, worlds: list[Background]) -> None:
@@ -49,13 +46,15 @@ def test_two_processes_write_steps_and_the_first_commits(tmp_path: Path, worlds:
         bytes_of = contents(OF, step)
         folder = prepare(tmp_path, step, FILES)
         names = list(bytes_of)
-        worlds[0].start(folder, FILES, fill(worlds[0], bytes_of, names[::2]), {"facts": {"step": step}, "places": 2})
+        fill(worlds[0], bytes_of, names[::2])
+        worlds[0].start(folder, FILES, {"facts": {"step": step}, "places": 2})
         assert worlds[0].is_busy
         with pytest.raises(CheckpointError, match="still being written"):
-            worlds[0].memory(1)
+            worlds[0].begin()
         with pytest.raises(CheckpointError, match=r"still being written after 0\.05 s"):
             worlds[0].wait(0.05)
-        worlds[1].start(folder, FILES, fill(worlds[1], bytes_of, names[1::2]))
+        fill(worlds[1], bytes_of, names[1::2])
+        worlds[1].start(folder, FILES)
         assert worlds[1].wait(60) is None
         assert worlds[0].wait(60) == tmp_path / f"step-{step:08d}"
         assert not worlds[0].is_busy
@@ -64,20 +63,26 @@ def test_two_processes_write_steps_and_the_first_commits(tmp_path: Path, worlds:
             assert all(reader.read(name).tobytes() == bytes_of[name].tobytes() for name in bytes_of)
 
 
-def test_memory_is_kept_and_grows(worlds: list[Background]) -> None:
-    small = worlds[0].memory(10)
-    small[:] = 7
-    assert worlds[0].memory(10).tolist() == [7] * 10
-    large = worlds[0].memory(1 << 20)
-    large[:] = 1
-    assert (len(large), small[0]) == (1 << 20, 7)
+def test_memory_is_kept_and_grows(tmp_path: Path, worlds: list[Background]) -> None:
+    found = []
+    for step, nbytes in ((1, 10), (2, 1 << 20), (3, 10)):
+        files = files_of([Tensor("a", "uint8", (nbytes,))])
+        worlds[0].begin()
+        worlds[0].write("a", 0, np.full(nbytes, step, np.uint8))
+        worlds[0].start(prepare(tmp_path, step, files), files, {"facts": {}, "places": 1})
+        worlds[0].wait(60)
+        with Reader(tmp_path, step, "all") as reader:
+            assert reader.read("a").tolist() == [step] * nbytes
+        found.append((worlds[0]._memory, os.fstat(worlds[0]._memory).st_size >= nbytes))
+    assert found == [(worlds[0]._memory, True)] * 3
 
 
 def test_a_part_that_failed_is_told_by_its_process_and_by_the_first(tmp_path: Path, worlds: list[Background]) -> None:
     folder = prepare(tmp_path, 1, FILES)
-    worlds[0].start(folder, FILES, [], {"facts": {}, "places": 2})
-    worlds[1].memory(10)
-    worlds[1].start(folder, FILES, [("dense/bias", 380, 0, 10)])
+    worlds[0].start(folder, FILES, {"facts": {}, "places": 2})
+    worlds[1].begin()
+    worlds[1].write("dense/bias", 380, bytes(10))
+    worlds[1].start(folder, FILES)
     with pytest.raises(CheckpointError, match=r"'dense/bias' has 384 bytes, and 380\.\.390 were to") as found:
         worlds[1].wait(60)
     assert (found.value.tensor, found.value.file) == ("dense/bias", "model-00001-of-00001.safetensors")
@@ -89,7 +94,7 @@ def test_a_part_that_failed_is_told_by_its_process_and_by_the_first(tmp_path: Pa
 
 def test_a_part_that_does_not_come_is_told(tmp_path: Path, worlds: list[Background]) -> None:
     folder = prepare(tmp_path, 1, FILES)
-    worlds[0].start(folder, FILES, [], {"facts": {}, "places": 3, "timeout": 0.1})
+    worlds[0].start(folder, FILES, {"facts": {}, "places": 3, "timeout": 0.1})
     with pytest.raises(CheckpointError, match=r"did not write their parts within 0.1 s: 1, 2$"):
         worlds[0].wait(60)
 
@@ -99,14 +104,17 @@ def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
     files = files_of(of)
     folder = prepare(tmp_path, 1, files)
     with Background(0) as background:
-        background.memory(1 << 20)
-        background.start(folder, files, [("big", 0, 0, 10)], {"facts": {}, "places": 9, "timeout": 0})
+        background.begin()
+        background.write("big", 0, bytes(10))
+        background.start(folder, files, {"facts": {}, "places": 9, "timeout": 0})
         with pytest.raises(CheckpointError, match="within 0 s"):
             background.wait(60)
         assert background._child is not None
         # Its files may not grow beyond this, as on a full disk.
         resource.prlimit(background._child[0].pid, resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
-        background.start(folder, files, [("big", 0, 0, 1 << 20)], {"facts": {}, "places": 1})
+        background.begin()
+        background.write("big", 0, bytes(1 << 20))
+        background.start(folder, files, {"facts": {}, "places": 1})
         with pytest.raises(CheckpointError, match=r"model-00001.*: File too large \(tensor 'big'\)") as found:
             background.wait(60)
         assert found.value.tensor == "big"
@@ -117,28 +125,28 @@ def test_a_writer_that_was_killed_is_told_and_another_one_takes_its_place(tmp_pa
     bytes_of = contents(OF)
     folder = prepare(tmp_path, 1, FILES)
     with Background(0) as background:
-        background.start(folder, FILES, [], {"facts": {}, "places": 2})
+        background.start(folder, FILES, {"facts": {}, "places": 2})
         assert background._child is not None
         background._child[0].kill()
         with pytest.raises(CheckpointError, match="the process that writes checkpoints ended by signal 9"):
             background.wait(60)
         assert not background.is_busy
-        pieces = fill(background, bytes_of, list(bytes_of))
-        background.start(prepare(tmp_path, 1, FILES), FILES, pieces, {"facts": {}, "places": 1})
+        fill(background, bytes_of, list(bytes_of))
+        background.start(prepare(tmp_path, 1, FILES), FILES, {"facts": {}, "places": 1})
         assert background.wait(60) == tmp_path / "step-00000001"
 
 
 def test_a_writer_that_was_killed_is_told_to_the_first_which_waits_for_its_part(tmp_path: Path) -> None:
     folder = prepare(tmp_path, 1, FILES)
     with Background(0) as first, Background(1) as second:
-        second.start(prepare(tmp_path, 2, FILES), FILES, [])
+        second.start(prepare(tmp_path, 2, FILES), FILES)
         second.wait(60)
-        first.start(folder, FILES, [], {"facts": {}, "places": 2})
+        first.start(folder, FILES, {"facts": {}, "places": 2})
         assert second._child is not None
         second._child[0].kill()
         second._child[0].wait()
         with pytest.raises(CheckpointError, match="ended by signal 9"):
-            second.start(folder, FILES, [])
+            second.start(folder, FILES)
         with pytest.raises(CheckpointError, match=r"process 1 could not .*ended by signal 9"):
             first.wait(20)
     assert directory_of(tmp_path).latest() is None
@@ -149,7 +157,8 @@ def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[B
     """Whoever is asked to end may write a last checkpoint first."""
     bytes_of = contents(OF)
     folder = prepare(tmp_path, 1, FILES)
-    worlds[0].start(folder, FILES, fill(worlds[0], bytes_of, list(bytes_of)), {"facts": {}, "places": 2})
+    fill(worlds[0], bytes_of, list(bytes_of))
+    worlds[0].start(folder, FILES, {"facts": {}, "places": 2})
     wait_for((folder / "part-00000.ranges").exists)
     os.kill(worlds[0]._child[0].pid, number)
     with writer(folder, FILES, 1) as part:
@@ -159,7 +168,7 @@ def test_signals_of_a_group_do_not_end_the_writer(tmp_path: Path, worlds: list[B
 
 def test_nor_while_it_starts(tmp_path: Path) -> None:
     with Background(0) as background:
-        background.start(prepare(tmp_path, 1, ()), (), [], {"facts": {}, "places": 1})
+        background.start(prepare(tmp_path, 1, ()), (), {"facts": {}, "places": 1})
         assert background._child is not None
         for number in (signal.SIGTERM, signal.SIGUSR1):
             background._child[0].send_signal(number)
@@ -167,13 +176,27 @@ def test_nor_while_it_starts(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Background]) -> None:
-    worlds[0].memory(8)
-    beyond = len(worlds[0]._memory[1]) - 4
-    worlds[0].start(prepare(tmp_path, 1, FILES), FILES, [("dense/bias", 0, beyond, 8)], {"facts": {}, "places": 1})
-    with pytest.raises(CheckpointError, match="are not in the memory"):
+    worlds[0].begin()
+    worlds[0].write("dense/bias", 0, bytes(8))
+    os.ftruncate(worlds[0]._memory, 4)
+    worlds[0].start(prepare(tmp_path, 1, FILES), FILES, {"facts": {}, "places": 1})
+    with pytest.raises(CheckpointError, match="memory for a checkpoint: is cut short") as found:
         worlds[0].wait(60)
+    assert found.value.tensor == "dense/bias"
     with pytest.raises(CheckpointError, match="is no JSON"):
-        worlds[0].start(tmp_path, FILES, [], {"facts": {"x": float("nan")}, "places": 1})
+        worlds[0].start(tmp_path, FILES, {"facts": {"x": float("nan")}, "places": 1})
+
+
+def test_memory_that_is_full_is_told(tmp_path: Path, worlds: list[Background]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    worlds[0].begin()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="memory for a checkpoint: File too large") as found:
+            worlds[0].write("dense/bias", 0, bytes(8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert found.value.tensor == "dense/bias"
 
 
 PARENT = """
@@ -186,8 +209,9 @@ from unidist.checkpoint.tensors import Tensor, files_of
 files = files_of([Tensor("a", "uint8", (1 << 20,))])
 folder = prepare(Path(sys.argv[1]), 1, files)
 background = Background(0)
-background.memory(1 << 20)[:] = 1
-background.start(folder, files, [("a", 0, 0, 1 << 20)], {"facts": {}, "places": 2})
+background.begin()
+background.write("a", 0, b"1" * (1 << 20))
+background.start(folder, files, {"facts": {}, "places": 2})
 print(background._child[0].pid, flush=True)
 time.sleep(600)
 """
@@ -222,8 +246,9 @@ atexit.register(lambda: [one.wait() for one in begun])
 files = files_of([Tensor("a", "uint8", (1 << 20,))])
 folder = prepare(Path(sys.argv[1]), 1, files)
 begun.append(Background(0))
-begun[0].memory(1 << 20)[:] = 1
-begun[0].start(folder, files, [("a", 0, 0, 1 << 20)], {"facts": {}, "places": 1})
+begun[0].begin()
+begun[0].write("a", 0, b"1" * (1 << 20))
+begun[0].start(folder, files, {"facts": {}, "places": 1})
 print(begun[0]._child[0].pid, flush=True)
 """
 

@@ -51,7 +51,7 @@ def keep(said: Told, folder: str, spec: Spec, steps: list[int]) -> tuple[int, di
     moved = [event for event in sent.events if event.purpose == "a step in memory"]
     ops = {event.op for event in moved}
     told = {op: float(sum(event.bytes for event in moved if event.op == op)) for op in ops}
-    return State.of(model).bytes_written(), told
+    return sum(rows.nbytes for _, _, rows in State.of(model).pieces()), told
 
 
 def take(said: Told, folder: str, spec: Spec, newer_than: int = 0) -> tuple[int, Any, dict[str, Any]] | None:

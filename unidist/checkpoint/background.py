@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -21,17 +20,15 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from unidist.checkpoint import disk
-from unidist.checkpoint.checksums import Bytes
 from unidist.checkpoint.folders import FolderDirectory
 from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
-from unidist.checkpoint.writing import part_of
+from unidist.checkpoint.writing import Gathered, part_of
 from unidist.errors import CheckpointError
 
 TIMEOUT = 600.0
@@ -40,6 +37,7 @@ _MOST_MESSAGE = 1 << 28
 # Bytes between two looks for the parent, and seconds between two looks for parts.
 _PIECE, _LOOK = 16 << 20, 0.05
 _MOST_WORDS = 4096
+_MEMORY = "memory for a checkpoint"
 _MODULE = "unidist.checkpoint.background"
 # Ctrl-C, schedulers and many launchers reach all processes of a group. The parent may still want to write: it ends the
 # one that writes.
@@ -60,41 +58,45 @@ class Background:
 
     def __init__(self, place: int) -> None:
         self.place = place
-        self._memory: tuple[int, mmap.mmap] | None = None
+        self._memory = -1
+        self._gathered: Gathered | None = None
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
-        self._knows_memory = self._waits = False
+        self._waits = False
         self._folder = Path()
         self._end: weakref.finalize[..., Background] | None = None
 
-    def memory(self, nbytes: int) -> Bytes:
-        """So many bytes, which the other process reads too: those of before, if they were enough.
+    def begin(self) -> None:
+        """Lets what is written from now on replace what was there before, in memory that both processes have.
 
         Raises:
             CheckpointError: the other process reads it now.
         """
         self._must_be_idle()
-        if self._memory is None or len(self._memory[1]) < nbytes:
-            self._forget_memory()
-            with disk.told("memory for a checkpoint"):
-                opened = os.memfd_create("unidist-checkpoint", os.MFD_CLOEXEC)
-                os.ftruncate(opened, max(nbytes, 1))
-                self._memory = opened, mmap.mmap(opened, max(nbytes, 1))
-            weakref.finalize(self._memory[1], os.close, opened)
-        return np.frombuffer(self._memory[1], np.uint8)[:nbytes]
+        self._gathered = Gathered(self._shared(), _MEMORY)
+
+    def write(self, name: str, begin: int, data: Any) -> None:
+        """As PartWriter.write, into the memory."""
+        assert self._gathered is not None
+        self._gathered.write(name, begin, data)
+
+    def _shared(self) -> int:
+        if self._memory < 0:
+            with disk.told(_MEMORY):
+                self._memory = os.memfd_create("unidist-checkpoint", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self._memory)
+        return self._memory
 
     def start(
         self,
         folder: str | Path,
         files: Sequence[FileSpec],
-        pieces: Sequence[tuple[str, int, int, int]],
         commit: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins to write; returns at once.
+        """Begins to bring what is in the memory to the disk; returns at once.
 
         Args:
             folder: of `FolderDirectory.prepare`.
             files: of `files_of`.
-            pieces: (tensor's name, its first byte, where it is in the memory, how many bytes) of what to write.
             commit: for process 0: `facts` and `places` as of `Directory.commit`, and how long to wait for the others
                 (`timeout`, in seconds). The step is committed when all parts stand.
 
@@ -107,9 +109,8 @@ class Background:
             "folder": str(Path(folder).absolute()),
             "place": self.place,
             "files": [file.told for file in files],
-            "pieces": [tuple(piece) for piece in pieces],
+            "pieces": [] if self._gathered is None else self._gathered.pieces,
             "commit": None if commit is None else {"timeout": TIMEOUT, **commit},
-            "brings_memory": self._memory is not None and not self._knows_memory,
         }
         try:
             text = json.dumps(message, allow_nan=False).encode()
@@ -118,14 +119,12 @@ class Background:
         if len(text) > _MOST_MESSAGE:
             raise CheckpointError(f"{len(text)} bytes say what is to be written; {_MOST_MESSAGE} is the most")
         self._folder = Path(folder)
-        process, channel = self._child = self._child or self._started()
+        _, channel = self._child = self._child or self._started()
         try:
             channel.send_bytes(text)
-            if self._memory is not None and not self._knows_memory:
-                send_handle(channel, self._memory[0], process.pid)
         except OSError:
             raise self._lost() from None
-        self._knows_memory, self._waits = self._memory is not None, True
+        self._gathered, self._waits = None, True
 
     def wait(self, timeout: float | None = None) -> Path | None:
         """Waits until all is written.
@@ -159,11 +158,10 @@ class Background:
         return self._waits and self._child is not None and not self._child[1].poll()
 
     def close(self) -> None:
-        """Ends the process, also in the midst of writing: `wait` first. Lets the memory go."""
+        """Ends the process, also in the midst of writing: `wait` first."""
         if self._end is not None:
             self._end()
-        self._child, self._waits, self._knows_memory = None, False, False
-        self._forget_memory()
+        self._child, self._waits = None, False
 
     def __enter__(self) -> Background:
         return self
@@ -175,19 +173,17 @@ class Background:
         if self.is_busy:
             raise CheckpointError("the checkpoint before is still being written: wait for it first")
 
-    def _forget_memory(self) -> None:
-        self._memory, self._knows_memory = None, False
-
     def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
+        given = [theirs.fileno(), self._shared()]
+        command = [sys.executable, "-P", "-m", _MODULE, *map(str, given), str(os.getpid())]
         # It ignores them from its beginning, also while it imports what it needs.
         with theirs, disk.told("a process that writes"), _held_back(_IGNORED):
             process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=given,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
@@ -264,9 +260,8 @@ def _until_all_wrote(folder: Path, places: int, timeout: float) -> Iterator[None
 class _Worker:
     """The other process: writes what it is asked to, until its parent ends."""
 
-    def __init__(self, channel: Connection, parent: int) -> None:
-        self._channel, self._parent = channel, parent
-        self._memory = np.zeros(0, np.uint8)
+    def __init__(self, channel: Connection, memory: int, parent: int) -> None:
+        self._channel, self._memory, self._parent = channel, memory, parent
 
     def serve(self) -> None:
         while True:
@@ -275,10 +270,6 @@ class _Worker:
                 if os.getppid() != self._parent:
                     os._exit(1)
             job = json.loads(self._channel.recv_bytes(_MOST_MESSAGE))
-            if job["brings_memory"]:
-                memory = recv_handle(self._channel)
-                self._memory = np.frombuffer(mmap.mmap(memory, 0, prot=mmap.PROT_READ), np.uint8)
-                os.close(memory)
             try:
                 answer = {"folder": self._write(job) or ""}
             except CheckpointError as error:
@@ -296,13 +287,14 @@ class _Worker:
         directory = FolderDirectory(folder.parent)
         files = [file_told(file) for file in job["files"]]
         with directory.writer(folder.name, files, job["place"]) as part:
-            for name, begin, offset, nbytes in job["pieces"]:
-                if not 0 <= offset <= offset + nbytes <= len(self._memory):
-                    raise CheckpointError(f"bytes {offset}..{offset + nbytes} are not in the memory", tensor=name)
+            at, piece = 0, np.empty(_PIECE, np.uint8)
+            for name, begin, nbytes in job["pieces"]:
                 for first in range(0, nbytes, _PIECE):
                     self._end_with_parent()
-                    count = min(_PIECE, nbytes - first)
-                    part.write(name, begin + first, self._memory[offset + first : offset + first + count])
+                    data = piece[: nbytes - first]
+                    disk.read_into(self._memory, data.data, at, _MEMORY, name)
+                    part.write(name, begin + first, data)
+                    at += len(data)
             part.finish()
         if commit is None:
             return None
@@ -313,13 +305,13 @@ class _Worker:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs in the other process: the number of its socket, and its parent's."""
+    """Runs in the other process: the numbers of its socket, of the memory, and of its parent."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    opened, parent = map(int, arguments)
+    opened, memory, parent = map(int, arguments)
     with Connection(opened) as channel, contextlib.suppress(EOFError, ConnectionError):
-        _Worker(channel, parent).serve()
+        _Worker(channel, memory, parent).serve()
 
 
 if __name__ == "__main__":

@@ -15,11 +15,6 @@ from unidist.errors import CheckpointError
 _EACH = 8 << 20
 
 
-def error_of(file: str | Path, error: OSError, tensor: str = "") -> CheckpointError:
-    of = f" (tensor {tensor!r})" if tensor else ""
-    return CheckpointError(f"{file}: {error.strerror or error}{of}", file=str(file), tensor=tensor)
-
-
 @contextlib.contextmanager
 def told(file: str | Path, tensor: str = "") -> Iterator[None]:
     """Turns what the system says of a file into a CheckpointError."""
@@ -28,7 +23,8 @@ def told(file: str | Path, tensor: str = "") -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise error_of(file, error, tensor) from error
+        of = f" (tensor {tensor!r})" if tensor else ""
+        raise CheckpointError(f"{file}: {error.strerror or error}{of}", file=str(file), tensor=tensor) from error
 
 
 def open_regular(name: str, folder: int, flags: int = os.O_RDONLY) -> int:

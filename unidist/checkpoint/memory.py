@@ -28,7 +28,7 @@ import numpy as np
 from unidist.checkpoint import disk
 from unidist.checkpoint.checksums import Bytes, crc
 from unidist.checkpoint.tensors import FileSpec, file_told, parse_json
-from unidist.checkpoint.writing import as_bytes
+from unidist.checkpoint.writing import Gathered
 from unidist.errors import CheckpointError
 
 BLOCK = 4096
@@ -119,8 +119,7 @@ class Slot:
             self._opened = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
         found = [next((part.key for part in _standing(one, "")), None) for one in self._opened]
         self._at = found.index(keeps) if keeps in found else 0
-        self._end = BLOCK
-        self._pieces: list[tuple[str, int, int]] = []
+        self._gathered = Gathered(self._file, _NAME, BLOCK)
         self._parts: list[tuple[int, int]] = []
 
     def close(self) -> None:
@@ -132,7 +131,7 @@ class Slot:
         self._at = 1 - self._at
         with disk.told(_NAME):
             os.pwrite(self._file, bytes(_HEADER.size + _CHECKED.size), 0)
-        self._end, self._pieces, self._parts = BLOCK, [], []
+        self._gathered, self._parts = Gathered(self._file, _NAME, BLOCK), []
 
     @property
     def _file(self) -> int:
@@ -144,11 +143,7 @@ class Slot:
         Args:
             data: a contiguous array of NumPy.
         """
-        content = as_bytes(data)
-        with disk.told(_NAME, name):
-            disk.write_all(self._file, content, self._end)
-        self._end += len(content)
-        self._pieces.append((name, begin, len(content)))
+        self._gathered.write(name, begin, data)
 
     def finish(self, key: Key, place: int, files: Sequence[FileSpec], facts: Mapping[str, Any]) -> int:
         """Writes the table. How many blocks the part has.
@@ -162,7 +157,7 @@ class Slot:
             "directory": key.directory,
             "count": key.count,
             "place": place,
-            "pieces": self._pieces,
+            "pieces": self._gathered.pieces,
             "files": [] if place else [file.told for file in files],
             "facts": {} if place else facts,
         }
@@ -170,11 +165,11 @@ class Slot:
             table = json.dumps(told, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{_NAME}: its facts are no JSON: {error}") from error
-        nbytes = self._end - BLOCK
+        nbytes = self._gathered.end - BLOCK
         padding = bytes(-(nbytes + len(table) + _TRAILER.size) % BLOCK)
         rest = table + padding + _TRAILER.pack(nbytes, len(table), crc(table))
         with disk.told(_NAME):
-            disk.write_all(self._file, np.frombuffer(rest, np.uint8), self._end)
+            disk.write_all(self._file, np.frombuffer(rest, np.uint8), self._gathered.end)
         self._parts = [(BLOCK, nbytes + len(rest))]
         return self._parts[0][1] // BLOCK
 

@@ -19,16 +19,15 @@ import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO
 
-from unidist.checkpoint import disk, manifest
+from unidist.checkpoint import manifest
 from unidist.checkpoint.checksums import Bytes, crc
 from unidist.checkpoint.directory import Directory, Step, name_of
 from unidist.checkpoint.manifest import Told
 from unidist.checkpoint.opened import Opened, piece_of
 from unidist.checkpoint.stores import Store, StoreFiles
 from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, file_of, stamped
-from unidist.checkpoint.writing import Part, PartWriter
+from unidist.checkpoint.writing import Gathered, Part, PartWriter
 from unidist.errors import CheckpointError
 
 _MANIFEST = re.compile(r"step-(\d{8,12})\.json")
@@ -134,30 +133,26 @@ class RemoteWriter(PartWriter):
     ) -> None:
         super().__init__(files, place, begun[1])
         self._store, self._folder, self._begun = store, folder, begun
-        self._gathered: IO[bytes] = tempfile.TemporaryFile(prefix="unidist-part-")  # noqa: SIM115 (close closes it)
-        # Tensor, first byte, last + 1, where they were gathered.
-        self._pieces: list[tuple[Tensor, int, int, int]] = []
+        self._file = tempfile.TemporaryFile(prefix="unidist-part-")  # noqa: SIM115 (close closes it)
+        self._gathered = Gathered(self._file.fileno(), tempfile.gettempdir())
 
     def _put(self, file: FileSpec, tensor: Tensor, begin: int, piece: Bytes) -> None:
-        first, at = begin, self._gathered.tell()
-        if self._pieces and (self._pieces[-1][0], self._pieces[-1][2]) == (tensor, begin):
-            _, first, _, at = self._pieces.pop()
-        self._pieces.append((tensor, first, begin + len(piece), at))
-        with disk.told(tempfile.gettempdir(), tensor.name):
-            self._gathered.write(piece.data)
+        self._gathered.write(tensor.name, begin, piece)
 
     def _keep(self) -> Told:
-        name = f"part-{self.place:05d}.safetensors"
-        where = {piece_of(tensor.name, begin): at for tensor, begin, _, at in self._pieces}
-        spec = file_of(name, [_as_tensor(tensor, begin, end) for tensor, begin, end, _ in self._pieces])
+        name, where, at, held = f"part-{self.place:05d}.safetensors", {}, 0, []
+        for of, begin, nbytes in self._gathered.pieces:
+            held.append(_as_tensor(self._files[of].tensors[of], begin, nbytes))
+            where[held[-1].name], at = at, at + nbytes
+        spec = file_of(name, held)
         header = stamped(spec.header, *self._begun)
 
         def content() -> Iterator[bytes]:
             yield header
             for piece, tensor in spec.tensors.items():
-                self._gathered.seek(where[piece])
+                self._file.seek(where[piece])
                 for left in range(tensor.nbytes, 0, -_PIECE):
-                    yield self._gathered.read(min(_PIECE, left))
+                    yield self._file.read(min(_PIECE, left))
 
         self._store.write(f"{self._folder}/{name}", content())
         return Told(name, spec.size, len(header), crc(header))
@@ -166,11 +161,11 @@ class RemoteWriter(PartWriter):
         self._store.write(f"{self._folder}/{name}", [text])
 
     def close(self) -> None:
-        self._gathered.close()
+        self._file.close()
 
 
-def _as_tensor(tensor: Tensor, begin: int, end: int) -> Tensor:
+def _as_tensor(tensor: Tensor, begin: int, nbytes: int) -> Tensor:
     """A range of a tensor, as a tensor; one of bytes where it ends inside an item."""
-    count, rest = divmod(end - begin, tensor.itemsize)
-    dtype, count = ("uint8", end - begin) if rest else (tensor.dtype, count)
+    count, rest = divmod(nbytes, tensor.itemsize)
+    dtype, count = ("uint8", nbytes) if rest else (tensor.dtype, count)
     return Tensor(piece_of(tensor.name, begin), dtype, (count,), tensor.kind)

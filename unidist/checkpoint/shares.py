@@ -119,17 +119,6 @@ class Share:
         for k, (lo, hi) in enumerate(self._cut(0, length)):
             yield lo, hi, frozenset(r for _, teams in self._groups for r in teams[(k + self.number) % len(teams)])
 
-    def rows_written(self) -> int:
-        """Returns how many rows this process writes."""
-        if not self.is_exchanged:
-            return sum(piece.stop - piece.start for piece in self.pieces())
-        count = 0
-        for piece in self.pieces():
-            _, target = self.exchange(self.sharding.mesh, piece.stop - piece.start)
-            own = set(self.processes[self.place]).intersection(piece.team)
-            count += sum(target.region(rank)[self.dim][1] for rank in own)
-        return count
-
     def _cut(self, start: int, length: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows of at most `buffer` bytes, or of one row."""
         step = max(1, self.buffer // max(self.row_bytes, 1))

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from unidist.checkpoint import disk
 from unidist.checkpoint.checksums import BLOCK, Bytes, Running, crc
 from unidist.checkpoint.manifest import BEGINS, FIRSTS, MOST_RANGES, PLACES, SUMS, Told, checksums_of, told_of
 from unidist.checkpoint.tensors import LARGEST_TEXT, FileSpec, Tensor, parse_json
@@ -178,6 +179,37 @@ class PartWriter(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Gathered:
+    """Gathers bytes of tensors in a file, one behind the other.
+
+    Args:
+        opened: the file, by its descriptor.
+        what: it is, for errors.
+        begin: where in it they begin.
+
+    Attributes:
+        pieces: (tensor, first byte, bytes) of what stands there; what follows the one before is of its piece.
+        end: where in the file they end.
+    """
+
+    def __init__(self, opened: int, what: str, begin: int = 0) -> None:
+        self._opened, self._what = opened, what
+        self.pieces: list[tuple[str, int, int]] = []
+        self.end = begin
+
+    def write(self, name: str, begin: int, data: Any) -> None:
+        """Takes the bytes of a tensor from one on: a contiguous array of NumPy, or bytes."""
+        content = as_bytes(data)
+        with disk.told(self._what, name):
+            disk.write_all(self._opened, content, self.end)
+        self.end += len(content)
+        first, nbytes = begin, len(content)
+        if self.pieces and self.pieces[-1][0] == name and sum(self.pieces[-1][1:]) == begin:
+            _, first, before = self.pieces.pop()
+            nbytes += before
+        self.pieces.append((name, first, nbytes))
 
 
 def as_bytes(data: Any) -> Bytes:

@@ -185,7 +185,7 @@ class Source:
             self._brought = {one: [] for one in window}
             line = Line(self._holders.several)
             for holder, pieces in self._missing(window).items():
-                for batch in _grouped(_parts_of(pieces), lambda part: part[1].nbytes, _CHUNK):
+                for batch in _grouped(pieces, lambda one: one[1].nbytes, _CHUNK):
                     self._send(line, holder, batch)
 
     def _missing(self, window: Sequence[str]) -> dict[int, list[tuple[str, Piece]]]:
@@ -193,7 +193,7 @@ class Source:
         found: dict[int, list[tuple[str, Piece]]] = {}
         for name in window:
             needed = self._needed(name)
-            for piece in self._pieces.get(name, ()):
+            for piece in _parts_of(self._pieces.get(name, ())):
                 having = self._having[piece.place]
                 others = (place for place, node in enumerate(self._nodes) if node not in having)
                 if any(_overlap(run, piece) for place in others for run in needed[place]):
@@ -275,12 +275,11 @@ def _overlap(run: tuple[int, int], piece: Piece) -> bool:
     return max(run[0], piece.begin) < min(run[1], piece.end)
 
 
-def _parts_of(pieces: Sequence[tuple[str, Piece]]) -> Iterator[tuple[str, Piece]]:
+def _parts_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Pieces, or parts of long ones."""
-    for name, piece in pieces:
+    for piece in pieces:
         for begin in range(piece.begin, piece.end, _CHUNK):
-            end = min(begin + _CHUNK, piece.end)
-            yield name, Piece(begin, end, piece.place, piece.at + begin - piece.begin)
+            yield Piece(begin, min(begin + _CHUNK, piece.end), piece.place, piece.at + begin - piece.begin)
 
 
 def _grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:

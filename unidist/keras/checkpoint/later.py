@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidist.backends.protocol import Array
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.folders import FolderDirectory
 from unidist.flight.recorder import recorder
@@ -60,19 +59,9 @@ def start(state: State, folder: Path, facts: dict[str, Any], keep: int | None, s
 def _begin(state: State, folder: Path, facts: dict[str, Any]) -> OSError | None:
     """Gives the failure, if this process cannot."""
     background = _writer.at(state.holders.place)
-    try:
-        memory = background.memory(state.bytes_written())
-    except OSError as error:
-        return state.bring(lambda *piece: None, error)
-    pieces: list[tuple[str, int, int, int]] = []
-
-    def copy(name: str, begin: int, rows: Array) -> None:
-        at = sum(pieces[-1][2:]) if pieces else 0
-        memory[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)[...] = rows
-        pieces.append((name, begin, at, rows.nbytes))
-
     committed = {"facts": facts, "places": state.holders.count} if state.holders.place == 0 else None
-    return state.bring(copy, None) or tried(lambda: background.start(folder, state.files, pieces, committed))
+    failure = state.bring(background.write, tried(background.begin))
+    return failure or tried(lambda: background.start(folder, state.files, committed))
 
 
 def wait() -> None:

@@ -157,10 +157,6 @@ class State:
             for first, rows in rows_of(held, share):
                 yield tensor.name, first * share.row_bytes, rows
 
-    def bytes_written(self) -> int:
-        """The bytes of all pieces of this process."""
-        return sum(share.rows_written() * share.row_bytes for _, _, share in self.shares)
-
     def bring(self, take: Callable[[str, int, Array], None], failure: OSError | None) -> OSError | None:
         """Hands each of the pieces to `take`, until there is a failure. A collective.
 
