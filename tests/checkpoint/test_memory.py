@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from unidist.backends.environment import EACH, MEMORY, NodeMemory
-from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, contents_of, parts_in
+from unidist.checkpoint.memory import BLOCK, Key, Part, Slot, contents_of, parts_in, pieces_of
 from unidist.checkpoint.tensors import Tensor, files_of
 from unidist.errors import CheckpointError
 from unidist.launch.memory import Memory
@@ -70,7 +70,7 @@ def blob(step: int, nbytes: int) -> bytes:
 def whole(part: Part) -> dict[str, tuple[int, list[int]]]:
     """Piece's name -> (its first byte, its bytes)."""
     found, at = {}, 0
-    for name, begin, nbytes in part.pieces():
+    for name, begin, nbytes in pieces_of(part.table):
         out = np.empty(nbytes, np.uint8)
         part.read(at, out)
         found[name], at = (begin, out.tolist()), at + nbytes

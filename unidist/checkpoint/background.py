@@ -66,7 +66,7 @@ class Background:
         self._end: weakref.finalize[..., Background] | None = None
 
     def begin(self) -> None:
-        """Lets what is written from now on replace what was there before, in memory that both processes have.
+        """Lets what is written from now on replace what was in the memory that both processes have.
 
         Raises:
             CheckpointError: the other process reads it now.

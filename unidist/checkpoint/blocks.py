@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,7 @@ class Ranges:
         """One range of single bytes: where nothing is verified, anything may be read alone."""
         return cls(np.zeros(1, np.int64), np.array([0, tensor.nbytes]), np.zeros(1, np.int64), 1)
 
-    def _range(self, at: _Offsets) -> _Offsets:
+    def _range(self, at: Any) -> Any:
         return self.begins.searchsorted(at, "right") - 1
 
     def around(self, offsets: _Offsets, length: int) -> tuple[_Offsets, _Offsets]:
@@ -59,22 +60,16 @@ class Ranges:
 
     def floor(self, at: int) -> int:
         """The beginning of the block that holds a byte."""
-        begin = int(self.begins[self.begins.searchsorted(at, "right") - 1])
-        return at - (at - begin) % self.block
+        return at - (at - int(self.begins[self._range(at)])) % self.block
 
     def block_of(self, at: int) -> int:
         """The number of the block that holds a byte."""
-        number = int(self.begins.searchsorted(at, "right")) - 1
+        number = self._range(at)
         return int(self.firsts[number]) + (at - int(self.begins[number])) // self.block
-
-    def has_only_full_blocks(self, begin: int, end: int) -> bool:
-        """Returns whether only the last block of [begin, end) may be shorter than others."""
-        first, stop = self.begins.searchsorted(begin, "right"), self.begins.searchsorted(end, "left")
-        return bool(((self.begins[first:stop] - begin) % self.block == 0).all())
 
     def blocks(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """(begin, end, number of the first block) of what each range has of [begin, end), which cuts no block."""
-        first = int(self.begins.searchsorted(begin, "right")) - 1
+        first = int(self._range(begin))
         stop = int(self.begins.searchsorted(end, "left"))
         found = []
         for number in range(first, stop):
@@ -146,18 +141,14 @@ class Blocks:
 
     def check(self, file: str, tensor: Tensor, ranges: Ranges, begin: int, data: Bytes) -> None:
         """Raises where the bytes of a tensor from `begin` on, whole blocks, do not have their checksums."""
-        end, at = begin + len(data), ranges.block_of(begin)
-        if ranges.has_only_full_blocks(begin, end):
-            found = sums(data)
-        else:
-            found = array("I")
-            for a, b, _ in ranges.blocks(begin, end):
-                found += sums(data[a - begin : b - begin])
+        parts, at, found = ranges.blocks(begin, begin + len(data)), ranges.block_of(begin), array("I")
+        for a, b, _ in parts:
+            found += sums(data[a - begin : b - begin])
         due = self._due(at, len(found), tensor.name)
         if found.tobytes() == due.tobytes():
             return
         block = at + int((np.frombuffer(found, np.uint32) != due).argmax())
-        a, b, first = next(part for part in reversed(ranges.blocks(begin, end)) if part[2] <= block)
+        a, b, first = next(part for part in reversed(parts) if part[2] <= block)
         at = a + (block - first) * BLOCK
         text = f"is damaged: its bytes {at}..{min(at + BLOCK, b)} do not have their checksum"
         raise CheckpointError(f"{file}: tensor {tensor.name!r} {text}", file=file, tensor=tensor.name)

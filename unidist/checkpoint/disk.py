@@ -74,15 +74,12 @@ def read_small(name: str, folder: int, most: int) -> bytes:
 
 
 def read_exactly(opened: int, size: int, offset: int, name: str) -> bytes:
-    parts = []
-    while size:
-        with told(name):
-            part = os.pread(opened, size, offset)
-        if not part:
-            raise cut_short(name, offset)
-        parts.append(part)
-        offset, size = offset + len(part), size - len(part)
-    return b"".join(parts)
+    # Memory is taken for what is there.
+    if offset + size > (there := os.fstat(opened).st_size):
+        raise cut_short(name, there)
+    out = bytearray(size)
+    read_into(opened, memoryview(out), offset, name)
+    return bytes(out)
 
 
 def read_into(opened: int, out: memoryview, offset: int, name: str | Path, tensor: str = "") -> None:

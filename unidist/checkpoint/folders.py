@@ -159,24 +159,21 @@ class FolderDirectory(Directory):
                 (folder / beside).unlink()
         disk.write_durably(folder, MANIFEST, manifest)
         with disk.told(final):
-            if final.exists() and not (final / MANIFEST).exists():
+            if not (final / MANIFEST).exists():
                 self._take_away(step, "")
             if final.exists():
-                if replaced.exists():
-                    self._take_away(step, REPLACED)
+                self._take_away(step, REPLACED)
                 final.rename(replaced)
             folder.rename(final)
             disk.sync_folder(self.path)
-            if replaced.exists():
-                self._take_away(step, REPLACED)
+            self._take_away(step, REPLACED)
         return str(final)
 
     # removing ---------------------------------------------------------------------------------------------------------
 
     def _remove(self, step: int) -> None:
         for suffix in (REPLACED, ""):
-            if self.folder(step, suffix).exists():
-                self._take_away(step, suffix)
+            self._take_away(step, suffix)
 
     def _clear(self, newest: int) -> None:
         for step, suffix in self._found():
@@ -185,8 +182,10 @@ class FolderDirectory(Directory):
                 self._take_away(step, suffix)
 
     def _take_away(self, step: int, suffix: str) -> None:
-        """Removes a folder. It gets another name first: half of it must not count."""
+        """Removes a folder, if it is there. It gets another name first: half of it must not count."""
         folder, away = self.folder(step, suffix), self.folder(step, REMOVED)
+        if not folder.exists():
+            return
         with disk.told(folder):
             if suffix != REMOVED:
                 if away.exists():

@@ -20,7 +20,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -72,9 +72,6 @@ class Part:
     path: str
     offset: int
     table: bytes
-
-    def pieces(self) -> list[tuple[str, int, int]]:
-        return pieces_of(self.table)
 
     def read(self, begin: int, out: Bytes) -> None:
         """Reads bytes of the pieces from one on."""
@@ -152,10 +149,7 @@ class Slot:
             CheckpointError: the facts are no JSON.
         """
         told = {
-            "step": key.step,
-            "attempt": key.attempt,
-            "directory": key.directory,
-            "count": key.count,
+            **asdict(key),
             "place": place,
             "pieces": self._gathered.pieces,
             "files": [] if place else [file.told for file in files],

@@ -71,7 +71,7 @@ class Share:
     @cached_property
     def inner(self) -> Axes:
         """The axes that cut a dim behind that of the rows."""
-        return tuple(a for a in self.sharding.layout.sharded_axes if self._dim_of(a) > self.dim)
+        return tuple(axis for axes in self.sharding.layout.dims[self.dim + 1 :] for axis in axes)
 
     @property
     def row_bytes(self) -> int:
@@ -125,9 +125,6 @@ class Share:
         for lo in range(start, start + length, step):
             yield lo, min(lo + step, start + length)
 
-    def _dim_of(self, axis: str) -> int:
-        return next(dim for dim, axes in enumerate(self.sharding.layout.dims) if axis in axes)
-
     @cached_property
     def _groups(self) -> tuple[tuple[tuple[int, int], list[tuple[int, ...]]], ...]:
         """The teams that hold each range of rows that some rank holds: ((first row, rows), teams)."""
@@ -160,12 +157,9 @@ class Share:
         Args:
             mesh: the tensor's, or one of a team and the inner axes.
         """
-        dims = [[a for a in self.sharding.layout.dim_axes(k) if a in self.inner] for k in range(self.dim, self._ndim)]
-        piece = (*self.sharding.shape[: self.dim], rows, *self.sharding.shape[self.dim + 1 :])
+        shape = self.sharding.shape
+        dims = [[a for a in self.sharding.layout.dim_axes(k) if a in self.inner] for k in range(self.dim, len(shape))]
+        piece = (*shape[: self.dim], rows, *shape[self.dim + 1 :])
         none = [None] * self.dim
         source = Layout(*none, *(tuple(axes) or None for axes in dims))
         return Sharding(mesh, source, piece), Sharding(mesh, Layout(*none, self.inner), piece)
-
-    @property
-    def _ndim(self) -> int:
-        return len(self.sharding.shape)

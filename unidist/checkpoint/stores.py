@@ -74,14 +74,12 @@ class Store:
 
     def names(self, folder: str = "") -> list[str]:
         """Returns the names that are there; none where there is no such folder."""
-        try:
-            with self._told(folder or self.address):
-                self._system.invalidate_cache()
+        with self._told(folder or self.address):
+            self._system.invalidate_cache()
+            try:
                 found = self._system.ls(self._path(folder), detail=False)
-        except CheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            except FileNotFoundError:
                 return []
-            raise
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def size(self, name: str) -> int:

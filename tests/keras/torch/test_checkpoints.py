@@ -18,11 +18,11 @@ import pytest
 
 import unidist
 from unidist.checkpoint.addresses import directory_of
+from unidist.checkpoint.background import Background
 from unidist.checkpoint.reading import Reader
 from unidist.keras import seeds
 from unidist.keras.checkpoint import api as checkpoints
 from unidist.keras.checkpoint import later
-from unidist.keras.checkpoint.states import Holders
 
 X = np.random.default_rng(1).normal(size=(32, 6)).astype("float32")
 Y = np.random.default_rng(2).normal(size=(32, 4)).astype("float32")
@@ -135,8 +135,13 @@ def test_what_is_written_at_the_end_of_a_world_is_waited_for(tmp_path: Path) -> 
 def test_what_could_not_be_written_is_told_at_the_end_of_a_world(ends: Callable[[], Any], tmp_path: Path) -> None:
     before = _children()
     model = build(STRATEGIES["data"]())
+    start = Background.start
+
+    def waits(self: Background, folder: Path, files: Any, commit: dict[str, Any]) -> None:
+        start(self, folder, files, {**commit, "places": 2})
+
     # It waits for a process that is not there.
-    with mock.patch.object(Holders, "count", 2):
+    with mock.patch.object(Background, "start", waits):
         unidist.save(model, tmp_path, step=1, asynchronous=True)
     (child,) = _children() - before
     os.kill(child, signal.SIGKILL)

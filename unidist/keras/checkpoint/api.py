@@ -30,7 +30,7 @@ from unidist.keras import model_config, seeds
 from unidist.keras.checkpoint import later, layer_assets
 from unidist.keras.checkpoint.fetching import Source
 from unidist.keras.checkpoint.fitting import OWN, fitting, reading
-from unidist.keras.checkpoint.states import State, tried
+from unidist.keras.checkpoint.states import State, agree, by_first, tried
 
 _log = logging.getLogger(__name__)
 # Beside what unidist itself keeps among the facts, the user's own; and what says that layers' files are there.
@@ -117,12 +117,12 @@ def save(
         _check_json(told)
         return {"name": there.prepare(number, state.files), "step": number}
 
-    begun = holders.by_first(begin)
+    begun = by_first(holders, begin)
     name, number = begun["name"], int(begun["step"])
     if asynchronous and isinstance(there, FolderDirectory):
         later.start(state, there.path / name, told, keep, number)
         return there.folder(number)
-    holders.agree(_write(state, there, name), f"write {name} in {there.where}")
+    agree(holders, _write(state, there, name), f"write {name} in {there.where}")
 
     def end() -> dict[str, Any]:
         stands = there.commit(name, state.files, told, holders.count)
@@ -130,7 +130,7 @@ def save(
             there.prune(keep, number)
         return {"stands": stands}
 
-    stands = str(holders.by_first(end)["stands"])
+    stands = str(by_first(holders, end)["stands"])
     recorder.committed(number)
     return Path(stands) if isinstance(there, FolderDirectory) else stands
 
@@ -248,7 +248,7 @@ def restore(
         with Reader(where, step, "off") as found:
             return {"step": found.step}
 
-    number = state.holders.by_first(find)["step"]
+    number = by_first(state.holders, find)["step"]
     return _put(state, lambda: Reader(where, number, verify), f"step {number} of {where}", strict)
 
 
@@ -272,7 +272,7 @@ def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict:
         # All see that it fits before the first value is changed.
     except OSError as error:
         failure = error
-    holders.agree(failure, f"read {what}")
+    agree(holders, failure, f"read {what}")
     assert reader is not None
     with contextlib.closing(reader):
         if isinstance(reader, Source):
@@ -282,7 +282,7 @@ def _put(state: State, opened: Callable[[], Reader | Source], what: str, strict:
                 reader.bring(name)
             failure = failure or tried(lambda: held.put(reading(reader, name, held.dtype)))  # noqa: B023 (called here)
         # Where one has no bytes, no layer takes what it has of them.
-        holders.agree(failure, f"read {what}; some variables have its values already")
+        agree(holders, failure, f"read {what}; some variables have its values already")
         is_changed = _load(state, kept, what)
         facts, told = reader.facts, {name: tensor.dtype for name, tensor in reader.tensors.items()}
     _finish(state.model, is_changed)
@@ -306,7 +306,7 @@ def _load(state: State, kept: layer_assets.Plan, what: str) -> bool:
         nonlocal is_changed
         is_changed = kept.load()
 
-    state.holders.agree(tried(load), f"take what layers keep of {what}; variables have its values already")
+    agree(state.holders, tried(load), f"take what layers keep of {what}; variables have its values already")
     return is_changed
 
 

@@ -28,7 +28,8 @@ from unidist.flight.recorder import recorder
 from unidist.keras import seeds
 from unidist.keras.checkpoint import layer_assets
 from unidist.keras.checkpoint.fetching import PURPOSE, Line, Source
-from unidist.keras.checkpoint.states import Holders, State, tried
+from unidist.keras.checkpoint.states import State, agree, tried
+from unidist.keras.consistency.processes import Processes
 
 _log = logging.getLogger(__name__)
 # Bytes that are sent at once: a process holds them twice.
@@ -95,15 +96,12 @@ class Copies:
         if self._slot is not None:
             self._slot.close()
 
-    def find(self, holders: Holders, newer_than: int) -> Source | None:
+    def find(self, holders: Processes, newer_than: int) -> Source | None:
         """The latest step whose parts are all in memory, if it is newer than that on the disk."""
         if (nodes := self._known(holders)) is None or self._memory is None:
             return None
         own = [part for part in parts_in(self._memory.paths) if part.key.directory == self._directory]
-        if holders.several is None:
-            held = {nodes.of[0]: [(part.key, part.place) for part in own]}
-        else:
-            held = _of_nodes(Line(holders.several), nodes, own, self._directory)
+        held = _of_nodes(Line(holders), nodes, own, self._directory)
         found = _latest(held)
         if found is None or found.step <= newer_than:
             return None
@@ -138,19 +136,19 @@ class Copies:
             blocks = slot.finish(key, holders.place, state.files, facts)
 
         failure = state.bring(slot.write, tried(slot.begin)) or tried(finish)
-        if (several := holders.several) is not None and len(nodes.all) > 1:
-            holders.agree(failure, what)
-            failure = tried(lambda: _exchange(Line(several), nodes, slot, blocks))
-        holders.agree(failure or tried(slot.stand), what)
+        if len(nodes.all) > 1:
+            agree(holders, failure, what)
+            failure = tried(lambda: _exchange(Line(holders), nodes, slot, blocks))
+        agree(holders, failure or tried(slot.stand), what)
 
-    def _known(self, holders: Holders) -> Nodes | None:
+    def _known(self, holders: Processes) -> Nodes | None:
         """Returns who shares memory with whom. None: not all processes have some."""
         if self._is_off:
             return None
         if self._nodes is not None and len(self._nodes.of) == holders.count:
             return self._nodes
         node = _NONE if self._memory is None else self._memory.node
-        found = (node,) if holders.several is None else holders.several.of_all(node, PURPOSE)
+        found = holders.of_all(node, PURPOSE)
         if _NONE in found:
             if holders.place == 0:
                 _log.warning(

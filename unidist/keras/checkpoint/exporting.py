@@ -23,7 +23,7 @@ from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras import atomic_files, loading, model_config
 from unidist.keras.checkpoint import layer_assets
-from unidist.keras.checkpoint.fitting import OWN, problem, reading
+from unidist.keras.checkpoint.fitting import noted, problem, reading
 from unidist.keras.checkpoint.held import Whole, entries
 from unidist.keras.checkpoint.states import named
 from unidist.keras.patching.compat import TorchLayer, saving_lib
@@ -64,9 +64,9 @@ def export(directory: str | Path, step: Step, out: Path) -> None:
 
 def _told_of(reader: Reader) -> tuple[str, list[str]]:
     """The config, and the names of the variables in the order in which the model has them."""
-    match reader.facts.get(OWN):
-        case {"config": {"model": str() as text, "names": [*names]}} if all(isinstance(name, str) for name in names):
-            return text, names
+    text, names = noted(reader)
+    if isinstance(text, str):
+        return text, names
     raise CheckpointError(f"{reader.folder}: has no config of the model, which Keras could read: {_REMEDY}")
 
 

@@ -24,7 +24,6 @@ from unidist.checkpoint.regions import rows_dim, whole
 from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint.held import WORDS, Held
-from unidist.keras.checkpoint.states import Holders
 from unidist.keras.consistency.processes import Processes
 
 T = TypeVar("T")
@@ -55,6 +54,8 @@ class Line:
 
     def of_place(self, place: int, given: Array) -> Array:
         """One process's array, on all. All give one of the same shape, of int32."""
+        if self.processes.count == 1:
+            return given
         backend = session.backend()
         sharding = Sharding(self._mesh, Layout(), given.shape)
         root = self._mesh.devices.index(self.processes.ranks[place][0])
@@ -128,7 +129,7 @@ class Source:
     where: str
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    _holders: Holders
+    _holders: Processes
     _nodes: tuple[int, ...]
     _having: Mapping[int, Sequence[int]]
     _own: Mapping[int, Part]
@@ -141,7 +142,7 @@ class Source:
     def of(
         cls,
         step: int,
-        holders: Holders,
+        holders: Processes,
         nodes: tuple[int, ...],
         where: Mapping[int, Sequence[int]],
         own: Mapping[int, Part],
@@ -156,9 +157,7 @@ class Source:
         tables = []
         for place, having in where.items():
             table = own[place].table if place in own else b""
-            if holders.several is not None:
-                table = Line(holders.several).bytes_of_place(nodes.index(having[0]), table)
-            tables.append(table)
+            tables.append(Line(holders).bytes_of_place(nodes.index(having[0]), table))
         files, facts = contents_of(tables[0])
         pieces: dict[str, list[Piece]] = {}
         for place, table in enumerate(tables):
@@ -178,12 +177,12 @@ class Source:
 
     def bring(self, name: str) -> None:
         """Returns when this process has the bytes that it will read of a variable. A collective."""
-        if self._holders.several is None:
+        if self._holders.count == 1:
             return
         while name not in self._brought:
             window = next(self._windows)
             self._brought = {one: [] for one in window}
-            line = Line(self._holders.several)
+            line = Line(self._holders)
             for holder, pieces in self._missing(window).items():
                 for batch in _grouped(pieces, lambda one: one[1].nbytes, _CHUNK):
                     self._send(line, holder, batch)
@@ -202,12 +201,11 @@ class Source:
 
     def _needed(self, name: str) -> list[list[tuple[int, int]]]:
         """The runs of bytes that each process reads."""
-        tensor, held, several = self.tensors[name], self._wanted[name], self._holders.several
-        assert several is not None
+        tensor, held, holders = self.tensors[name], self._wanted[name], self._holders
         sharding = held.sharding
         if sharding is None:
-            return [[_run(tensor, whole(tensor.shape))]] * len(several.ranks)
-        return [[_run(tensor, one) for one in {sharding.region(rank) for rank in ranks}] for ranks in several.ranks]
+            return [[_run(tensor, whole(tensor.shape))]] * holders.count
+        return [[_run(tensor, one) for one in {sharding.region(rank) for rank in ranks}] for ranks in holders.ranks]
 
     def _send(self, line: Line, holder: int, batch: Sequence[tuple[str, Piece]]) -> None:
         ends = list(accumulate(piece.nbytes for _, piece in batch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def fitting(
     """
     stored = {name: tensor.kind for name, tensor in reader.tensors.items() if tensor.kind != KIND}
     mine = {tensor.name: tensor.kind for tensor, _ in state.variables}
-    there = renaming.in_checkpoint(state.model, mine, stored, _order(reader))
+    there = renaming.in_checkpoint(state.model, mine, stored, noted(reader)[1])
     ours = {there.get(tensor.name, tensor.name): (tensor, held) for tensor, held in state.variables}
     wrong = [*kept.wrong, *([] if is_old else kept.missing)]
     others = len(wrong)
@@ -100,12 +100,12 @@ def fitting(
     return [*found, *kept.fits.items()], old if strict else sorted([*wrong, *lenient, *old])
 
 
-def _order(reader: Reader | Source) -> Sequence[str]:
-    """The names of variables in the order of the model that was saved; none where that is not known."""
+def noted(reader: Reader | Source) -> tuple[Any, list[str]]:
+    """(config of the model that was saved, names of its variables in order), as far as they are known."""
     match reader.facts.get(OWN):
-        case {"config": {"names": [*names]}} if all(isinstance(name, str) for name in names):
-            return names
-    return ()
+        case {"config": {"model": text, "names": [*names]}} if all(isinstance(name, str) for name in names):
+            return text, names
+    return None, []
 
 
 def _left(reader: Reader | Source, missing: list[str]) -> list[str]:

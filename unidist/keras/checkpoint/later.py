@@ -12,12 +12,13 @@ from typing import Any
 from unidist.checkpoint.background import Background
 from unidist.checkpoint.folders import FolderDirectory
 from unidist.flight.recorder import recorder
-from unidist.keras.checkpoint.states import Holders, State, tried
+from unidist.keras.checkpoint.states import State, agree, by_first, tried
+from unidist.keras.consistency.processes import Processes
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    holders: Holders
+    holders: Processes
     folder: Path
     keep: int | None
     step: int
@@ -52,7 +53,7 @@ def start(state: State, folder: Path, facts: dict[str, Any], keep: int | None, s
     Raises:
         CheckpointError: on all, where one could not begin.
     """
-    state.holders.agree(_begin(state, folder, facts), f"begin to write {folder}")
+    agree(state.holders, _begin(state, folder, facts), f"begin to write {folder}")
     _writer.under_way = _UnderWay(state.holders, folder, keep, step)
 
 
@@ -73,10 +74,10 @@ def wait() -> None:
     found, _writer.under_way = _writer.under_way, None
     if found is None or _writer.background is None:
         return
-    found.holders.agree(tried(_writer.background.wait), f"write {found.folder}")
+    agree(found.holders, tried(_writer.background.wait), f"write {found.folder}")
     recorder.committed(found.step)
     if (keep := found.keep) is not None:
-        found.holders.by_first(lambda: {"removed": FolderDirectory(found.folder.parent).prune(keep, found.step)})
+        by_first(found.holders, lambda: {"removed": FolderDirectory(found.folder.parent).prune(keep, found.step)})
 
 
 def leave() -> None:

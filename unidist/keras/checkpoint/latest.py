@@ -9,8 +9,8 @@ from typing import Any
 from unidist.checkpoint.reading import Reader
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import api as checkpoints
-from unidist.keras.checkpoint.states import Holders
-from unidist.keras.consistency.processes import taking_part
+from unidist.keras.checkpoint.states import by_first
+from unidist.keras.consistency.processes import ALONE, taking_part
 
 
 def found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
@@ -21,7 +21,7 @@ def found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
     """
     # What an earlier fit of this program began to write.
     checkpoints.wait()
-    seen = Holders(taking_part.get()).by_first(lambda: _look(directory, resume))
+    seen = by_first(taking_part.get() or ALONE, lambda: _look(directory, resume))
     return seen["number"], seen["position"]
 
 

@@ -23,7 +23,7 @@ from unidist.checkpoint.tensors import Tensor
 from unidist.errors import CheckpointError
 from unidist.keras.checkpoint import renaming
 from unidist.keras.checkpoint.held import OfFirst
-from unidist.keras.checkpoint.states import State, tried
+from unidist.keras.checkpoint.states import State, agree, by_first, tried
 from unidist.keras.layer_facts import is_of_either
 from unidist.keras.patching.compat import Layer, TorchModuleWrapper
 from unidist.keras.records.layer_report import numbered
@@ -198,8 +198,8 @@ def with_kept(state: State) -> State:
             if state.holders.place == 0:
                 values.update({assets.file_name(keeper.name, path): v for path, v in keeper.files().items()})
 
-    state.holders.agree(tried(collect), "save what layers keep beside their variables")
-    told = state.holders.by_first(lambda: {"tensors": _described(values)})["tensors"]
+    agree(state.holders, tried(collect), "save what layers keep beside their variables")
+    told = by_first(state.holders, lambda: {"tensors": _described(values)})["tensors"]
     own = values if state.holders.place == 0 else {}
     kept = [
         (Tensor(name, dtype, tuple(shape), assets.KIND), OfFirst(tuple(shape), dtype, own.get(name)))

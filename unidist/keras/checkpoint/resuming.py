@@ -18,10 +18,9 @@ from unidist.keras.checkpoint.copies import Copies
 from unidist.keras.checkpoint.fetching import Source
 from unidist.keras.checkpoint.leaving import Leaving
 from unidist.keras.checkpoint.position import Attributes, Position
-from unidist.keras.checkpoint.states import Holders
 from unidist.keras.checkpoint.turns import Every, turn
 from unidist.keras.checkpoint.walking import Walk
-from unidist.keras.consistency.processes import taking_part
+from unidist.keras.consistency.processes import ALONE, taking_part
 from unidist.keras.fit_observer import Follower
 from unidist.keras.patching.compat import Callback, CallbackList, tree
 
@@ -155,7 +154,7 @@ class _Fit:
         if checkpoint._turn_of_memory is not None:
             self.copies, self._turn_of_memory = Copies(checkpoint.directory), checkpoint._turn_of_memory()
             if checkpoint.resume:
-                self._in_memory = self.copies.find(Holders(taking_part.get()), number)
+                self._in_memory = self.copies.find(taking_part.get() or ALONE, number)
             if self._in_memory is not None:
                 number, facts = self._in_memory.step, latest.position_in(self._in_memory.facts)
         self._resumed = None if facts is None else Position.of_json(facts, checkpoint.directory)

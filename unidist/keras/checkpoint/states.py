@@ -16,72 +16,49 @@ from unidist.checkpoint.tensors import FileSpec, Tensor, files_of
 from unidist.errors import CheckpointError, LayoutError
 from unidist.keras import driver as drivers
 from unidist.keras.checkpoint.held import Held, OfFirst, Whole, rows_of
-from unidist.keras.consistency.processes import Processes
+from unidist.keras.consistency.processes import ALONE, Processes
 from unidist.keras.patching.compat import BaseOptimizer
 from unidist.keras.records.layer_report import numbered
 
 
-@dataclass(frozen=True)
-class Holders:
-    """The processes that hold a model, and act together.
+def by_first(holders: Processes, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the first process's work gives, on all. A collective.
 
-    Attributes:
-        several: None where it is this process alone.
+    Args:
+        holders: the processes that act together.
+        work: gives JSON.
+
+    Raises:
+        CheckpointError: on all, where it could not.
     """
+    told: dict[str, Any] = {"error": "it ended"}
+    try:
+        if holders.is_first:
+            told = {"found": work()}
+    except BaseException as error:
+        told = {"error": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        told = json.loads(holders.bytes_of_first(json.dumps(told).encode(), "a checkpoint"))
+    if "error" in told:
+        raise CheckpointError(f"process 0, which acts for all, could not: {told['error']}")
+    found: dict[str, Any] = told["found"]
+    return found
 
-    several: Processes | None
 
-    @property
-    def place(self) -> int:
-        """This process's number among them."""
-        return 0 if self.several is None else self.several.place
+def agree(holders: Processes, failure: OSError | None, what: str) -> None:
+    """Returns where no process has failed. A collective.
 
-    @property
-    def count(self) -> int:
-        return 1 if self.several is None else len(self.several.ranks)
-
-    def by_first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns what the first process's work gives, on all. A collective.
-
-        Args:
-            work: gives JSON.
-
-        Raises:
-            CheckpointError: on all, where it could not.
-        """
-        if self.several is None:
-            return work()
-        told: dict[str, Any] = {"error": "it ended"}
-        try:
-            if self.several.is_first:
-                told = {"found": work()}
-        except BaseException as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
-            raise
-        finally:
-            told = json.loads(self.several.bytes_of_first(json.dumps(told).encode(), "a checkpoint"))
-        if "error" in told:
-            raise CheckpointError(f"process 0, which acts for all, could not: {told['error']}")
-        found: dict[str, Any] = told["found"]
-        return found
-
-    def agree(self, failure: OSError | None, what: str) -> None:
-        """Returns where no process has failed. A collective.
-
-        Raises:
-            CheckpointError: on all, where one has.
-        """
-        if self.several is None:
-            if failure is not None:
-                raise failure
-            return
-        found = self.several.of_all(0 if failure is None else _number_of(failure), "a checkpoint")
-        if failure is not None:
-            raise failure
-        failed = {ranks: number for ranks, number in zip(self.several.ranks, found, strict=True) if number}
-        if failed:
-            told = "; ".join(f"rank {', '.join(map(str, ranks))}{_why(n)}" for ranks, n in failed.items())
-            raise CheckpointError(f"could not {what}: {told}. The output of that process says more")
+    Raises:
+        CheckpointError: on all, where one has.
+    """
+    found = holders.of_all(0 if failure is None else _number_of(failure), "a checkpoint")
+    if failure is not None:
+        raise failure
+    failed = {ranks: number for ranks, number in zip(holders.ranks, found, strict=True) if number}
+    if failed:
+        told = "; ".join(f"rank {', '.join(map(str, ranks))}{_why(n)}" for ranks, n in failed.items())
+        raise CheckpointError(f"could not {what}: {told}. The output of that process says more")
 
 
 @dataclass(frozen=True)
@@ -94,7 +71,7 @@ class State:
 
     model: Any
     variables: tuple[tuple[Tensor, Held], ...]
-    holders: Holders
+    holders: Processes
 
     @staticmethod
     def of(model: Any) -> State:
@@ -118,9 +95,9 @@ class State:
                 optimizer.build(model.trainable_variables)
         if driver is None:
             held: Callable[[Any], Held] = Whole
-            return State(model, tuple(named(model, held)), Holders(None))
+            return State(model, tuple(named(model, held)), ALONE)
         driver.ready(model)
-        return State(model, tuple(named(model, driver.held)), Holders(driver.processes(model)))
+        return State(model, tuple(named(model, driver.held)), driver.processes(model) or ALONE)
 
     @cached_property
     def files(self) -> tuple[FileSpec, ...]:
@@ -141,14 +118,14 @@ class State:
     def _shares(self) -> Iterator[tuple[Tensor, Held, Share]]:
         for number, (tensor, held) in enumerate(self.variables):
             held.fetch()
-            sharding, several = held.sharding, self.holders.several
-            owners = None if several is None else several.ranks
+            sharding, owners = held.sharding, self.holders.ranks
             if sharding is None:
                 count = 1 if isinstance(held, OfFirst) else self.holders.count
                 one = Mesh({"process": count}, range(count))
                 sharding = Sharding(one, Layout(), tensor.shape)
                 owners = (*((k,) for k in range(count)), *((),) * (self.holders.count - count))
-            owners = (sharding.mesh.devices,) if owners is None else owners
+            elif self.holders.count == 1:
+                owners = (sharding.mesh.devices,)
             yield tensor, held, Share(sharding, owners, self.holders.place, itemsize(held.dtype), number)
 
     def pieces(self) -> Iterator[tuple[str, int, Array]]:

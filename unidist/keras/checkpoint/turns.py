@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from unidist.errors import ArgumentError
-from unidist.keras.consistency.processes import taking_part
+from unidist.keras.consistency.processes import ALONE, taking_part
 
 Every = str | int | float
 
@@ -90,7 +90,4 @@ def _seconds(every: Every) -> float:
 
 def _of_first(number: int) -> int:
     """Process 0's number, on every process."""
-    several = taking_part.get()
-    if several is None:
-        return number
-    return int(several.of_first(np.array([number], np.int32), "checkpoints")[0])
+    return int((taking_part.get() or ALONE).of_first(np.array([number], np.int32), "checkpoints")[0])

@@ -49,6 +49,10 @@ class Processes:
     of_all: Callable[[int, str], tuple[int, ...]]
 
     @property
+    def count(self) -> int:
+        return len(self.ranks)
+
+    @property
     def is_first(self) -> bool:
         return self.place == 0
 
@@ -144,5 +148,7 @@ def _checksum(data: bytes) -> int:
     return zlib.crc32(data) & 0x7FFFFFFF
 
 
+# One process by itself.
+ALONE = Processes(0, ((0,),), lambda array, purpose: array, lambda number, purpose: (number,))
 # Those of the entrance of Keras's trainer that is under way; None where one process trains alone.
 taking_part: ContextVar[Processes | None] = ContextVar("unidist_taking_part", default=None)
