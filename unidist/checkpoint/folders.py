@@ -52,14 +52,14 @@ class FolderDirectory(Directory):
         self.path = Path(path)
 
     def steps(self) -> list[int]:
-        return sorted({step for step, suffix in self._found() if self._is_counted(step, suffix)})
+        return sorted({step for step, _ in self._found() if self._counted(step) is not None})
 
     def find(self, step: Step) -> Path:
         """As Directory.find; "latest" of a step's own folder is this folder."""
         if step == "latest" and _is_committed(self.path):
             return self.path
         number = self.number(step)
-        return self.folder(number, "" if self._is_counted(number, "") else REPLACED)
+        return self.folder(number, self._counted(number) or "")
 
     def folder(self, step: int, suffix: str = "") -> Path:
         """A folder's path, whether there is one or not."""
@@ -82,8 +82,9 @@ class FolderDirectory(Directory):
         with disk.told(self.path):
             return [found for name in sorted(os.listdir(self.path)) if (found := _named(name)) is not None]
 
-    def _is_counted(self, step: int, suffix: str) -> bool:
-        return suffix in ("", REPLACED) and _is_committed(self.folder(step, suffix))
+    def _counted(self, step: int) -> str | None:
+        """The suffix of the folder of a step that counts; None where none does."""
+        return next((suffix for suffix in ("", REPLACED) if _is_committed(self.folder(step, suffix))), None)
 
     # writing ----------------------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class FolderDirectory(Directory):
     def _clear(self, newest: int) -> None:
         for step, suffix in self._found():
             is_left = suffix in (TMP, REMOVED) and step < newest
-            if is_left or (suffix == REPLACED and self._is_counted(step, "")):
+            if is_left or (suffix == REPLACED and self._counted(step) == ""):
                 self._take_away(step, suffix)
 
     def _take_away(self, step: int, suffix: str) -> None:

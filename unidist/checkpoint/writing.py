@@ -81,7 +81,7 @@ class Part:
         """
         name = part_of(place)
         end = text.find(b"\n", 0, LARGEST_TEXT)
-        match parse_json(text[: max(end, 0)], name):
+        match parse_json(text[:end], name) if end >= 0 else None:
             case {"writing": its, "place": whose, "crc32c": number, "tensors": [*rows], "file": file}:
                 if (its, whose) != (writing, place):
                     raise CheckpointError(f"{name}: is of another try to write this step", file=name)
