@@ -73,8 +73,8 @@ def test_memory_is_kept_and_grows(tmp_path: Path, worlds: list[Background]) -> N
         worlds[0].wait(60)
         with Reader(tmp_path, step, "all") as reader:
             assert reader.read("a").tolist() == [step] * nbytes
-        found.append((worlds[0]._memory, os.fstat(worlds[0]._memory).st_size >= nbytes))
-    assert found == [(worlds[0]._memory, True)] * 3
+        found.append((worlds[0]._shared(), os.fstat(worlds[0]._shared()).st_size >= nbytes))
+    assert found == [(worlds[0]._shared(), True)] * 3
 
 
 def test_a_part_that_failed_is_told_by_its_process_and_by_the_first(tmp_path: Path, worlds: list[Background]) -> None:
@@ -178,7 +178,7 @@ def test_nor_while_it_starts(tmp_path: Path) -> None:
 def test_memory_that_is_not_there_is_refused(tmp_path: Path, worlds: list[Background]) -> None:
     worlds[0].begin()
     worlds[0].write("dense/bias", 0, bytes(8))
-    os.ftruncate(worlds[0]._memory, 4)
+    os.ftruncate(worlds[0]._shared(), 4)
     worlds[0].start(prepare(tmp_path, 1, FILES), FILES, {"facts": {}, "places": 1})
     with pytest.raises(CheckpointError, match="memory for a checkpoint: is cut short") as found:
         worlds[0].wait(60)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Background:
 
     def __init__(self, place: int) -> None:
         self.place = place
-        self._memory = -1
+        self._memory: BinaryIO | None = None
         self._gathered: Gathered | None = None
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._waits = False
@@ -80,11 +80,10 @@ class Background:
         self._gathered.write(name, begin, data)
 
     def _shared(self) -> int:
-        if self._memory < 0:
+        if self._memory is None:
             with disk.told(_MEMORY):
-                self._memory = os.memfd_create("unidist-checkpoint", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, self._memory)
-        return self._memory
+                self._memory = os.fdopen(os.memfd_create("unidist-checkpoint", os.MFD_CLOEXEC), "r+b")
+        return self._memory.fileno()
 
     def start(
         self,
@@ -158,10 +157,12 @@ class Background:
         return self._waits and self._child is not None and not self._child[1].poll()
 
     def close(self) -> None:
-        """Ends the process, also in the midst of writing: `wait` first."""
+        """Ends the process, also in the midst of writing: `wait` first. Lets the memory go."""
         if self._end is not None:
             self._end()
-        self._child, self._waits = None, False
+        if self._memory is not None:
+            self._memory.close()
+        self._child, self._waits, self._memory, self._gathered = None, False, None, None
 
     def __enter__(self) -> Background:
         return self
