@@ -142,8 +142,8 @@ class Slot:
         """
         self._gathered.write(name, begin, data)
 
-    def finish(self, key: Key, place: int, files: Sequence[FileSpec], facts: Mapping[str, Any]) -> int:
-        """Writes the table. How many blocks the part has.
+    def finish(self, key: Key, place: int, files: Sequence[FileSpec], facts: Mapping[str, Any]) -> None:
+        """Writes the table.
 
         Raises:
             CheckpointError: the facts are no JSON.
@@ -165,6 +165,10 @@ class Slot:
         with disk.told(_NAME):
             disk.write_all(self._file, np.frombuffer(rest, np.uint8), self._gathered.end)
         self._parts = [(BLOCK, nbytes + len(rest))]
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that the own part has."""
         return self._parts[0][1] // BLOCK
 
     def own(self, begin: int, out: Bytes) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from unidist.keras.patching.compat import GLOBAL_RANDOM_SEED, GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
 
-_ARRAY = "array"
+ARRAY = "array"
 
 
 def state() -> bytes:
@@ -38,12 +38,12 @@ def state() -> bytes:
         found["tensorflow"] = _state_of_tensorflow()
     if "torch" in sys.modules:
         found["torch"] = _torch().get_rng_state().numpy()
-    return json.dumps(found, default=_packed).encode()
+    return json.dumps(found, default=lambda one: packed(one) if isinstance(one, np.ndarray) else one.item()).encode()
 
 
 def restore(data: bytes) -> None:
     """Goes on from a state. Raises ValueError: the bytes are none."""
-    found = json.loads(data, object_hook=_unpacked)
+    found = json.loads(data, object_hook=unpacked)
     if found["seed"] is not None:
         global_state.set_global_attribute(GLOBAL_RANDOM_SEED, found["seed"])
     if found["generator"] is None:
@@ -55,7 +55,7 @@ def restore(data: bytes) -> None:
     if "torch" in found and "torch" in sys.modules:
         _torch().set_rng_state(_torch().from_numpy(found["torch"]))
     # Last, since making a seed generator draws from Python's state.
-    random.setstate(_as_tuples(found["python"]))
+    random.setstate(as_tuples(found["python"]))
     np.random.set_state(found["numpy"])
 
 
@@ -72,20 +72,20 @@ def untouched() -> Iterator[None]:
         restore(before)
 
 
-def _packed(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {_ARRAY: [value.dtype.str, value.shape, base64.b64encode(value.tobytes()).decode()]}
-    return value.item()  # a number of NumPy's
+def packed(array: Any) -> dict[str, Any]:
+    """An array of NumPy as JSON."""
+    return {ARRAY: [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
 
 
-def _unpacked(found: dict[str, Any]) -> Any:
-    if _ARRAY not in found:
+def unpacked(found: dict[str, Any]) -> Any:
+    """Returns the array that was packed; whatever else it is, as it is."""
+    if ARRAY not in found:
         return found
-    dtype, shape, data = found[_ARRAY]
+    dtype, shape, data = found[ARRAY]
     return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
 
 
-def _as_tuples(state: list[Any]) -> tuple[Any, ...]:
+def as_tuples(state: list[Any]) -> tuple[Any, ...]:
     """Returns what Python's `random` takes: JSON knows no tuples."""
     version, numbers, drawn = state
     return version, tuple(numbers), drawn
@@ -113,4 +113,4 @@ def _restore_tensorflow(seed: int, drawn: Any) -> None:
     if seed != context.global_seed():
         tf.random.set_seed(seed)
     # TensorFlow draws the seeds of its operations from a generator of its context.
-    context.context()._rng.setstate(_as_tuples(drawn))
+    context.context()._rng.setstate(as_tuples(drawn))

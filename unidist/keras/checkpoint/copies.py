@@ -108,7 +108,7 @@ class Copies:
         self._found = found
         places = {place: [node for node in nodes.all if (found, place) in held[node]] for place in range(found.count)}
         mine = {part.place: part for part in own if part.key == found}
-        return Source.of(found.step, holders, nodes.of, places, mine)
+        return Source(found.step, holders, nodes.of, places, mine)
 
     @recorder.phase("saving")
     def save(self, model: Any, step: int, facts: dict[str, Any]) -> None:
@@ -129,16 +129,11 @@ class Copies:
     def _copy(self, state: State, slot: Slot, step: int, facts: dict[str, Any], nodes: Nodes) -> None:
         holders, what = state.holders, f"keep step {step} in memory"
         key = Key(step, int(os.environ.get(RESTARTS, "0")), self._directory, holders.count)
-        blocks = 0
-
-        def finish() -> None:
-            nonlocal blocks
-            blocks = slot.finish(key, holders.place, state.files, facts)
-
-        failure = state.bring(slot.write, tried(slot.begin)) or tried(finish)
+        failure = state.bring(slot.write, tried(slot.begin))
+        failure = failure or tried(lambda: slot.finish(key, holders.place, state.files, facts))
         if len(nodes.all) > 1:
             agree(holders, failure, what)
-            failure = tried(lambda: _exchange(Line(holders), nodes, slot, blocks))
+            failure = tried(lambda: _exchange(Line(holders), nodes, slot))
         agree(holders, failure or tried(slot.stand), what)
 
     def _known(self, holders: Processes) -> Nodes | None:
@@ -184,9 +179,9 @@ def _latest(held: dict[int, list[tuple[Key, int]]]) -> Key | None:
     return max(whole, key=lambda key: (key.step, key.attempt), default=None)
 
 
-def _exchange(line: Line, nodes: Nodes, slot: Slot, blocks: int) -> None:
+def _exchange(line: Line, nodes: Nodes, slot: Slot) -> None:
     """Sends the own part to the next node, and keeps that of the one before."""
-    of_all = line.processes.of_all(blocks, PURPOSE)
+    of_all = line.processes.of_all(slot.blocks, PURPOSE)
     source = next(a for a, b in nodes.pairs if b == line.processes.place)
     most = max(of_all) * BLOCK
     chunk = min(_CHUNK, 1 << (most - 1).bit_length())

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -114,59 +114,48 @@ class Piece:
         return self.end - self.begin
 
 
-@dataclass
 class Source:
     """A step in memory, as a `Reader` is one on the disk.
 
-    Attributes:
+    A collective makes it: all parts' tables come to all.
+
+    Args:
         step: its number.
+        holders: the processes that read it.
+        nodes: each process's node.
+        having: the nodes that have each place's part.
+        own: the parts that this node has.
+
+    Attributes:
         where: for errors.
         tensors: name -> the tensor.
         facts: that were given with it.
     """
 
-    step: int
-    where: str
-    tensors: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
-    _holders: Processes
-    _nodes: tuple[int, ...]
-    _having: Mapping[int, Sequence[int]]
-    _own: Mapping[int, Part]
-    _pieces: Mapping[str, list[Piece]]
-    _windows: Iterator[list[str]] = field(default_factory=lambda: iter(()))
-    _brought: dict[str, list[tuple[int, Bytes]]] = field(default_factory=dict)
-    _wanted: dict[str, Held] = field(default_factory=dict)
+    where = "the nodes' memory"
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         step: int,
         holders: Processes,
         nodes: tuple[int, ...],
-        where: Mapping[int, Sequence[int]],
+        having: Mapping[int, Sequence[int]],
         own: Mapping[int, Part],
-    ) -> Source:
-        """A collective: all parts' tables come to all.
-
-        Args:
-            nodes: each process's node.
-            where: the nodes that have each place's part.
-            own: the parts that this node has.
-        """
-        tables = []
-        for place, having in where.items():
+    ) -> None:
+        self.step, self._holders, self._nodes, self._having, self._own = step, holders, nodes, having, own
+        self._pieces: dict[str, list[Piece]] = {}
+        self._windows: Iterator[list[str]] = iter(())
+        self._brought: dict[str, list[tuple[int, Bytes]]] = {}
+        self._wanted: dict[str, Held] = {}
+        for place in range(len(having)):
             table = own[place].table if place in own else b""
-            tables.append(Line(holders).bytes_of_place(nodes.index(having[0]), table))
-        files, facts = contents_of(tables[0])
-        pieces: dict[str, list[Piece]] = {}
-        for place, table in enumerate(tables):
-            at = 0
+            table, at = Line(holders).bytes_of_place(nodes.index(having[place][0]), table), 0
+            if place == 0:
+                files, self.facts = contents_of(table)
             for name, begin, nbytes in pieces_of(table):
-                pieces.setdefault(name, []).append(Piece(begin, begin + nbytes, place, at))
+                self._pieces.setdefault(name, []).append(Piece(begin, begin + nbytes, place, at))
                 at += nbytes
-        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        return cls(step, "the nodes' memory", tensors, facts, holders, nodes, where, own, pieces)
+        self.tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
     # what others bring ------------------------------------------------------------------------------------------------
 

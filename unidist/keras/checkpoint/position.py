@@ -5,20 +5,21 @@ All of it is JSON: what comes from a file is data, never code.
 
 from __future__ import annotations
 
-import base64
 import math
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from unidist.errors import CheckpointError
+from unidist.keras import seeds
 
 # (object's place among those looked at) -> attribute -> value, packed.
 Attributes = dict[str, dict[str, Any]]
+_Sort = tuple[type, Callable[[Any], Any], Callable[[Any, Any], None]]
 _PLAIN = (bool, int, float, np.generic, type(None))
 _SORTS = ("array", "number", "numbers", "numpy", "legacy", "python", "torch")
 
@@ -117,8 +118,8 @@ def set_attributes(objects: Iterable[tuple[str, Any]], found: Attributes) -> Non
             held = vars(one).get(key)
             if key not in vars(one) and hasattr(one, key):
                 continue
-            if sort in _GENERATORS and held is not None:
-                _GENERATORS[sort](held, value[sort])
+            if held is not None and (generator := _generators().get(sort)) is not None:
+                generator[2](held, unpacked(value[sort]))
             else:
                 setattr(one, key, unpacked(value))
 
@@ -134,21 +135,14 @@ def _packed(value: Any) -> Any:
         array = np.asarray(value)
         if array.dtype.hasobject:
             return _NEVER
-        return {"array": [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]}
+        return seeds.packed(array)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list) and value and all(type(one) is int for one in value):
         return {"numbers": value.copy()}
-    if isinstance(value, np.random.Generator):
-        return {"numpy": packed(value.bit_generator.state)}
-    if isinstance(value, np.random.RandomState):
-        return {"legacy": packed(value.get_state(legacy=False))}
-    if isinstance(value, random.Random):
-        version, numbers, drawn = value.getstate()
-        return {"python": [version, list(numbers), drawn]}
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Generator):
-        return {"torch": _packed(value.get_state().numpy())}
+    for sort, (kind, state, _) in _generators().items():
+        if isinstance(value, kind):
+            return {sort: packed(state(value))}
     return _NEVER
 
 
@@ -178,26 +172,26 @@ def unpacked(value: Any) -> Any:
     if len(value) != 1 or sort not in _SORTS:
         return {key: unpacked(one) for key, one in value.items()}
     if sort == "array":
-        dtype, shape, data = value["array"]
-        array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
-        return array if shape else array[()]
+        array = seeds.unpacked(value)
+        return array if array.shape else array[()]
     return float(value["number"]) if sort == "number" else value[sort]
 
 
+def _generators() -> dict[str | None, _Sort]:
+    """Sort -> (class of generators, how one gives its state, how it gets one)."""
+    found: dict[str | None, _Sort] = {
+        "numpy": (np.random.Generator, lambda one: one.bit_generator.state, _set_numpy),
+        "legacy": (np.random.RandomState, lambda one: one.get_state(legacy=False), lambda one, to: one.set_state(to)),
+        "python": (random.Random, lambda one: one.getstate(), lambda one, to: one.setstate(seeds.as_tuples(to))),
+    }
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].Generator, lambda one: one.get_state().numpy(), _set_torch
+    return found
+
+
 def _set_numpy(held: Any, state: Any) -> None:
-    held.bit_generator.state = unpacked(state)
-
-
-def _set_legacy(held: Any, state: Any) -> None:
-    held.set_state(unpacked(state))
-
-
-def _set_python(held: Any, state: Any) -> None:
-    held.setstate((state[0], tuple(state[1]), state[2]))
+    held.bit_generator.state = state
 
 
 def _set_torch(held: Any, state: Any) -> None:
-    held.set_state(sys.modules["torch"].from_numpy(unpacked(state)))
-
-
-_GENERATORS = {"numpy": _set_numpy, "legacy": _set_legacy, "python": _set_python, "torch": _set_torch}
+    held.set_state(sys.modules["torch"].from_numpy(state))
