@@ -1,21 +1,26 @@
 """Notes where a training stands: epoch, step, what data's order hangs on, what callbacks counted.
 
-All of it is JSON: what comes from a file is data, never code.
+All of it is JSON: what comes from a file is data, never code. Who goes on finds it in the latest checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from unidist.checkpoint.reading import Reader
 from unidist.errors import CheckpointError
 from unidist.keras import seeds
+from unidist.keras.checkpoint import api as checkpoints
+from unidist.keras.checkpoint.states import by_first
+from unidist.keras.consistency.processes import ALONE, taking_part
 
 # (object's place among those looked at) -> attribute -> value, packed.
 Attributes = dict[str, dict[str, Any]]
@@ -86,6 +91,57 @@ class Position:
             return cls(**{**found, "course": None if course is None else Course(**course)})
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{where}: holds no position that this version of unidist can go on from") from error
+
+
+# in checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def found(directory: str, resume: bool) -> tuple[int, dict[str, Any] | None]:
+    """Returns (the latest checkpoint's number or 0, its position if wanted), as process 0 finds them.
+
+    Raises:
+        CheckpointError: it holds no position, or cannot be read; on all processes.
+    """
+    # What an earlier fit of this program began to write.
+    checkpoints.wait()
+    seen = by_first(taking_part.get() or ALONE, lambda: _look(directory, resume))
+    return seen["number"], seen["position"]
+
+
+def _look(directory: str, resume: bool) -> dict[str, Any]:
+    number = checkpoints.latest(directory)
+    if number is None or not resume:
+        return {"number": number or 0, "position": None}
+    with named(directory, number), Reader(directory, number, "off") as reader:
+        found = position_in(reader.facts)
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint {number} in {directory} was not written by unidist.Checkpoint: there is no place in a "
+            "training to go on from. Take its values with unidist.restore, and give this training another directory"
+        )
+    return {"number": number, "position": found}
+
+
+@contextlib.contextmanager
+def named(directory: str, number: int) -> Iterator[None]:
+    """Damage of a step, as an error that says which one it is, and what to do."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not error.file:
+            raise
+        raise CheckpointError(
+            f"checkpoint {number} in {directory} is not what was written: {error}. Take it away, and the training goes "
+            "on from the one before",
+            file=error.file,
+            tensor=error.tensor,
+        ) from error
+
+
+def position_in(facts: Mapping[str, Any]) -> Any:
+    """Returns the position in a checkpoint's facts; None where it is no training's."""
+    found = facts.get("facts")
+    return found.get("position") if isinstance(found, dict) else None
 
 
 # attributes of objects ------------------------------------------------------------------------------------------------

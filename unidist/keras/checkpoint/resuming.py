@@ -13,7 +13,7 @@ from unidist.errors import ArgumentError, CapabilityError
 from unidist.flight.recorder import recorder
 from unidist.keras import hooks
 from unidist.keras.checkpoint import api as checkpoints
-from unidist.keras.checkpoint import latest, position, walking
+from unidist.keras.checkpoint import position, walking
 from unidist.keras.checkpoint.copies import Copies
 from unidist.keras.checkpoint.fetching import Source
 from unidist.keras.checkpoint.leaving import Leaving
@@ -150,13 +150,13 @@ class _Fit:
         self._turn_of_memory = turn("epoch")()
         self._copy_is_due = False
         self._in_memory: Source | None = None
-        number, facts = latest.found(checkpoint.directory, checkpoint.resume)
+        number, facts = position.found(checkpoint.directory, checkpoint.resume)
         if checkpoint._turn_of_memory is not None:
             self.copies, self._turn_of_memory = Copies(checkpoint.directory), checkpoint._turn_of_memory()
             if checkpoint.resume:
                 self._in_memory = self.copies.find(taking_part.get() or ALONE, number)
             if self._in_memory is not None:
-                number, facts = self._in_memory.step, latest.position_in(self._in_memory.facts)
+                number, facts = self._in_memory.step, position.position_in(self._in_memory.facts)
         self._resumed = None if facts is None else Position.of_json(facts, checkpoint.directory)
         if self._resumed is None:
             # Numbers of checkpoints grow, so that the latest is the one that was written last.
@@ -190,7 +190,7 @@ class _Fit:
             if self._in_memory is not None:
                 checkpoints.restore_from(self.model, self._in_memory)
             else:
-                with latest.named(self._own.directory, self._number):
+                with position.named(self._own.directory, self._number):
                     checkpoints.restore(self.model, self._own.directory, step=self._number)
             small = _of_an_epoch(self.model)
             self._small = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in small]
