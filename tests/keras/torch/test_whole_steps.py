@@ -87,9 +87,14 @@ def test_every_optimizer(world: ProcessWorld) -> None:
         assert len(found) == len(whole.OPTIMIZERS)
 
 
-def test_compiled_it_is_the_same() -> None:
+def test_compiled_it_is_the_same_and_without_a_compiler_too() -> None:
     env = {"KERAS_BACKEND": "torch"}
     with ProcessWorld(2, env=env, setup=whole.start, timeout=500, preload=preloaded.KERAS["torch"]) as world:
+        for (apart, count), said in world.call(whole.without_a_compiler):
+            assert apart <= 1e-5
+            assert count == 0
+            assert len(said) == 1
+            assert "torch.compile has failed, so programs of model 'sequential' run as they were traced: " in said[0]
         for apart, count in world.call(whole.compiled):
             assert apart <= 1e-5
             assert count == 1

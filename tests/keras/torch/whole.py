@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from keras import layers
 
 import unidist
 from unidist.keras.records import model_record
+from unidist.keras.torch.step import whole_steps
 
 ROWS, BATCH, EPOCHS = 20, 8, 5  # two full batches and a ragged one
 Built = tuple[keras.Model, np.ndarray]
@@ -319,6 +321,16 @@ def scheduled() -> tuple[int, int]:
     model.fit(rows(8), np.arange(ROWS) % 4, batch_size=BATCH, epochs=2 * EPOCHS, verbose=0)
     steps = model_record.of(model).engine.whole_steps
     return steps.traced, steps.compiled
+
+
+def without_a_compiler() -> tuple[tuple[float, int], list[str]]:
+    """`compiled` where torch finds no compiler, and what unidist warns of."""
+    said: list[str] = []
+    with (
+        mock.patch.object(torch._inductor.config.cpp, "cxx", ("no-such-compiler",)),
+        mock.patch.object(whole_steps._log, "warning", lambda text, *args: said.append(text % args)),
+    ):
+        return compiled(), said
 
 
 def compiled() -> tuple[float, int]:

@@ -106,6 +106,9 @@ class StepProgram:
             storage.forget_gradients(self._rank)
         self._compiled = torch.compile(self.graph, dynamic=False)
 
+    def leave_uncompiled(self) -> None:
+        self._compiled = None
+
     def __call__(self, batch: Any) -> Any:
         """One step: variables are written, and its outputs returned."""
         out = self.run(batch)

@@ -92,9 +92,22 @@ class WholeSteps:
             return out
         if program.proofs == PROVEN:
             program.proofs += 1
-            program.compile()
-            self.compiled += 1
+            return self._compiled(program, given)
         return program(given)
+
+    def _compiled(self, program: StepProgram, given: Any) -> Any:
+        """Compiles a program and runs it; as it was traced where torch.compile cannot, as without a compiler of C++."""
+        program.compile()
+        try:
+            out = program(given)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            # It compiles before it computes, so nothing is written yet.
+            program.leave_uncompiled()
+            text = "jit_compile=True: torch.compile has failed, so programs of model %r run as they were traced: %s"
+            _log.warning(text, self._model.name, in_words(error))
+            return program(given)
+        self.compiled += 1
+        return out
 
     def _trained(self) -> tuple[bool, ...]:
         """Returns whether each variable trains, in their order."""
