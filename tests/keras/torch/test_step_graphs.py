@@ -42,6 +42,18 @@ def test_equal_numbers_are_computed_once_and_powers_outside_of_loops() -> None:
     assert sum("unidist.number" in name for name in names) == 1
 
 
+def _stepping(rate: Tensor, count: Tensor, *values: Tensor) -> list[Tensor]:
+    """As an optimizer, which reads its variables anew for each weight."""
+    found = [value * torch.pow(torch.tensor(0.9), count.detach() + 1) * rate.detach() for value in values]
+    count.detach().add_(1)
+    return found
+
+
+def test_what_is_read_before_it_is_written_is_one_number() -> None:
+    program = _same(_stepping, torch.tensor(0.1), torch.tensor(3.0), torch.ones(4), torch.ones(2, 3))
+    assert sum("pow" in name for name in _names(program)) == 1
+
+
 def _counted(count: Tensor, value: Tensor) -> list[Tensor]:
     first = value * (count + 1)
     count.add_(1)

@@ -53,6 +53,8 @@ def test_of_three_processes_one_has_no_row_of_the_last_batch() -> None:
     with ProcessWorld(3, env=_TRACED, setup=whole.start, timeout=300, preload=preloaded.KERAS["torch"]) as world:
         _check("normed", world, "data")
         _check("two losses", world, "data")
+        for found in world.call(whole.compared, "rounding", "data"):
+            assert found["why"] == ("", {})
 
 
 @pytest.mark.parametrize("name", ["regularized", "two losses", "centred", "own step"])

@@ -139,6 +139,11 @@ def _normed(jit: bool) -> Built:
     return _compiled(model, keras.optimizers.Adam(1e-2, epsilon=1e-3), jit), rows(8)
 
 
+def _rounding(jit: bool) -> Built:
+    """A shift in front of a norm, which takes it away: its gradient is rounding, of which Adam makes whole steps."""
+    return _compiled(_stack(layers.BatchNormalization()), "adam", jit), rows(8)
+
+
 def _images(jit: bool) -> Built:
     convolved = layers.Conv2D(4, 3, activation="gelu"), layers.MaxPooling2D(), layers.Flatten(), layers.Dense(4)
     model = keras.Sequential([keras.Input((8, 8, 3)), layers.RandomFlip(), *convolved])
@@ -191,6 +196,7 @@ CASES: dict[str, Callable[[bool], Built]] = {
     "keeping": _of(Keeps),
     "two losses": _of_two_losses,
 }
+MADE: dict[str, Callable[[bool], Built]] = {**CASES, "rounding": _rounding}
 # What no program can be: why, in a word.
 AS_THEY_ARE = {
     "deciding": (_of(Decides), "it reads the value of a tensor ("),
@@ -223,7 +229,7 @@ def _numbers(name: str, model: keras.Model, x: np.ndarray, y: np.ndarray) -> dic
 
 def trained(name: str, kind: str | None, jit: bool) -> tuple[dict[str, Any], keras.Model]:
     keras.utils.set_random_seed(3)
-    build = CASES[name] if name in CASES else AS_THEY_ARE[name][0]
+    build = MADE[name] if name in MADE else AS_THEY_ARE[name][0]
     with strategy_of(kind).scope() if kind else contextlib.nullcontext():
         model, x = build(jit)
     return _numbers(name, model, x, np.arange(ROWS) % 4), model

@@ -79,7 +79,7 @@ def _share_numbers(program: GraphModule, roots: dict[Node, Node]) -> None:
     known: dict[Hashable, Node] = {}
     for node in list(program.graph.nodes):
         versions.update(_written(node, roots))
-        if not _is_operation(node) or not _is_number(node) or roots[node] in changed or not _is_pure(node):
+        if not _is_operation(node) or not _is_number(node) or node in changed or not _is_pure(node):
             continue
         key = _key(program, node, roots, versions)
         if key in known:

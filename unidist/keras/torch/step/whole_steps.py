@@ -96,7 +96,7 @@ class WholeSteps:
         return program(given)
 
     def _compiled(self, program: StepProgram, given: Any) -> Any:
-        """Compiles a program and runs it; as it was traced where torch.compile cannot, as without a compiler of C++."""
+        """Compiles a program and runs it: as it was traced where torch.compile fails."""
         program.compile()
         try:
             out = program(given)
