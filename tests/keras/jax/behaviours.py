@@ -95,8 +95,8 @@ def stepped(kind: str | None, how: str) -> Result:
     """Other ways to run the steps: eagerly, several an execution, by hand, one batch at a time."""
     fresh()
     case = CASES["conv"]
-    # Eagerly each op is a program of its own: a whole batch and a smaller one.
-    rows = BATCH + 2 if how == "eagerly" else None
+    # Eagerly each op is a program of its own for each size of batches: here of a whole one and a smaller one.
+    rows, tested, predicted = (BATCH + 2, BATCH, BATCH) if how == "eagerly" else (None, 5, 9)
     data = {key: case.data()[key][:rows] for key in ("x", "y")}
     with scope(strategy(kind, case.rules)):
         model = case.build()
@@ -114,7 +114,8 @@ def stepped(kind: str | None, how: str) -> Result:
             outputs.append(model.predict_on_batch(batch["x"]))
         return {"outputs": outputs, **told(model)}
     history = model.fit(**data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
-    outputs = [history, model.evaluate(**data, batch_size=5, verbose=0), model.predict(data["x"], 9, verbose=0)]
+    outputs = [history, model.evaluate(**data, batch_size=tested, verbose=0)]
+    outputs.append(model.predict(data["x"], predicted, verbose=0))
     seen = sorted(set(getattr(model, "rows_seen", ())))
     return {"outputs": outputs, "rows": seen, **told(model)}
 
