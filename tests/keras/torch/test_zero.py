@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import keras
@@ -14,6 +15,7 @@ import unidist
 from tests.keras import contract
 from tests.keras.torch.models import PAIR, assert_equal, features, mlp, train, two_by_two
 from tests.support.comparing import same
+from tests.support.sampling import unless_all
 from unidist.keras.records import model_record
 from unidist.keras.torch.params import flat_buffer, param_groups, saved
 from unidist.keras.torch.step import fused, optimizers, reducer
@@ -428,7 +430,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Each at both stages, on one mesh each.
+OPTIMIZED = unless_all(
+    [(kind, name) for k, name in enumerate(OPTIMIZERS) for kind in (("dp-3", "2x2-1"), ("dp-1", "2x2-3"))[k % 2]],
+    list(itertools.product(STRATEGIES, OPTIMIZERS)),
+)
+
+
+@pytest.mark.parametrize(("strategy", "name"), OPTIMIZED, indirect=["strategy"])
 def test_optimizers(name, strategy):
     x, y = features()
     found = train(mlp, x, y, strategy, optimizer=OPTIMIZERS[name])
