@@ -273,9 +273,9 @@ def _built(model: Any) -> Any:
     return model
 
 
-def _fitted_on_even(model: Any) -> Result:
-    """On batches of one size, where each other one is a program more."""
-    return _fitted(model, *rows(12), evaluated=BATCH) if FEW_PROGRAMS else _fitted(model, *rows())
+def _fitted_on_even(model: Any, evaluates: bool = True) -> Result:
+    """On batches of one size, where each other one is a program more, and so is an evaluation."""
+    return _fitted(model, *rows(12), evaluated=BATCH * evaluates) if FEW_PROGRAMS else _fitted(model, *rows())
 
 
 def _fitted(model: Any, x: Any, y: Any, *, evaluated: int = EVALUATED, **options: Any) -> Result:
@@ -283,6 +283,8 @@ def _fitted(model: Any, x: Any, y: Any, *, evaluated: int = EVALUATED, **options
     batch = options.pop("batch_size", BATCH)
     history = model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0, **options).history
     seen = told(model)  # now: Keras on JAX loses the averages of a model that is evaluated
+    if not evaluated:
+        return {"history": history, **seen}
     found = model.evaluate(x, y, batch_size=evaluated, verbose=0, return_dict=True)
     return {"history": history, "evaluate": found, **seen}
 
@@ -295,7 +297,8 @@ def optimized(kind: str | None, zero: int, name: str) -> Result:
             # By a name, and by itself, before it is placed.
             optimizer.exclude_from_weight_decay(var_list=[model.layers[0].kernel], var_names=["bias"])
         _crossed(model, optimizer)
-    return _fitted_on_even(model)
+    # Some evaluate other weights than they train.
+    return _fitted_on_even(model, evaluates="ema" in name or "free" in name)
 
 
 def averaged_twice(kind: str | None, zero: int) -> int:
@@ -361,7 +364,7 @@ def toggled(kind: str | None, zero: int) -> Result:
         model.get_layer("a").trainable = False
         _crossed(model, _sgd(momentum=0.9)).fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         model.get_layer("a").trainable = model.get_layer("b").trainable = True
-        return _fitted_on_even(_crossed(model, _sgd(momentum=0.9)))
+        return _fitted_on_even(_crossed(model, _sgd(momentum=0.9)), evaluates=False)
 
 
 def thawed(kind: str | None, zero: int) -> Result:
@@ -387,7 +390,7 @@ def seeded(kind: str | None, zero: int) -> Result:
     with scope(_strategy(kind, zero)):
         random = [layers.Dropout(0.5, name="drop"), layers.GaussianNoise(0.5, name="noise")]
         model = _crossed(keras.Sequential([*plain().layers[:1], *random, *plain().layers[1:]], name="plain"), _adam())
-    return _fitted(model, *rows())
+    return _fitted(model, *rows(), evaluated=0)
 
 
 def _tables(name: str) -> Any:
