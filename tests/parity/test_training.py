@@ -33,7 +33,8 @@ _COMPILED: dict[str, dict[Spec, tuple[str, ...]]] = {
     "tensorflow-2x2": {
         # With statistics of batches in two processes: test_tensorflow.py.
         # Ragged batches in two processes: "data" of test_each_process_is_given_its_own_rows there.
-        DATA_4: unless_all(("tagger",), ("mlp_ragged_adam", "conv_norm", "tagger")),
+        # Lookups: "tagger" there, in one process.
+        DATA_4: unless_all(("mlp_sample_weight",), ("mlp_ragged_adam", "mlp_sample_weight", "conv_norm", "tagger")),
         MODEL_4: ("mlp_clipped",),
         GRID: unless_all(("contrast",), ("mlp_sample_weight", "contrast")),
     },
