@@ -128,22 +128,22 @@ class StepProgram:
             owner._losses.append(next(found))
         return out
 
-    def apart(self, before: Sequence[Tensor], wanted: Sequence[Tensor], found: Sequence[Tensor]) -> list[str]:
-        """Returns the paths of the variables that a step and the program have changed in other ways.
+    def apart(self, before: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
+        """Returns the paths of the variables that a step and the program, just now, have changed in other ways.
 
         Where a gradient is mere rounding, an optimizer makes of it a step in any direction: such elements are not
         compared.
 
         Args:
-            before: all values before the step. wanted: as the step left them. found: as the program left them.
+            before: all values before the step. wanted: as the step left them.
         """
         grads = {id(one): one.states[self._rank].grad for one in self._trained}
         largest = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0)
         slots = [x for x, one in zip(wanted, self._storages, strict=True) if id(one) in self._slots]
         scale = max((float(x.norm()) for x in slots if x.is_floating_point()), default=0.0)
         apart = []
-        for storage, *of_one in zip(self._storages, before, wanted, found, strict=True):
-            old, new, other = of_one
+        for storage, found, *kept in zip(self._storages, self._values(), before, wanted, strict=True):
+            old, new, other = of_one = [x.detach().to(found.device) for x in (*kept, found)]
             grad = grads.get(id(storage))
             if grad is not None:
                 old, new, other = (x[grad.abs() > NOISE * largest] for x in of_one)
@@ -152,8 +152,8 @@ class StepProgram:
         return apart
 
     def values(self) -> list[Tensor]:
-        """Copies of all values."""
-        return [value.detach().clone() for value in self._values()]
+        """Returns copies of all values, in the host's memory."""
+        return [value.detach().to("cpu", copy=True) for value in self._values()]
 
     def put(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
