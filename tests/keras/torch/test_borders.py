@@ -32,9 +32,9 @@ class Centred(layers.Layer):
         return self.inner(x - ops.mean(x, axis=0))
 
 
-def compare(build, x, y, **options):
+def compare(build, x, y, mesh=None, **options):
     with unidist.ledger() as sent:
-        found = train(build, x, y, unidist.DataParallel(), **options)
+        found = train(build, x, y, unidist.DataParallel(mesh=mesh), **options)
     assert_equal(found, train(build, x, y, **options))
     assert sent.events
 
@@ -48,6 +48,16 @@ def test_a_layer_is_given_rows_beside_those_of_all():
         return keras.Model(x, layers.Dense(3)(layers.Add()([h, Ranked()(h)])))
 
     compare(build, *features(14))
+
+
+@pytest.mark.parametrize("rows", [5, 9, 10])
+def test_rows_that_do_not_divide_over_two_data_axes(rows):
+    """Whoever cuts a batch and whoever looks at all of its rows go by one rule."""
+
+    def build():
+        return keras.Sequential([layers.Dense(6, "tanh"), Ranked(), layers.Dense(3)])
+
+    compare(build, *features(rows), mesh=unidist.Mesh({"host": 2, "device": 2}), batch_size=rows)
 
 
 class Branched(keras.Model):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unidist import events
-from unidist.algebra import Axes, Layout, Sharding
+from unidist.algebra import Axes, Layout, Sharding, chunk
 from unidist.errors import DesyncError, LayoutError
 from unidist.keras.patching.compat import tree
 from unidist.keras.records import layer_report
@@ -74,7 +74,7 @@ class Cutting:
     def __init__(self, world: RankWorld, apart: bool = False) -> None:
         """`apart`: each tensor of such a batch is cut by its own rows later (carrying.py)."""
         self._apart = apart
-        self._shards = world.mesh.axis_size(world.data_axes) if world.data_axes else 1
+        self._shards = world.data_shards
         self.is_off = False
 
     def total(self, batch: Any) -> int | None:
@@ -107,18 +107,13 @@ def row_count(batch: Any) -> int:
 
 
 def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
-    """Returns (start, length) of a rank's rows in a batch of `total`.
-
-    Sizes are torch.chunk's, like every dim in unidist.
-    """
-    if not world.data_axes:
-        return 0, total
-    return world.batch_sharding((total,)).region(rank)[0]
+    """Returns (start, length) of a rank's rows in a batch of `total`."""
+    return chunk(total, world.data_shards)[world.data_place(rank)]
 
 
 def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
-    shards = world.mesh.axis_size(world.data_axes) if world.data_axes else 1
-    return Rows(bounds(world, rank, total)[1], chunked(0, total, shards).sizes)
+    sizes = chunked(0, total, world.data_shards).sizes
+    return Rows(sizes[world.data_place(rank)], sizes)
 
 
 def cut(batch: Any, start: int, length: int | None, *, copy: bool = False) -> Any:

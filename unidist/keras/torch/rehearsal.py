@@ -24,13 +24,13 @@ from unidist.keras.patching.compat import is_float_dtype, to_torch_dtype, torch_
 from unidist.keras.patching.layer_calls import bare
 from unidist.keras.planning.saved_tensors import without_values
 from unidist.keras.torch import borders, carrying, features
-from unidist.keras.torch.context import Rows, entered
+from unidist.keras.torch.context import entered
+from unidist.keras.torch.cutting import rows_of
 from unidist.keras.torch.layers import applying, rules, sequence
 from unidist.keras.torch.params.storage import Shardings, Storage
 from unidist.keras.torch.params.variables import DistributedVariable
 from unidist.keras.torch.world import RankWorld
 from unidist.ledger import Ledger
-from unidist.propagation.layouts import chunked
 from unidist.strategies import Strategy
 
 _MARKS = (borders.BORDER, borders.INWARD)
@@ -71,9 +71,8 @@ def rehearse(
         _give_rules(model, world, shared, in_parts)
         stack.enter_context(_without_drawing())
         stack.enter_context(without_values())
-        sizes = chunked(0, batch, mesh.axis_size(data_axes) if data_axes else 1).sizes
         frame = world.frame_for(world.ranks[0])
-        frame.rows = Rows(sizes[world.data_place(frame.rank)], sizes)
+        frame.rows = rows_of(world, frame.rank, batch)
         given = tree.map_structure(functools.partial(_without, frame.rows.local), sample)
         if in_parts:
             leaves = [v._storage.leaf(frame.rank) for v in model.trainable_variables if v._storage.is_whole]

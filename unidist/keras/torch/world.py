@@ -37,6 +37,7 @@ class RankWorld:
         self.mesh = mesh
         self.backend = backend
         self.data_axes = data_axes
+        self.data_shards = mesh.axis_size(data_axes)
         self._until = _left
         self.choices = 0  # how often a variable was said to train, or not to
         self.is_virtual = backend.is_virtual
@@ -52,7 +53,7 @@ class RankWorld:
     @property
     def cuts_rows(self) -> bool:
         """Is true where there are several data shards."""
-        return self.mesh.axis_size(self.data_axes) > 1 if self.data_axes else False
+        return self.data_shards > 1
 
     @property
     def writes(self) -> bool:
@@ -61,15 +62,14 @@ class RankWorld:
 
     def data_place(self, rank: int) -> int:
         """The place of a rank among the data shards."""
-        return self.mesh.group(self.data_axes, rank).index if self.data_axes else 0
+        return self.mesh.group(self.data_axes, rank).index
 
     def seed_place(self, rank: int, axes: Axes) -> int:
         """Returns a rank's place for random numbers on activations that `axes` cut as well.
 
         It is none of a data shard's own.
         """
-        shards = self.mesh.axis_size(self.data_axes) if self.data_axes else 1
-        return shards + self.mesh.group((*self.data_axes, *axes), rank).index
+        return self.data_shards + self.mesh.group((*self.data_axes, *axes), rank).index
 
     @functools.cached_property
     def rounds_alike(self) -> bool:
@@ -178,24 +178,14 @@ class RankWorld:
                 tensors = [torch.zeros_like(x) for x in tensors]
         return self.summed(tensors, axes) if axes else list(tensors)
 
-    def batch_sharding(self, shape: tuple[int, ...]) -> Sharding:
-        return Sharding(self.mesh, Layout(self.data_axes), shape)
-
-    def gather_rows(self, x: torch.Tensor, total: int, layout: Layout | None = None) -> torch.Tensor:
-        """Returns the rows of all data shards, in order; differentiable.
-
-        `layout`: I (default) or F over the data axes.
-        """
-        cut = self.batch_sharding((total, *x.shape[1:]))
-        return self.backend.redistribute(x, cut, cut.with_layout(layout or Layout()))
-
     def of_shards(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns each tensor of all data shards, stacked and fanned out: gradients come back summed.
 
         All have one shape: one all_gather.
         """
-        shards = self.mesh.axis_size(self.data_axes)
-        return self.gather_rows(torch.stack(tuple(tensors))[None], shards, Layout(fanout=self.data_axes)).unbind(1)
+        own = torch.stack(tuple(tensors))[None]
+        cut = Sharding(self.mesh, Layout(self.data_axes), (self.data_shards, *own.shape[1:]))
+        return self.backend.redistribute(own, cut, cut.with_layout(Layout(fanout=self.data_axes))).unbind(1)
 
 
 def keras_generator() -> Any:
