@@ -7,7 +7,7 @@ generator of the user's own, shows there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,12 @@ class Views:
         self._source = type(_given(source)).__name__
         self._processes = processes
         self._count = 0
+
+    def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yields an epoch's batches, when they have been compared."""
+        for batch in batches:
+            self.check(batch)
+            yield batch
 
     def check(self, batch: Any) -> None:
         """Raises DesyncError where the processes came to different batches. A collective, for some batches."""

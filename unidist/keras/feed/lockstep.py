@@ -16,6 +16,7 @@ from keras.backend import standardize_dtype
 
 from unidist.backends.protocol import Array
 from unidist.errors import DesyncError, LayoutError
+from unidist.keras.consistency.processes import Processes
 
 # In place of a number of rows or batches: not known; this process was given no batch at all; its data raised.
 _UNKNOWN = _NONE = -1
@@ -50,12 +51,14 @@ class Meeting:
     """Says how the processes of a world agree on their data.
 
     Attributes:
-        of_all: every process's number, by process. A collective of the world.
-        ranks_of: the ranks of a process, for errors.
+        processes: of the world, several.
     """
 
-    of_all: Callable[[int], tuple[int, ...]]
-    ranks_of: Callable[[int], tuple[int, ...]]
+    processes: Processes
+
+    def of_all(self, number: int) -> tuple[int, ...]:
+        """Every process's number, by process. A collective of the world."""
+        return self.processes.of_all(number, "batch sizes")
 
     @contextlib.contextmanager
     def told_to_all(self) -> Iterator[None]:
@@ -110,7 +113,7 @@ class Meeting:
             raise DesyncError(
                 f"auto_shard_dataset=False: the data of processes {apart} of {len(counts)} {how}. Every process must "
                 "be given at least one batch, and come to the end of its data",
-                ranks=tuple(rank for process in apart for rank in self.ranks_of(process)),
+                ranks=tuple(rank for process in apart for rank in self.processes.ranks[process]),
                 collective="batch sizes",
             )
 

@@ -18,6 +18,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import NamedSharding
 
 from unidist.keras.feed.lockstep import Part
+from unidist.keras.feed.row_plan import RowPlan
 from unidist.keras.jax import layouts, processes
 
 Segments = tuple[tuple[int, int], ...]
@@ -98,7 +99,7 @@ def _place_leaf(distribution: Any, value: Any) -> Any:
     if array.ndim == 0:
         return processes.put(array, layouts.replicated(distribution))
     if processes.several() and not distribution.auto_shard_dataset:
-        return _place_part(Part(array, rows_of_all(array.shape[0])), distribution)
+        return _place_part(Part(array, processes.of_all(array.shape[0], "batch sizes")), distribution)
     return _place_whole(array, distribution)
 
 
@@ -129,41 +130,39 @@ def _place_part(part: Part, distribution: Any) -> Any:
     """The global array, made of each process's own rows."""
     array = np.asarray(part.array)
     sharding = layouts.of_batch(array.shape, distribution)
-    places = rows_by_process(sharding)
-    units = len(places[jax.process_index()])
+    plan = _row_plan(sharding)
+    units = len(plan.held[jax.process_index()])
     per_unit = -(-max(part.counts) // units)
     if part.total is not None:
-        per_unit = -(-part.total // layouts.parts_of_dim(sharding, 0))
+        per_unit = -(-part.total // plan.parts)
     missing = per_unit * units - array.shape[0]
     held = _padded(array, missing) if missing else array
-    total = layouts.parts_of_dim(sharding, 0) * per_unit
+    total = plan.parts * per_unit
     shape = (total, *array.shape[1:])
     placed = jax.make_array_from_process_local_data(sharding, held, shape)
-    segments = _segments(places, part.counts, per_unit)
+    segments = _segments(plan.held, part.counts, per_unit)
     return placed if segments == ((0, total),) else Padded(placed, segments)
 
 
+def row_plan(distribution: Any) -> RowPlan:
+    """Returns which rows of a batch each process's devices hold."""
+    return _row_plan(layouts.of_batch((1,), distribution))
+
+
 @lru_cache(maxsize=64)
-def rows_by_process(sharding: NamedSharding) -> tuple[tuple[int, ...], ...]:
-    """Returns which parts of the first dim each process's devices hold, in order."""
+def _row_plan(sharding: NamedSharding) -> RowPlan:
     parts = layouts.parts_of_dim(sharding, 0)
     held: list[set[int]] = [set() for _ in range(jax.process_count())]
     first: Any = layouts.named(sharding.mesh, *sharding.spec[:1])
     for device, (rows,) in first.devices_indices_map((parts,)).items():
         held[device.process_index].update(range(*rows.indices(parts)))
-    return tuple(tuple(sorted(places)) for places in held)
+    return RowPlan(tuple(tuple(sorted(own)) for own in held), parts)
 
 
-def rows_of_counts(distribution: Any, counts: tuple[int, ...]) -> int:
-    """Returns the rows of a batch where process p has counts[p]. Processes may hold the same ones."""
-    places = rows_by_process(layouts.of_batch((1,), distribution))
-    return sum(dict(zip(places, counts, strict=True)).values())
-
-
-def _segments(places: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
+def _segments(held: tuple[tuple[int, ...], ...], counts: tuple[int, ...], per_unit: int) -> Segments:
     """Returns the true rows where process p filled the first counts[p] rows of its parts, each part once."""
     filled: dict[int, int] = {}
-    for own, count in zip(places, counts, strict=True):
+    for own, count in zip(held, counts, strict=True):
         for place, unit in enumerate(own):
             filled[unit] = min(max(count - place * per_unit, 0), per_unit)
     segments: list[tuple[int, int]] = []
@@ -194,8 +193,3 @@ def _replicate_leaf(sharding: NamedSharding, value: Any) -> Any:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def rows_of_all(rows: int) -> tuple[int, ...]:
-    """Every process's number of rows. A collective."""
-    return processes.of_all(rows, "rows of a batch")

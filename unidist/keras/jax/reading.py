@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,103 +16,41 @@ import numpy as np
 
 from unidist.keras import active_distribution
 from unidist.keras.consistency.processes import Processes
+from unidist.keras.feed.adapters import Around, in_step
 from unidist.keras.feed.batch_digest import Views
-from unidist.keras.feed.lockstep import Meeting, Part, rowwise
-from unidist.keras.jax import data, layouts, placing, processes
+from unidist.keras.feed.lockstep import Meeting
+from unidist.keras.feed.row_plan import Share
+from unidist.keras.jax import data, placing, processes
 from unidist.keras.patching.compat import ArrayDataAdapter, TorchDataLoaderAdapter, array_slicing, tree
 
-_meeting = Meeting(data.rows_of_all, processes.ranks_of)
 
-
-@dataclass(frozen=True)
-class Share:
-    """Says which rows of a batch the devices of this process hold.
-
-    Attributes:
-        counts: how many every process holds.
-        rows: the numbers of this process's.
-        total: rows of the whole batch.
-    """
-
-    counts: tuple[int, ...]
-    rows: tuple[int, ...]
-    total: int
-
-    @classmethod
-    def of(cls, total: int, distribution: Any) -> Share:
-        return _share(total, layouts.of_batch((total,), distribution))
-
-    def take(self, indices: Any) -> Any:
-        """This process's part of what stands for the rows of a batch: numbers, or a slice."""
-        if not isinstance(indices, slice):
-            return indices[list(self.rows)]
-        rows = np.asarray(self.rows, np.int64) + indices.start
-        if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
-            return slice(int(rows[0]), int(rows[-1]) + 1)
-        return rows
-
-    def parts(self, batch: Any) -> Any:
-        """The batch, of this process's rows and perhaps more behind them, as parts of the whole."""
-        return rowwise(lambda array: Part(array[: len(self.rows)], self.counts, self.total), batch)
-
-
-@functools.lru_cache(maxsize=64)
-def _share(total: int, sharding: Any) -> Share:
-    places, parts = data.rows_by_process(sharding), layouts.parts_of_dim(sharding, 0)
-    unit = -(-total // parts)
-    held = [[range(min(k * unit, total), min((k + 1) * unit, total)) for k in own] for own in places]
-    own = tuple(row for rows in held[jax.process_index()] for row in rows)
-    return Share(tuple(sum(map(len, rows)) for rows in held), own, total)
-
-
-class _Around:
-    """A Keras data adapter around another."""
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
-
-
-class LockstepAdapter(_Around):
-    """A Keras data adapter for data that each process was given its own rows of."""
-
-    def __init__(self, adapter: Any) -> None:
-        super().__init__(adapter)
-        self.num_batches = _meeting.batches(adapter.num_batches)
-
-    def get_jax_iterator(self) -> Any:
-        return _meeting.parts(self._adapter.get_jax_iterator())
-
-
-class SameAdapter(_Around):
-    """A Keras data adapter for data that every process is given whole.
+class _Reader:
+    """Reads data that every process is given whole. Begins an epoch when it is called.
 
     Args:
+        adapter: Keras's, of the data.
         several: the processes, which must see the same.
         distribution: by which the rows of a batch are cut.
     """
 
     def __init__(self, adapter: Any, several: Processes, distribution: Any) -> None:
-        super().__init__(adapter)
+        self._adapter = adapter
         self._processes = several
-        self._distribution = distribution
+        self._plan = data.row_plan(distribution)
 
-    def get_jax_iterator(self) -> Any:
+    def __call__(self) -> Iterator[Any]:
         views = Views(self._adapter, self._processes)
         if self._are_cut():
             if isinstance(self._adapter, ArrayDataAdapter) and _is_dense(self._adapter._inputs):
                 return self._of_arrays(views)
             if self._tells_rows():
                 return self._of_loader(views)
-        return _whole(self._adapter.get_jax_iterator(), views)
+        return views.checked(self._adapter.get_jax_iterator())
 
     def _are_cut(self) -> bool:
         """Returns whether some process does not hold all rows, and each holds some."""
-        sharding = layouts.of_batch((1,), self._distribution)
-        held = data.rows_by_process(sharding)
-        return all(held) and any(len(own) < layouts.parts_of_dim(sharding, 0) for own in held)
+        held = self._plan.held
+        return all(held) and any(len(own) < self._plan.parts for own in held)
 
     def _tells_rows(self) -> bool:
         if not isinstance(self._adapter, TorchDataLoaderAdapter):
@@ -129,7 +67,7 @@ class SameAdapter(_Around):
         for asked in self._adapter._get_iterator(_Asked, inputs):
             indices = tree.flatten(asked)[0].indices
             views.check_read(functools.partial(_each, _Asked.read, asked))
-            share = Share.of(_length(indices), self._distribution)
+            share = self._share(_length(indices))
             own = share.take(indices)
             yield share.parts(_each(functools.partial(_Asked.read, indices=own), asked))
 
@@ -138,13 +76,15 @@ class SameAdapter(_Around):
 
         def own(indices: list[int]) -> list[int]:
             views.check(np.asarray(indices))
-            return [indices[k] for k in Share.of(len(indices), self._distribution).rows]
+            return self._share(len(indices)).take(indices)  # type: ignore[no-any-return]
 
         # What a dataset draws for its own rows has parted the processes' random states.
         self._processes.align_seeds()
-        places = data.rows_by_process(layouts.of_batch((1,), self._distribution))
-        for batch, total in Narrowed(self._adapter._dataloader, own, places[jax.process_index()][0]):
-            yield Share.of(total, self._distribution).parts(tuple(_each(_numpy, batch)))
+        for batch, total in Narrowed(self._adapter._dataloader, own, self._plan.held[jax.process_index()][0]):
+            yield self._share(total).parts(tuple(_each(_numpy, batch)))
+
+    def _share(self, total: int) -> Share:
+        return self._plan.share(total, jax.process_index())
 
 
 @dataclass(frozen=True)
@@ -174,12 +114,6 @@ def _is_dense(inputs: Any) -> bool:
     return all(x is None or isinstance(x, np.ndarray | jax.Array) for x in tree.flatten(inputs))
 
 
-def _whole(batches: Iterable[Any], views: Views) -> Iterator[Any]:
-    for batch in batches:
-        views.check(batch)
-        yield batch
-
-
 def adapting(original: Any) -> Any:
     """Wraps Keras's get_data_adapter: reads as in one process; a step then places each process's rows.
 
@@ -190,12 +124,12 @@ def adapting(original: Any) -> Any:
         distribution = placing.current()
         if distribution is None:
             return original(*args, **kwargs)
-        apart = processes.several() and not distribution.auto_shard_dataset
-        with active_distribution.active(None), _meeting.told_to_all() if apart else contextlib.nullcontext():
-            adapter = original(*args, **kwargs)
-        if apart:
-            return LockstepAdapter(adapter)
         several = processes.processes()
-        return adapter if several is None else SameAdapter(adapter, several, distribution)
+        meeting = None if several is None or distribution.auto_shard_dataset else Meeting(several)
+        with active_distribution.active(None), meeting.told_to_all() if meeting else contextlib.nullcontext():
+            adapter = original(*args, **kwargs)
+        if meeting is not None:
+            return in_step(adapter, adapter.get_jax_iterator, meeting)
+        return adapter if several is None else Around(adapter, _Reader(adapter, several, distribution))
 
     return get_data_adapter

@@ -116,8 +116,11 @@ def building(original: Any) -> Any:
     @functools.wraps(original)
     def _symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         distribution = placing.current()
+
+        def rows_of(counts: tuple[int, ...]) -> int:
+            return data.row_plan(distribution).total(counts)
+
         if distribution is not None:
-            rows_of = functools.partial(data.rows_of_counts, distribution)
             iterator = None if iterator is None else to_build(iterator, rows_of)
             data_batch = None if data_batch is None else as_symbols(data_batch, rows_of)
         original(self, iterator, data_batch)

@@ -15,9 +15,9 @@ from unidist.array import as_layout, as_mesh, set_mesh_in_use
 from unidist.backends import registry
 from unidist.errors import CapabilityError, LayoutError, MeshError
 from unidist.keras import driver
+from unidist.keras.feed.dataset_shard import own_part
 from unidist.keras.patching import patches
 from unidist.keras.patching.compat import Distribution
-from unidist.keras.strategies import dataset_shard
 from unidist.keras.strategies.layout_maps import KerasRules, as_layout_map, mesh_of_map
 from unidist.keras.strategies.options import options, takes_uneven
 from unidist.planner.found import FoundLayouts
@@ -76,7 +76,7 @@ class UnidistDistribution(Distribution):  # type: ignore[misc]
         """
         if not self._is_multi_process or not self.auto_shard_dataset:
             return dataset
-        return dataset_shard.own_part(dataset, self.strategy, self._process_id, self._num_processes)
+        return own_part(dataset, self.strategy, self._process_id, self._num_processes)
 
     def get_data_layout(self, data_shape: Any) -> Any:
         layout = self.strategy.batch() if len(data_shape) else Layout()

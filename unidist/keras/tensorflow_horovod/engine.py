@@ -21,7 +21,7 @@ from unidist.errors import CapabilityError, LayoutError
 from unidist.keras import stateful_layers
 from unidist.keras.consistency.agreement import Peers, stride
 from unidist.keras.consistency.processes import Processes
-from unidist.keras.feed.tf_adapters import Same
+from unidist.keras.feed.adapters import same
 from unidist.keras.layer_facts import is_container
 from unidist.keras.patching.compat import get_keras_mask, in_symbolic_scope, set_keras_mask, tree
 from unidist.keras.patching.layer_calls import Call, Stage, around
@@ -224,7 +224,10 @@ def adapting(original: Any) -> Any:
     def get_data_adapter(*args: Any, **kwargs: Any) -> Any:
         adapter = original(*args, **kwargs)
         several = processes() if current() is not None else None
-        return adapter if several is None else Same(adapter, several)
+        if several is None:
+            return adapter
+        dataset = adapter.get_tf_dataset()
+        return same(adapter, lambda: dataset, several)
 
     return get_data_adapter
 

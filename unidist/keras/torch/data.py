@@ -110,9 +110,7 @@ class EpochReader:
             yield self._sent(cut(batch, 0, self.rows.local))
 
     def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        for batch in source:
-            if self._views is not None:
-                self._views.check(batch)
+        for batch in source if self._views is None else self._views.checked(source):
             total = self._cutting.total(batch)
             self.rows = None if total is None else rows_of(self.world, self.rank, total)
             own = (0, None) if total is None else bounds(self.world, self.rank, total)

@@ -10,6 +10,7 @@ from typing import Any
 
 from unidist import session
 from unidist.errors import ArgumentError, LayoutError
+from unidist.keras.feed.row_plan import RowPlan
 from unidist.strategies import Strategy
 
 
@@ -56,16 +57,14 @@ def _batch_size(dataset: Any, tf: Any) -> int:
 def _check_parts(strategy: Strategy, processes: int) -> None:
     """Raises LayoutError unless the processes in order hold equal parts of the data shards in order."""
     each = len(session.list_devices()) // processes
-    shards, axes = strategy.data_shards, strategy.data_axes
+    shards = strategy.data_shards
     parts = min(shards, processes)
-    held: list[set[int]] = [set() for _ in range(processes)]
-    for rank in strategy.mesh.devices:
-        held[rank // each].add(strategy.mesh.group(axes, rank).index if axes else 0)
-    for process, own in enumerate(held):
+    plan = RowPlan.of(strategy.mesh, strategy.data_axes, lambda rank: rank // each, processes)
+    for process, own in enumerate(plan.held):
         part = process * parts // processes
-        if own != {k for k in range(shards) if k * parts // shards == part}:
+        if own != tuple(k for k in range(shards) if k * parts // shards == part):
             raise LayoutError(
                 f"distribute_dataset gives process {process} part {part} of {parts} of each batch, but on "
-                f"{strategy.mesh} its devices hold places {sorted(own)} of {shards} of the data: give fit the whole "
+                f"{strategy.mesh} its devices hold places {list(own)} of {shards} of the data: give fit the whole "
                 "data, which it cuts as the mesh says, or use a mesh with all devices in their order"
             )
