@@ -763,3 +763,24 @@ def combined(combiner: str, relay: bool) -> float:
             on_four(trainer.pack(x, distribution), trainer.pack(y, distribution))
     pairs = zip(alone.trainable_variables, spread.trainable_variables, strict=True)
     return max(float(np.abs(a.numpy() - values.whole(b._value)).max()) for a, b in pairs)
+
+
+def cut_over_horovod(axes: dict[str, int]) -> list[Any]:
+    """(rank, total, what a step cuts, what a Sharding holds) where these two differ, on a mesh of the axes."""
+    from types import SimpleNamespace
+
+    import tensorflow as tf
+
+    from unidist.algebra import Layout, Mesh, Sharding
+    from unidist.keras.tensorflow_horovod.traced import Traced
+
+    mesh = Mesh(axes)
+    given: Any = SimpleNamespace(mesh=mesh, strategy=SimpleNamespace(data_axes=mesh.axis_names))
+    apart = []
+    for rank, total in ((rank, total) for rank in mesh.devices for total in range(14)):
+        traced = Traced(given, SimpleNamespace(rank=rank))
+        start, length = (int(number) for number in traced.rows(tf.constant(total)))
+        held = Sharding(mesh, Layout(mesh.axis_names), (total,)).region(rank)[0]
+        if (start, length) != held or length not in traced.lengths(total):
+            apart.append((rank, total, (start, length), held))
+    return apart

@@ -219,6 +219,12 @@ def test_models_that_processes_made_apart_begin_with_the_firsts_weights(alone: A
         assert_same_values(found, wanted)
 
 
+@pytest.mark.parametrize("axes", [{"data": 4}, {"host": 2, "device": 2}, {"host": 3, "device": 2}], ids=str)
+def test_rows_over_horovod_are_cut_as_they_are_joined(axes: dict[str, int], alone: Alone) -> None:
+    """Of two data axes too, where processes would otherwise wait for rows that nobody has."""
+    assert alone.world("tensorflow").call("tests.parity.interplay:cut_over_horovod", axes) == [[]]
+
+
 def test_a_state_of_whole_batches_over_horovod(worlds: Worlds) -> None:
     for kind, message in worlds.get("horovod-2-tensorflow").call("tests.parity.mistakes:stateful_layer"):
         assert kind == "CapabilityError"

@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from unidist.algebra import chunk
 from unidist.keras.patching.compat import backend, in_symbolic_scope
 from unidist.keras.tensorflow_horovod.engine import Engine, current, processes
 
@@ -77,7 +76,7 @@ def _are_rows(here: Engine, ids: Tensor) -> bool:
     One of one dim may be as long by chance: it is something else where it is the same on all ranks. A collective then,
     to which all come.
     """
-    lengths = {max(rows, 1) for _, rows in chunk(int(here.total), here.traced.count)}
+    lengths = {max(rows, 1) for rows in here.traced.lengths(int(here.total))}
     several = processes()
     if ids.shape.rank != 1 or several is None or ids.shape[0] not in lengths:
         return here.has_rows(ids)

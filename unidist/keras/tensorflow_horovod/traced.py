@@ -34,16 +34,25 @@ class Traced:
         self.backend = backend
         group = self.mesh.group(self.axes, backend.rank)
         self.count, self.place = group.size, group.index
+        self._coordinate = self.mesh.coordinate(backend.rank)
         self.failure: UnidistError | None = None
 
     def rows(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (start, length) of this rank's rows in a batch of `total`.
 
-        Sizes are torch.chunk's, like every dim in unidist.
+        Sizes are torch.chunk's, axis by axis: those of a Sharding, by which rows are joined.
         """
-        step = -(-total // self.count)
-        start = tf.minimum(self.place * step, total)
-        return start, tf.minimum(step, total - start)
+        start, length = tf.zeros_like(total), total
+        for axis in self.axes:
+            step = -(-length // self.mesh.axis_size(axis))
+            before = tf.minimum(self._coordinate[axis] * step, length)
+            start, length = start + before, tf.minimum(step, length - before)
+        return start, length
+
+    def lengths(self, total: int) -> set[int]:
+        """Returns how many rows of a batch of `total` ranks have."""
+        cut = Sharding(self.mesh, Layout(self.axes), (total,))
+        return {cut.local_shape(rank)[0] for rank in self.mesh.devices}
 
     def join_rows(self, local: Tensor, total: Tensor) -> Tensor:
         """Joins the rows of all ranks, in order.
