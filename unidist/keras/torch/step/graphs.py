@@ -31,6 +31,16 @@ def prepared(program: GraphModule) -> GraphModule:
     return program
 
 
+def take_unused(program: GraphModule, count: int) -> list[int]:
+    """Takes inputs that nobody uses off a program; returns which of the first `count` are left."""
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"][:count]
+    for node in inputs:
+        if not node.users:
+            program.graph.erase_node(node)
+    program.recompile()
+    return [k for k, node in enumerate(inputs) if node.users]
+
+
 def _given(node: Node) -> Iterator[tuple[Any, Node]]:
     """Gives each argument of an operation that is a node, behind what the schema says of it."""
     schema = node.target._schema  # type: ignore[union-attr]

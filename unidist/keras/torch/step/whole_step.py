@@ -23,7 +23,7 @@ from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params.buckets import Bucket, Watched
 from unidist.keras.torch.params.storage import Storage
-from unidist.keras.torch.step.graphs import prepared
+from unidist.keras.torch.step.graphs import prepared, take_unused
 from unidist.keras.torch.step.reducer import Reducer
 
 Tensor = torch.Tensor
@@ -40,7 +40,8 @@ class StepProgram:
 
     Args:
         frame: the rank at work.
-        storages: the variables that the step may read or write; each is kept whole in one parameter.
+        storages: the variables that the step may read or write; each is one parameter. All are compared in proofs, and
+            the program keeps those that it uses.
         trained: those whose gradients are reduced.
         owners: the objects of Keras that a step may leave tensors on.
         slots: the variables of the optimizer.
@@ -61,7 +62,7 @@ class StepProgram:
         owners: Sequence[Any],
     ) -> None:
         self._rank = frame.rank
-        self._storages = list(storages)
+        self._storages = self._used = list(storages)
         self._trained = list(trained)
         self._slots = {id(one) for one in slots}
         self._owners = list(owners)
@@ -95,8 +96,9 @@ class StepProgram:
             return [*_tensors(out), *(loss for _, loss in losses)]
 
         with _put_back(self._owners), frame.world.backend.into_program() as self.sent:
-            given = [*self._values(), *_tensors(batch)]
+            given = [*self._values(self._storages), *_tensors(batch)]
             self.graph = prepared(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*given))
+        self._used = [self._storages[k] for k in take_unused(self.graph, count)]
         # What the outputs stand for is not kept: they belong to the trace.
         self._out = tree.map_structure(lambda x: _TENSOR if isinstance(x, Tensor) else x, self._out)
 
@@ -104,6 +106,7 @@ class StepProgram:
         """Lets runs be those of torch.compile's program. Behind a program no gradients are kept."""
         for storage in self._trained:
             storage.forget_gradients(self._rank)
+        self._storages = self._used
         self._compiled = torch.compile(self.graph, dynamic=False)
 
     def leave_uncompiled(self) -> None:
@@ -120,7 +123,7 @@ class StepProgram:
         """A step of which no ledger hears."""
         run = self.graph if self._compiled is None else self._compiled
         with torch.no_grad():
-            found = iter(run(*self._values(), *_tensors(batch)))
+            found = iter(run(*self._values(self._used), *_tensors(batch)))
         out = _filled(self._out, found)
         for owner in dict.fromkeys(self._losers):
             owner._losses.clear()
@@ -142,7 +145,7 @@ class StepProgram:
         slots = [x for x, one in zip(wanted, self._storages, strict=True) if id(one) in self._slots]
         scale = max((float(x.norm()) for x in slots if x.is_floating_point()), default=0.0)
         apart = []
-        for storage, found, *kept in zip(self._storages, self._values(), before, wanted, strict=True):
+        for storage, found, *kept in zip(self._storages, self._values(self._storages), before, wanted, strict=True):
             old, new, other = of_one = [x.detach().to(found.device) for x in (*kept, found)]
             grad = grads.get(id(storage))
             if grad is not None:
@@ -153,15 +156,15 @@ class StepProgram:
 
     def values(self) -> list[Tensor]:
         """Returns copies of all values, in the host's memory."""
-        return [value.detach().to("cpu", copy=True) for value in self._values()]
+        return [value.detach().to("cpu", copy=True) for value in self._values(self._storages)]
 
     def put(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for value, new in zip(self._values(), values, strict=True):
+            for value, new in zip(self._values(self._storages), values, strict=True):
                 value.copy_(new)
 
-    def _values(self) -> list[Tensor]:
-        return [storage.shards[self._rank] for storage in self._storages]
+    def _values(self, storages: Sequence[Storage]) -> list[Tensor]:
+        return [storage.shards[self._rank] for storage in storages]
 
     @contextlib.contextmanager
     def _reducing(self, frame: Frame) -> Iterator[None]:
