@@ -132,7 +132,7 @@ class StepProgram:
         return out
 
     def apart(self, before: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
-        """Returns the paths of the variables that a step and the program, just now, have changed in other ways.
+        """Returns the paths of the variables that a step and the program have changed in other ways.
 
         Where a gradient is mere rounding, an optimizer makes of it a step in any direction: such elements are not
         compared.
