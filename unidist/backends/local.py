@@ -82,6 +82,14 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         """
         raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
 
+    def in_program(self, group: Group) -> AbstractContextManager[object]:
+        """Inside a program runs that sends among a group.
+
+        Raises (all members that are left):
+            ProcessLostError: another member ended or did not come in time.
+        """
+        return nullcontext()
+
     def begin_sum(self, x: A, axes: Axes, group: Group) -> Callable[[], A]:
         """Begins a sum in the program that is being traced, P -> I; gives what waits for it and returns it.
 

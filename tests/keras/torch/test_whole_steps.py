@@ -9,7 +9,7 @@ import pytest
 
 from tests import preloaded
 from tests.keras.torch import whole
-from unidist.testing.processes import ProcessWorld
+from unidist.testing.processes import ProcessFailedError, ProcessWorld
 
 pytestmark = pytest.mark.processes
 
@@ -87,6 +87,18 @@ def test_every_optimizer(world: ProcessWorld) -> None:
     for found in world.call(whole.of_every_optimizer):
         assert {name: apart for name, apart in found.items() if apart > 1e-5} == {}
         assert len(found) == len(whole.OPTIMIZERS)
+
+
+def test_a_process_that_ends_amid_programs_is_told() -> None:
+    with ProcessWorld(2, env=_TRACED, setup=whole.start, timeout=200, preload=preloaded.KERAS["torch"]) as world:
+        outcomes = world.outcomes(whole.lost)
+    assert outcomes[0].failure is None, outcomes[0].failure
+    text, seconds = outcomes[0].value
+    assert text.startswith("program")
+    assert "over ranks [0, 1]" in text
+    assert seconds < 60
+    assert isinstance(outcomes[1].failure, ProcessFailedError)
+    assert outcomes[1].failure.kind == "ended"
 
 
 def test_compiled_it_is_the_same_and_without_a_compiler_too() -> None:

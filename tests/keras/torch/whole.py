@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import torch
 from keras import layers
 
@@ -352,6 +355,28 @@ def compiled() -> tuple[float, int]:
         if jit:
             count = model_record.of(model).engine.whole_steps.compiled
     return _apart(*runs), count
+
+
+class Leaving(keras.callbacks.Callback):
+    """Ends process 1 before a step that is a program alone."""
+
+    steps = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        if self.steps == EPOCHS and unidist.process_index() == 1:
+            os._exit(9)
+
+
+def lost() -> tuple[str, float]:
+    """What process 0 is told in a program, and after how many seconds."""
+    with unidist.DataParallel().scope():
+        model, x = _averaged(True)
+    began = time.monotonic()
+    with pytest.raises(unidist.ProcessLostError) as caught:
+        model.fit(x, np.arange(ROWS) % 4, batch_size=ROWS, epochs=EPOCHS, verbose=0, callbacks=[Leaving()])
+    assert model_record.of(model).engine.whole_steps.compiled == 1
+    return str(caught.value), time.monotonic() - began
 
 
 def of_every_optimizer() -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -19,6 +20,7 @@ from unidist.backends.protocol import ALL_DTYPES, Array, Capabilities, Cluster
 from unidist.backends.torch import accelerators, native, tracing
 from unidist.backends.torch.accelerators import DeviceType
 from unidist.backends.torch.buffers import BufferedCollectives
+from unidist.backends.torch.calling import Under
 from unidist.backends.torch.comm import TorchComm
 from unidist.backends.torch.joining import Membership, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
@@ -179,6 +181,9 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
             self._sent.append(self.event(op, axes, group, x))
         else:
             super().record(op, axes, group, x)
+
+    def in_program(self, group: Group) -> AbstractContextManager[object]:
+        return Under(self._transports, self._watch, group, ("program", None, None))
 
     def begin_sum(self, x: torch.Tensor, axes: Axes, group: Group) -> Callable[[], torch.Tensor]:
         """Begins a sum in the program that is traced, P -> I; gives what waits for it and returns it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,7 +62,7 @@ class StepProgram:
         slots: Sequence[Storage],
         owners: Sequence[Any],
     ) -> None:
-        self._rank = frame.rank
+        self._rank, self._world = frame.rank, frame.world
         self._storages = self._used = list(storages)
         self._trained = list(trained)
         self._slots = {id(one) for one in slots}
@@ -122,7 +123,7 @@ class StepProgram:
     def run(self, batch: Any) -> Any:
         """A step of which no ledger hears."""
         run = self.graph if self._compiled is None else self._compiled
-        with torch.no_grad():
+        with torch.no_grad(), self._sending():
             found = iter(run(*self._values(self._used), *_tensors(batch)))
         out = _filled(self._out, found)
         for owner in dict.fromkeys(self._losers):
@@ -130,6 +131,10 @@ class StepProgram:
         for owner in self._losers:
             owner._losses.append(next(found))
         return out
+
+    def _sending(self) -> AbstractContextManager[object]:
+        group = self._world.mesh.group(self._world.mesh.axis_names, self._rank)
+        return self._world.backend.in_program(group) if self.sent else contextlib.nullcontext()
 
     def apart(self, before: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
         """Returns the paths of the variables that a step and the program have changed in other ways.
