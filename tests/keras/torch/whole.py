@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -176,6 +177,15 @@ def _lowered(jit: bool) -> Built:
     return _compiled(model, keras.optimizers.Lion(1e-3), jit), rows(8)
 
 
+def _in_float8(jit: bool) -> Built:
+    """Its scales are gradients that are the next values, made by a function with a gradient of its own."""
+    model = _stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.quantize("float8")
+    return _compiled(model, keras.optimizers.SGD(0.1), jit), rows(8)
+
+
 def _of(middle: Callable[[], keras.layers.Layer]) -> Callable[[bool], Built]:
     return lambda jit: (_compiled(_stack(middle()), keras.optimizers.SGD(0.1), jit), rows(8))
 
@@ -195,6 +205,7 @@ CASES: dict[str, Callable[[bool], Built]] = {
     "regularized": _regularized,
     "attending": _attending,
     "lowered": _lowered,
+    "in float8": _in_float8,
     "centred": _of(Centred),
     "keeping": _of(Keeps),
     "two losses": _of_two_losses,

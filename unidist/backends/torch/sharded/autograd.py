@@ -17,6 +17,7 @@ from unidist.backends.torch.sharded.moving import carried, fanned, invariant
 from unidist.backends.torch.sharded.nested import replaced, space_of
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.backends.torch.sharded.tensor import (
+    PLAIN,
     ShardedTensor,
     aside_of,
     current,
@@ -213,7 +214,7 @@ class OwnGradient:
         self._specs: list[Spec | None] = []
 
     def __call__(self, space: Space, args: Args) -> ShardedTensor:
-        given = [wrap(x, space.whole(x.shape)) if type(x) in _PLAIN else x for x in args]
+        given = [wrap(x, space.whole(x.shape)) if type(x) in PLAIN else x for x in args]
         given = [current(x) if type(x) is ShardedTensor and x.aside is not None else x for x in given]
         self._specs = [x.spec if type(x) is ShardedTensor else None for x in given]
         local: Tensor = _ByRules.apply(self, *map(_local, given))  # type: ignore[no-untyped-call]
@@ -238,9 +239,6 @@ class OwnGradient:
             None if g is None or type(x) is not ShardedTensor else _in_dual(x, g)
             for x, g in zip(given, found, strict=True)
         )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _ByRules(torch.autograd.Function):

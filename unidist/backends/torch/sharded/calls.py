@@ -14,6 +14,7 @@ from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
+    PLAIN,
     Origin,
     ShardedTensor,
     aside_of,
@@ -161,7 +162,7 @@ def _run(
         out = func(*given, **named)
     if before:
         _put_back(func, tensors, parts, before)
-    if type(out) is Tensor or type(out) is torch.nn.Parameter:
+    if type(out) in PLAIN:
         spec = plan.spec
         if spec is None or spec.local != out.shape:
             spec = plan.spec = space.spec_of(plan.out, out.shape)

@@ -15,6 +15,7 @@ import torch
 
 from unidist.backends.torch.sharded import entrances, wrap
 from unidist.backends.torch.sharded.autograd import OwnGradient
+from unidist.backends.torch.sharded.tensor import PLAIN
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import CustomGradientFunction, torch_core
@@ -70,7 +71,7 @@ def _is_users(kind: Any) -> bool:
 
 
 def _has_gradient(x: Any) -> bool:
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.requires_grad and torch.is_grad_enabled()
+    return type(x) in PLAIN and x.requires_grad and torch.is_grad_enabled()
 
 
 def _by_ours(original: Any) -> Callable[..., None]:
