@@ -14,10 +14,9 @@ import torch
 
 from unidist.backends.torch.sharded.binding import DIRECT
 from unidist.backends.torch.sharded.moving import carried, fanned, invariant
-from unidist.backends.torch.sharded.nested import replaced, space_of
+from unidist.backends.torch.sharded.nested import PLAIN, replaced, space_of
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.backends.torch.sharded.tensor import (
-    PLAIN,
     ShardedTensor,
     aside_of,
     current,

@@ -10,11 +10,10 @@ import torch
 
 from unidist.backends.torch.sharded import binding, writing
 from unidist.backends.torch.sharded.moving import plain_in
-from unidist.backends.torch.sharded.nested import replaced
+from unidist.backends.torch.sharded.nested import PLAIN, replaced
 from unidist.backends.torch.sharded.plans import Plan, make_plan, name_of
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import (
-    PLAIN,
     Origin,
     ShardedTensor,
     aside_of,

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from unidist.backends.torch.sharded.space import Space
 from unidist.backends.torch.sharded.tensor import ShardedTensor
+
+# The kinds of a plain tensor; a step that is traced has those of the last one.
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:

@@ -339,10 +339,6 @@ def origin_of(x: Any) -> Origin | None:
     return x.aside.origin if type(x) is ShardedTensor and x.aside is not None else None
 
 
-# Of a plain value; a step that is traced has those of the last kind.
-PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
 def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns whether the two have memory in common."""
     if type(one) is ShardedTensor or type(other) is ShardedTensor:

@@ -15,7 +15,7 @@ import torch
 
 from unidist.backends.torch.sharded import entrances, wrap
 from unidist.backends.torch.sharded.autograd import OwnGradient
-from unidist.backends.torch.sharded.tensor import PLAIN
+from unidist.backends.torch.sharded.nested import PLAIN
 from unidist.errors import CapabilityError
 from unidist.keras.needs import own_code
 from unidist.keras.patching.compat import CustomGradientFunction, torch_core
