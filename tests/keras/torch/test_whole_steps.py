@@ -83,6 +83,10 @@ def test_two_programs_of_a_fit_with_a_ragged_batch_and_a_schedule(world: Process
     assert world.call(whole.scheduled) == [(2, 2)] * 2
 
 
+def test_a_trace_leaves_no_loss_behind(world: ProcessWorld) -> None:
+    assert world.call(whole.left_behind) == [[0, 0]] * 2
+
+
 def test_every_optimizer(world: ProcessWorld) -> None:
     for found in world.call(whole.of_every_optimizer):
         assert {name: apart for name, apart in found.items() if apart > 1e-5} == {}

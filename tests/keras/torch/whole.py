@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 from keras import layers
+from torch._subclasses.fake_tensor import FakeTensor
 
 import unidist
 from unidist.keras.records import model_record
 from unidist.keras.torch.step import whole_steps
+from unidist.keras.torch.step.whole_step import StepProgram
 
 ROWS, BATCH, EPOCHS = 20, 8, 5  # two full batches and a ragged one
 Built = tuple[keras.Model, np.ndarray]
@@ -145,7 +147,8 @@ def _normed(jit: bool) -> Built:
 
 def _rounding(jit: bool) -> Built:
     """A shift in front of a norm, which takes it away: its gradient is rounding, of which Adam makes whole steps."""
-    return _compiled(_stack(layers.BatchNormalization()), "adam", jit), rows(8)
+    first = layers.Dense(12), layers.BatchNormalization(), layers.Activation("tanh")
+    return _compiled(keras.Sequential([keras.Input((8,)), *first, layers.Dense(4)]), "adam", jit), rows(8)
 
 
 def _images(jit: bool) -> Built:
@@ -281,6 +284,21 @@ def beside_one_device(name: str) -> float:
     """How far whole programs of all processes are from plain Keras."""
     wanted, _ = trained(name, None, False)
     return _apart(trained(name, "data", True)[0], wanted)
+
+
+def left_behind() -> list[int]:
+    """How many added losses without values are on layers behind each trace."""
+    found: list[int] = []
+    original = StepProgram.trace
+
+    def trace(self: StepProgram, *given: Any) -> None:
+        original(self, *given)
+        losses = [loss for owner in self._owners for loss in getattr(owner, "_losses", ())]
+        found.append(sum(isinstance(getattr(loss, "local", loss), FakeTensor) for loss in losses))
+
+    with mock.patch.object(StepProgram, "trace", trace):
+        trained("regularized", "data", True)
+    return found
 
 
 def told(name: str) -> tuple[dict[str, Any], list[str]]:
