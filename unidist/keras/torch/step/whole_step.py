@@ -295,7 +295,7 @@ def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def hooks() -> Iterator[Hook]:
-    yield Hook(torch_core, "cond", calling(_cond), "a program has both branches")
+    yield Hook(torch_core, "cond", calling(_cond), "a program has both branches", imported=True)
 
 
 def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
