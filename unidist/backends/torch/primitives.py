@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.torch.reducing import NATIVE, REDUCED_AS
+from unidist.backends.torch.reducing import NATIVE
 from unidist.backends.torch.transports import Transport
 
 # torch 2.13 gave both a new name and warns of the old one.
@@ -122,9 +122,8 @@ def begin_sum(x: torch.Tensor, transport: Transport) -> Callable[[], torch.Tenso
 
     What the program computes in between may overlap with it.
     """
-    values = x.to(REDUCED_AS.get(x.dtype, x.dtype)).contiguous()
-    begun = torch.ops._c10d_functional.all_reduce(values, "sum", transport.name)
-    return lambda: _arrived(begun).to(x.dtype)
+    begun = torch.ops._c10d_functional.all_reduce(x, "sum", transport.name)
+    return lambda: _arrived(begun)
 
 
 def _arrived(x: torch.Tensor) -> torch.Tensor:

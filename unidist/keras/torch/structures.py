@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from unidist.keras.patching.compat import backend
+from unidist.keras.patching.compat import backend, tree
 
 
 def values(value: Any) -> Any:
@@ -23,3 +23,29 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
         found = [mapped(function, x) for x in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
     return function(value)
+
+
+class Tensor:
+    """Stands for a tensor in a structure that outlives it."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+A_TENSOR = Tensor()
+
+
+def tensors(structure: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def emptied(structure: Any) -> Any:
+    """A structure without its tensors: what others are filled into."""
+    leaves = [A_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.flatten(structure)]
+    return tree.pack_sequence_as(structure, leaves)
+
+
+def filled(structure: Any, given: Iterator[torch.Tensor]) -> Any:
+    """An emptied structure with tensors, in the order of its leaves."""
+    leaves = [next(given) if leaf is A_TENSOR else leaf for leaf in tree.flatten(structure)]
+    return tree.pack_sequence_as(structure, leaves)

@@ -91,17 +91,8 @@ def _drawn(
     return torch.randint(int(low), int(high), size=list(shape), **said)
 
 
-@_drawn.register_fake
-def _drawn_shape(
-    seed: torch.Tensor,
-    kind: str,
-    low: float,
-    high: float,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=dtype, device=device)
+# A fake tensor has the arguments of the operation, by their names.
+_drawn.register_fake(lambda seed, kind, low, high, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
 
 
 @torch.library.custom_op("unidist::kept_units", mutates_args=())

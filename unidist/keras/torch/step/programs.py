@@ -27,7 +27,7 @@ from unidist.errors import CapabilityError
 from unidist.keras.patching.compat import StatelessScope, get_keras_mask, set_keras_mask, tree
 from unidist.keras.patching.layer_calls import Call, Stage
 from unidist.keras.records import model_record
-from unidist.keras.torch import context
+from unidist.keras.torch import context, structures
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import output_ownership
@@ -125,25 +125,14 @@ def _is_in_a_step(frame: Frame) -> bool:
     return frame.is_in_step and frame.inputs is None and not frame.is_whole
 
 
-class _Tensor:
-    """Stands for a tensor in a structure that outlives it."""
-
-    def __repr__(self) -> str:
-        return "tensor"
-
-
-_A_TENSOR = _Tensor()
-
-
 class Shape:
     """A structure of tensors and constants without the tensors: what they are put back into."""
 
     def __init__(self, structure: Any) -> None:
-        self.leaves = [_A_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in tree.flatten(structure)]
-        self.structure = tree.pack_sequence_as(structure, self.leaves)
-        tensors = _tensors(structure)
-        self.count = len(tensors)
-        self.masked = tuple(k for k, t in enumerate(tensors) if get_keras_mask(t) is not None)
+        self.structure = structures.emptied(structure)
+        own = structures.tensors(structure)
+        self.count = len(own)
+        self.masked = tuple(k for k, t in enumerate(own) if get_keras_mask(t) is not None)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -151,25 +140,19 @@ class Shape:
 
         Keys of dicts and classes of containers are in the text alone.
         """
-        return (repr(self.structure), *((type(leaf), leaf) for leaf in self.leaves), self.masked)
+        return (repr(self.structure), *((type(leaf), leaf) for leaf in tree.flatten(self.structure)), self.masked)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The structure with tensors, and behind them the masks of some."""
         others = list(tensors[: self.count])
         for k, mask in zip(self.masked, tensors[self.count :], strict=True):
             set_keras_mask(others[k], mask)
-        waiting = iter(others)
-        leaves = [next(waiting) if leaf is _A_TENSOR else leaf for leaf in self.leaves]
-        return tree.pack_sequence_as(self.structure, leaves)
-
-
-def _tensors(structure: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, torch.Tensor)]
+        return structures.filled(self.structure, iter(others))
 
 
 def _with_masks(structure: Any) -> list[torch.Tensor]:
     """The tensors of a structure, and behind them the masks of some."""
-    tensors = _tensors(structure)
+    tensors = structures.tensors(structure)
     masks = [get_keras_mask(t) for t in tensors]
     return [*tensors, *(mask for mask in masks if mask is not None)]
 

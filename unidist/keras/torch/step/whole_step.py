@@ -26,6 +26,7 @@ from unidist.keras.torch.params.buckets import Bucket, Watched
 from unidist.keras.torch.params.storage import Storage
 from unidist.keras.torch.step.graphs import prepared, take_unused
 from unidist.keras.torch.step.reducer import Reducer
+from unidist.keras.torch.structures import emptied, filled, tensors
 
 Tensor = torch.Tensor
 # What stands for the variables in the trace that is going on.
@@ -83,25 +84,27 @@ class StepProgram:
         """
         count = len(self._storages)
 
-        def run(*tensors: Tensor) -> list[Tensor]:
-            given = _filled(batch, iter(tensors[count:]))
+        rows = emptied(batch)
+
+        def run(*values: Tensor) -> list[Tensor]:
+            given = filled(rows, iter(values[count:]))
             with (
                 _at_work(frame) as own,
-                _standing_in(own, self._storages, tensors[:count]),
+                _standing_in(own, self._storages, values[:count]),
                 self._reducing(own),
             ):
                 out = step(own, given)
             losses = [(owner, x) for owner in self._owners for x in getattr(owner, "_losses", ()) if _is_fake(x)]
             self._losers = [owner for owner, _ in losses]
             self._out = out
-            return [*_tensors(out), *(loss for _, loss in losses)]
+            return [*tensors(out), *(loss for _, loss in losses)]
 
         with _put_back(self._owners), frame.world.backend.into_program() as self.sent:
-            given = [*self._values(self._storages), *_tensors(batch)]
-            self.graph = prepared(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*given))
+            values = [*self._values(self._storages), *tensors(batch)]
+            self.graph = prepared(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*values))
         self._used = [self._storages[k] for k in take_unused(self.graph, count)]
         # What the outputs stand for is not kept: they belong to the trace.
-        self._out = tree.map_structure(lambda x: _TENSOR if isinstance(x, Tensor) else x, self._out)
+        self._out = emptied(self._out)
 
     def compile(self) -> None:
         """Lets runs be those of torch.compile's program. Behind a program no gradients are kept."""
@@ -124,8 +127,8 @@ class StepProgram:
         """A step of which no ledger hears."""
         run = self.graph if self._compiled is None else self._compiled
         with torch.no_grad(), self._sending():
-            found = iter(run(*self._values(self._used), *_tensors(batch)))
-        out = _filled(self._out, found)
+            found = iter(run(*self._values(self._used), *tensors(batch)))
+        out = filled(self._out, found)
         for owner in dict.fromkeys(self._losers):
             owner._losses.clear()
         for owner in self._losers:
@@ -199,13 +202,6 @@ def _in_doubles(x: Tensor) -> Tensor:
     return torch.nan_to_num(x.detach().to(torch.complex128 if x.is_complex() else torch.float64))
 
 
-class _Tensor:
-    """Stands for a tensor in a structure that outlives it."""
-
-
-_TENSOR = _Tensor()
-
-
 class _ProgramBucket(Bucket):
     """Gradients that a program sums on every rank, P -> I: begun as soon as backward has all of them."""
 
@@ -235,14 +231,14 @@ class _ProgramBucket(Bucket):
 
 
 @contextlib.contextmanager
-def _standing_in(frame: Frame, storages: Sequence[Storage], tensors: Sequence[Tensor]) -> Iterator[None]:
+def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, variables have these tensors as memory."""
     rank = frame.rank
     kinds = [(one.shards, one.leaves, one.states) for one in storages]
     before = [[kind[rank] for kind in of_one] for of_one in kinds]
     own = [
         torch.nn.Parameter(tensor, requires_grad=held[0].requires_grad)
-        for tensor, held in zip(tensors, before, strict=True)
+        for tensor, held in zip(values, before, strict=True)
     ]
     token = _stand_ins.set(own)
     try:
@@ -282,16 +278,6 @@ def _is_fake(x: Any) -> bool:
 
 def _holds_fakes(x: Any) -> bool:
     return any(map(_is_fake, tree.flatten(x))) if isinstance(x, (list, tuple, dict)) else _is_fake(x)
-
-
-def _tensors(structure: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, Tensor)]
-
-
-def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
-    """A structure with other tensors, in the order of its leaves."""
-    leaves = [next(tensors) if isinstance(x, (torch.Tensor, _Tensor)) else x for x in tree.flatten(structure)]
-    return tree.pack_sequence_as(structure, leaves)
 
 
 def hooks() -> Iterator[Hook]:

@@ -23,6 +23,7 @@ from unidist.keras.torch.params.storage import Storage
 from unidist.keras.torch.step.attributes import as_before
 from unidist.keras.torch.step.drawing import Generators
 from unidist.keras.torch.step.whole_step import StepProgram, is_close
+from unidist.keras.torch.structures import tensors
 from unidist.keras.torch.world import RankWorld
 from unidist.strategies import Strategy
 
@@ -158,7 +159,7 @@ class WholeSteps:
         apart = program.apart(before, wanted)
         program.put(wanted)
         later.go_on()
-        outputs = zip(_tensors(out), _tensors(again), strict=True)
+        outputs = zip(tensors(out), tensors(again), strict=True)
         if not all(is_close(torch.zeros_like(one), one, other) for one, other in outputs):
             apart.append("its outputs")
         return out, f"run again, it gives other numbers for {listed(apart)}" if apart else ""
@@ -198,10 +199,6 @@ def _is_plain(storage: Storage, rank: int) -> bool:
 def _tensor(x: Any) -> Any:
     is_array = hasattr(x, "shape") and hasattr(x, "dtype") and getattr(x.dtype, "kind", "f") not in "OUST"
     return torch.as_tensor(x, device=get_device()) if is_array else x
-
-
-def _tensors(structure: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.flatten(structure) if isinstance(leaf, torch.Tensor)]
 
 
 def _signature(batch: Any) -> tuple[Any, ...]:
