@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 
 import unidist
-from tests.support.runs import PAIR, Result, fresh, scope, strategy, told
+from tests.support.runs import PAIR, Result, fresh, programs_of, scope, strategy, told
 
 ROWS, BATCH, IMAGE = 22, 8, (6, 6, 3)
 
@@ -81,14 +81,14 @@ def trained(kind: str | None, zero: int, name: str, seed: int | None) -> Result:
     }
 
 
-def refused() -> str:
-    """The error of a program that would draw for its device's rows."""
+def as_programs(kind: str | None, name: str) -> Result:
+    """Trains by whole programs; `kind`: None for one device, as it is."""
     fresh()
-    with scope(unidist.DataParallel(exact_random=True)):
-        model = of_images(1)
-        model.compile("sgd", "mse", jit_compile=True)
-    try:
-        model.fit(np.zeros((4, *IMAGE)), np.zeros((4, 2)), verbose=0)
-    except unidist.CapabilityError as error:
-        return str(error)
-    return ""
+    build, shape = CASES[name]
+    rng = np.random.default_rng(3)
+    x, y = rng.uniform(size=(ROWS, *shape)).astype("float32"), rng.normal(size=(ROWS, 2)).astype("float32")
+    with scope(None if kind is None else strategy(kind, PAIR, exact_random=True)):
+        model = build(5)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=kind is not None)
+        history = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0).history
+    return {"history": history, "_programs": programs_of(model), **told(model)}

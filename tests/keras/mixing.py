@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, ops
 
 import unidist
-from tests.support.runs import Result, fresh, scope, strategy, told
+from tests.support.runs import Result, fresh, programs_of, scope, strategy, told
 
 ROWS, BATCH, WIDTH = 22, 8, 8  # three batches, the last of six rows: on four shards two, two, two and none
 RULES: dict[str, tuple[str | None, ...]] = {".*a/kernel": (None, "model"), ".*z/kernel": ("model", None)}
@@ -368,32 +368,18 @@ class Centred(keras.Model):
         return self.b(h - ops.mean(h, axis=0))
 
 
-def compiled(of_model: bool) -> str:
-    """What is said of a program of rows that look at each other, in a layer or in the call `of_model`."""
-    fresh()
-    x, _, _ = data("")
-    with scope(strategy("dp", RULES, zero=1)):
-        model = Centred() if of_model else _stack(Center)
-        model(x[:2])
-        model.compile("sgd", "mse", jit_compile=True)
-    try:
-        model.fit(x, x[:, :4], batch_size=BATCH, verbose=0)
-    except unidist.CapabilityError as error:
-        return str(error)
-    return ""
-
-
-def beside_programs(kind: str | None) -> Result:
+def as_programs(kind: str | None, zero: int, of_model: bool) -> Result:
+    """Rows look at each other, in a layer or in the call `of_model`; `kind`: None for one device, as it is."""
     from tests.keras.torch.models import compiling_by
 
     fresh()
     x, _, _ = data("")
-    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, RULES, zero=3)):
-        model = Centred()
+    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, RULES, zero=zero)):
+        model = Centred() if of_model else _stack(Center)
         model(x[:2])
         model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=kind is not None)
-        history = model.fit(x, x[:, :4], batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
-    return {"history": history, **told(model)}
+        history = model.fit(x, x[:, :4], batch_size=BATCH, epochs=5, shuffle=False, verbose=0).history
+    return {"history": history, "_programs": programs_of(model), **told(model)}
 
 
 def mixing_of(name: str) -> set[str]:

@@ -95,5 +95,5 @@ def test_a_call_without_one_stage_has_all_others() -> None:
     without_rows = without(layer.call, Stage.ROWS)
     assert without_rows is not None
     assert without_rows("x") == "rule(x)"
-    assert without(layer.call, Stage.PROGRAM) is None
+    assert without(layer.call, Stage.FETCHED) is None
     assert without(Layer().call, Stage.ROWS) is None

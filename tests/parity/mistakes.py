@@ -236,7 +236,7 @@ def float8_training() -> Told:
 
 
 def float8_elsewhere(way: str) -> Told:
-    """In a loop of one's own, before or behind a fit; on parts of sequences; in a program."""
+    """In a loop of one's own, before or behind a fit; on parts of sequences."""
     import keras
     import torch
 
@@ -244,19 +244,15 @@ def float8_elsewhere(way: str) -> Told:
 
     is_parts = way == "parts"
     mesh = unidist.Mesh({"model": 2})
-    strategy = (
-        unidist.ModelParallel(mesh, sequence_parallel=True)
-        if is_parts
-        else unidist.DataParallel(zero=int(way == "program"))
-    )
+    strategy = unidist.ModelParallel(mesh, sequence_parallel=True) if is_parts else unidist.DataParallel()
     with strategy.scope():
         model = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(2, name="narrow")])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.quantize("float8")
-        model.compile("sgd", "mse", jit_compile=way == "program")
+        model.compile("sgd", "mse")
     x, y = np.ones((8, 3, 4), "float32"), np.ones((8, 3, 2), "float32")
-    if way in ("parts", "program"):
+    if is_parts:
         return told_by(lambda: model.fit(x, y, verbose=0))
     if way == "later":
         model.fit(x, y, verbose=0)

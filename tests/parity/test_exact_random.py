@@ -48,9 +48,12 @@ def test_layers_that_draw_between_cut_ones(worlds: Worlds) -> None:
     assert found["sharded"]
 
 
-def test_a_program_is_refused(worlds: Worlds) -> None:
-    for said in worlds.get("torch-2").call("tests.keras.drawn:refused"):
-        assert "exact_random=True with jit_compile=True" in said
+@pytest.mark.parametrize("case", ["images", "recurrent"])
+def test_programs_draw_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.drawn:as_programs", None, case)[0]
+    for found in worlds.get("torch-2").call("tests.keras.drawn:as_programs", "dp", case):
+        same(found, wanted)
+        assert found["_programs"] == (2, {})
 
 
 def test_tensorflow_refuses(worlds: Worlds) -> None:

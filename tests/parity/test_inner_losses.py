@@ -53,12 +53,9 @@ def test_it_trains_as_one_device(
         assert found["_sent"]
 
 
-def test_of_a_program_it_is_beside(alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.inner:compiled", None)[0]
-    for found in worlds.get("torch-2").call("tests.keras.inner:compiled", "dp"):
+@pytest.mark.parametrize("inner", [False, True])
+def test_programs_are_what_one_device_computes(inner: bool, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.inner:as_programs", None, inner)[0]
+    for found in worlds.get("torch-2").call("tests.keras.inner:as_programs", "dp", inner):
         same(found, wanted)
-
-
-def test_a_layer_that_asks_for_a_loss_is_no_program(worlds: Worlds) -> None:
-    for said in worlds.get("torch-2").call("tests.keras.inner:refused"):
-        assert "jit_compile=True: 'stack/adding' of model 'stack' looks at several rows" in said
+        assert found["_programs"] == (2, {})

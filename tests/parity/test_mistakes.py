@@ -129,7 +129,6 @@ def test_a_gradient_that_is_the_next_value(worlds: Worlds) -> None:
         ("later", "a loop of your own averages gradients"),
         ("grad", "a loop of your own averages gradients"),
         ("parts", "layer 'narrow' has the variable .*Leave sequence_parallel out"),
-        ("program", "narrow' of model .* looks at several rows .*jit_compile=False"),
     ],
 )
 def test_a_gradient_that_is_the_next_value_on_torch(way: str, text: str, worlds: Worlds) -> None:

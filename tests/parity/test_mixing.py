@@ -133,16 +133,9 @@ def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
         same(found, wanted)
 
 
-def test_a_program_of_what_mixes_is_refused(worlds: Worlds) -> None:
-    world = worlds.get("torch-2")
-    for told in world.call("tests.keras.mixing:compiled", False):
-        assert "jit_compile=True: 'stack/center' of model 'stack' looks at several rows" in told
-    for told in world.call("tests.keras.mixing:compiled", True):
-        assert "jit_compile=True: 'centred' of model 'centred' looks at several rows" in told
-
-
-def test_a_call_that_mixes_beside_programs_is_one_devices(alone: Alone, worlds: Worlds) -> None:
-    """Where its layers are the programs, with shards of their own."""
-    wanted = alone.world("torch").call("tests.keras.mixing:beside_programs", None)[0]
-    for found in worlds.get("torch-2").call("tests.keras.mixing:beside_programs", "dp"):
+@pytest.mark.parametrize(("zero", "of_model"), [(0, False), (1, True), (3, True)])
+def test_a_program_of_what_mixes_is_one_devices(zero: int, of_model: bool, alone: Alone, worlds: Worlds) -> None:
+    wanted = alone.world("torch").call("tests.keras.mixing:as_programs", None, 0, of_model)[0]
+    for found in worlds.get("torch-2").call("tests.keras.mixing:as_programs", "dp", zero, of_model):
         same(found, wanted)
+        assert found["_programs"] == (2, {})

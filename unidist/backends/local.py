@@ -90,8 +90,12 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         """
         return nullcontext()
 
-    def begin_sum(self, x: A, axes: Axes, group: Group) -> Callable[[], A]:
-        """Begins a sum in the program that is being traced, P -> I; gives what waits for it and returns it.
+    def begin(self, op: str, x: A, axes: Axes, group: Group) -> Callable[[], A]:
+        """Begins a collective in the program that is traced; gives what waits for its result.
+
+        Args:
+            op: "all_reduce", a sum, P -> I; "reduce_scatter", a sum along dim 0, P -> S(0); "all_gather", S(0) -> I.
+            x: contiguous, with at least one dim.
 
         Raises:
             CapabilityError: it cannot be in one (`compiles` is False).

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import keras
 import numpy as np
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import unidist
 from tests.keras.torch.models import OwnOfPairs, compiling_by
 from unidist.keras.patching.compat import TorchTrainer
 from unidist.keras.records import model_record
-from unidist.keras.torch.params import param_groups, saved
+from unidist.keras.torch.params import param_groups
 
 RULES = {
     ".*(query|key|value)/kernel": (None, "model", None),
@@ -67,20 +68,19 @@ MODELS = {"perceptron": perceptron, "encoder": encoder}
 ROWS, BATCH, EPOCHS = 11, 8, 5
 
 
-def train(name: str, strategy: Any, jit_compile: bool, rows: int = ROWS) -> tuple[list[Any], list[np.ndarray], Any]:
-    """(losses of fit and evaluate, predictions and weights, model); of full and ragged batches if rows are odd."""
+def train(name: str, strategy: Any, jit_compile: bool) -> tuple[list[Any], list[np.ndarray], Any]:
+    """(losses of fit and evaluate, predictions and weights, model) of full and ragged batches."""
     keras.utils.set_random_seed(2)
     rng = np.random.default_rng(0)
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = MODELS[name]()
         model.compile(keras.optimizers.Adam(1e-2, epsilon=1e-3), loss="mse", jit_compile=jit_compile)
-    x = rng.normal(size=(rows, 6)).astype("float32") if name == "perceptron" else rng.integers(0, 11, (rows, 6))
-    y = rng.normal(size=(rows, *model.output_shape[1:])).astype("float32")
+    x = rng.normal(size=(ROWS, 6)).astype("float32") if name == "perceptron" else rng.integers(0, 11, (ROWS, 6))
+    y = rng.normal(size=(ROWS, *model.output_shape[1:])).astype("float32")
     losses = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0).history["loss"]
     values = [np.asarray(w) for w in model.weights]
-    if rows % BATCH:
-        losses.append(model.evaluate(x, y, batch_size=BATCH, verbose=0))
-        values.append(model.predict(x, batch_size=BATCH, verbose=0))
+    losses.append(model.evaluate(x, y, batch_size=BATCH, verbose=0))
+    values.append(model.predict(x, batch_size=BATCH, verbose=0))
     return losses, values, model
 
 
@@ -92,32 +92,27 @@ def strategy_of(kind: str) -> Any:
     return unidist.ModelParallel(mesh, rules, sequence_parallel=kind == "sequence")
 
 
-def counted(traffic: unidist.Ledger, kind: str) -> Counter[tuple[str, str, Any]]:
-    """What was sent. Of weights on parts of sequences programs sum each gradient alone."""
-    events = traffic.events
-    if kind == "shards":
-        # The weights that are looked at in the end have the names of another model's layers.
-        events = [dataclasses.replace(e, purpose=re.sub(r"_\d+/", "/", e.purpose)) for e in events]
-    # Whether somebody wishes to stop is asked by the clock.
-    events = [e for e in events if e.purpose != "agreement"]
-    # Numbers that are added to losses come together behind a program, and else where they are first used.
-    events = [e for e in events if e.purpose not in ("losses", "logs") or e.bytes > 8]
-    return Counter((e.op, e.purpose, e.bytes) for e in events if kind != "sequence" or e.op != "all_reduce")
+def counted(traffic: unidist.Ledger) -> Counter[tuple[str, str, Any]]:
+    """What was sent. The weights that are looked at in the end have the names of another model's layers."""
+    events = [dataclasses.replace(e, purpose=re.sub(r"_\d+/", "/", e.purpose)) for e in traffic.events]
+    # Whether somebody wishes to stop is asked by the clock, and whether all have a program.
+    return Counter((e.op, e.purpose, e.bytes) for e in events if e.purpose != "agreement")
 
 
-def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Compiled against run as is. Gives torch.compile's counters: of graphs, and of breaks."""
+def compare(name: str, kind: str, compiler: str) -> tuple[dict[str, str], int, dict[str, int], dict[str, int]]:
+    """Compiled against run as is. Gives why steps are none, how many programs there are, and what torch.compile
+    counts: of graphs, and of breaks."""
     # What a layer gives is used when others are fetched, as in large models.
     with compiling_by(compiler), mock.patch.object(param_groups, "UNIT_BYTES", 1):
         with unidist.ledger() as plain:
-            wanted = train(name, strategy_of(kind), False, rows)
+            wanted = train(name, strategy_of(kind), False)
         counters.clear()
         with unidist.ledger() as traffic:
-            found = train(name, strategy_of(kind), True, rows)
+            found = train(name, strategy_of(kind), True)
     np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=1e-5)
     for a, b in zip(found[1], wanted[1], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    sent, wanted_sent = counted(traffic, kind), counted(plain, kind)
+    sent, wanted_sent = counted(traffic), counted(plain)
     assert sent == wanted_sent, (sent - wanted_sent, wanted_sent - sent)
     assert sent
     if kind == "sequence":
@@ -127,33 +122,58 @@ def compare(name: str, kind: str, compiler: str, rows: int) -> tuple[dict[str, i
     else:
         assert unidist.describe(found[2]).sharded
         assert any(rule.comes_cut for rule in model_record.of(found[2]).engine.rules)
-    return dict(counters["stats"]), dict(counters["graph_break"])
+    steps = model_record.of(found[2]).engine.whole_steps
+    return dict(steps.why), steps.compiled, dict(counters["stats"]), dict(counters["graph_break"])
 
 
-def kept_for_backward(policy: str, jit_compile: bool) -> tuple[int, int]:
-    """(how many fetched weights backward keeps without their memory, how many tensors of a weight's size it keeps with
-    it), of a perceptron of four equal layers stored as shards."""
-    with strategy_of("shards").scope():
-        layers = [keras.layers.Dense(64, activation="relu", dtype=policy) for _ in range(4)]
-        model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)])
-        model.compile("sgd", "mse", jit_compile=jit_compile)
-    x = np.ones((8, 64), "float32")
-    # Only what later steps keep is looked at: the first one makes what there is to look into.
-    model.train_on_batch(x, x[:, :1])
-    (fetcher,) = model_record.of(model).engine.traffic._fetchers.values()
-    found: list[torch.Tensor] = []
-    alias = saved.alias
+def held_at_once(policy: str) -> tuple[int, int]:
+    """(how often weights are gathered, how many are there at once) in a program of a step, of four equal layers of
+    768 units stored as shards: a weight is there from the operation that gathers it to the last one that reads it."""
+    graphs: list[torch.fx.GraphModule] = []
 
-    def noting(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return alias(tensor)
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
 
-    with mock.patch.object(saved, "alias", noting):
-        model.train_on_batch(x, x[:, :1])
-    whole = [tensor for tensor in found if tuple(tensor.shape) == (64, 64)]
-    ours = [t for t in whole if t.untyped_storage().size() == 0]
-    assert not any(unit.is_here for unit in fetcher.fetched)
-    return len(ours), len(whole) - len(ours)
+    backend = aot_autograd(fw_compiler=kept, inference_compiler=kept)
+    compiling = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend))
+    with compiling, mock.patch.object(param_groups, "UNIT_BYTES", 1):
+        with strategy_of("shards").scope():
+            layers = [keras.layers.Dense(768, activation="relu", dtype=policy) for _ in range(4)]
+            model = keras.Sequential([keras.Input((768,)), *layers, keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=True)
+        x = np.ones((8, 768), "float32")
+        for _ in range(4):
+            model.train_on_batch(x, x[:, :1])
+    assert model_record.of(model).engine.whole_steps.compiled == 1
+    (graph,) = graphs
+    nodes = list(graph.graph.nodes)
+    place = {node: k for k, node in enumerate(nodes)}
+    whole = [node for node in nodes if "all_gather" in str(node.target) and node.meta["val"].numel() >= 768 * 768]
+    spans = [(place[node], max(place[user] for user in _readers(node))) for node in whole]
+    return len(whole), max(sum(a <= k <= b for a, b in spans) for k in range(len(nodes)))
+
+
+def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """All that reads a node's memory: users, and those of its views."""
+    views = (
+        "copy",
+        "view",
+        "permute",
+        "transpose",
+        "t.",
+        "wait_tensor",
+        "slice",
+        "reshape",
+        "expand",
+        "alias",
+        "squeeze",
+    )
+    found = list(node.users)
+    for user in node.users:
+        if any(name in str(user.target) for name in views):
+            found += _readers(user)
+    return found
 
 
 class Reads(keras.layers.Layer):
@@ -168,43 +188,20 @@ class Reads(keras.layers.Layer):
         return keras.ops.matmul(x, self._read() + self.kernel)
 
 
-def _refusal(kind: str, stack: Callable[[], list[keras.layers.Layer]]) -> str:
-    """What is said of a compiled model of these layers."""
-    with strategy_of(kind).scope():
-        model = keras.Sequential([keras.Input((8,)), *stack()])
-        model.compile("sgd", "mse", jit_compile=True)
-    try:
-        model.train_on_batch(np.ones((8, 8), "float32"), np.ones((8, 8), "float32"))
-    except unidist.CapabilityError as error:
-        return str(error)
-    return ""
+def reading_anothers() -> tuple[Any, Any, dict[str, str]]:
+    """(losses of a layer that reads another one's shards, in programs; as it is on one device; why it is none)."""
 
+    def trained(strategy: Any) -> Any:
+        keras.utils.set_random_seed(2)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            first = keras.layers.Dense(8)
+            model = keras.Sequential([keras.Input((8,)), first, Reads(first)])
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=strategy is not None)
+        x = np.random.default_rng(0).normal(size=(8, 8)).astype("float32")
+        return model.fit(x, x, batch_size=8, epochs=5, shuffle=False, verbose=0).history["loss"], model
 
-def refused_to_read() -> str:
-    def stack() -> list[keras.layers.Layer]:
-        first = keras.layers.Dense(8)
-        return [first, Reads(first)]
-
-    return _refusal("shards", stack)
-
-
-def equals_one_device(name: str) -> None:
-    """Without dropout's own stream of numbers one device draws what two do: its seed is given."""
-    wanted = train(name, None, False)
-    found = train(name, strategy_of("model"), False)
-    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=1e-5)
-
-
-class Decides(keras.layers.Layer):
-    """Reads a value, which no program can."""
-
-    def call(self, x):  # type: ignore[no-untyped-def]
-        return x * 2 if float(x.sum()) > 0 else x
-
-
-def refused() -> str:
-    """With gradients that are cut: else the whole step is the program, or none is."""
-    return _refusal("data", lambda: [keras.layers.Dense(8), Decides()])
+    found, model = trained(strategy_of("shards"))
+    return found, trained(None)[0], dict(model_record.of(model).engine.whole_steps.why)
 
 
 def with_a_torch_module() -> tuple[Any, Any, list[str]]:
@@ -239,7 +236,7 @@ def of_pairs_of_rows() -> tuple[Any, Any, list[str]]:
             model = OwnOfPairs([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)])
             model.compile(keras.optimizers.SGD(0.1), jit_compile=jit_compile)
         x = np.random.default_rng(0).normal(size=(12, 6)).astype("float32")
-        found = model.fit(x, x[:, :3].copy(), batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        found = model.fit(x, x[:, :3].copy(), batch_size=4, epochs=3, shuffle=False, verbose=0).history
         return [*(np.asarray(found[name]) for name in ("loss", "twice")), *map(np.asarray, model.weights)]
 
     with compiling_by("aot_eager"), warnings.catch_warnings(record=True) as said:
@@ -262,7 +259,7 @@ class Bare(TorchTrainer, keras.layers.Layer):
 
 
 def of_a_layer_that_trains() -> tuple[Any, Any, int]:
-    """(losses of a program for each layer in two processes, those of one device as is, how often values were sent)."""
+    """(losses of programs in two processes, those of one device as is, how often values were sent)."""
 
     def trained(strategy: Any, jit_compile: bool) -> Any:
         keras.utils.set_random_seed(2)

@@ -85,3 +85,36 @@ def test_a_write_to_what_is_no_input_is_refused() -> None:
     kept = torch.zeros(3)
     with pytest.raises(CapabilityError, match="writes to a tensor that no variable"):
         _prepared(lambda x: kept.view(3).add_(x), torch.ones(3))
+
+
+def _fetching(one: Tensor, other: Tensor) -> list[Tensor]:
+    """As stored shards: what is fetched is written where a layer reads it, and once more for backward."""
+    held = torch.empty((2, 3))
+    turned = held.detach().t()
+    held.detach().copy_(one * 2)
+    first = other @ turned
+    held.detach().copy_(one * 3)
+    return [first, other @ turned, held.detach() + 1]
+
+
+def test_what_is_copied_whole_is_read_where_it_was() -> None:
+    names = _names(_same(_fetching, torch.arange(6.0).view(2, 3), torch.ones(2, 3)))
+    assert not any("copy_" in name or "empty" in name for name in names)
+
+
+def _in_parts(one: Tensor) -> list[Tensor]:
+    held = torch.empty((2, 3))
+    held[0].copy_(one)
+    held[1].copy_(one * 2)
+    return [held * 1]
+
+
+def _turned(one: Tensor) -> list[Tensor]:
+    held = torch.empty((3, 3))
+    held.t().copy_(one.expand(3, 3))
+    return [held * 1]
+
+
+@pytest.mark.parametrize("step", [_in_parts, _turned])
+def test_what_is_copied_in_another_way_stays(step: Callable[[Tensor], list[Tensor]]) -> None:
+    assert any("copy_" in name for name in _names(_same(step, torch.arange(3.0))))

@@ -193,6 +193,11 @@ def _of(middle: Callable[[], keras.layers.Layer]) -> Callable[[bool], Built]:
     return lambda jit: (_compiled(_stack(middle()), keras.optimizers.SGD(0.1), jit), rows(8))
 
 
+def _accumulated(jit: bool) -> Built:
+    optimizer = keras.optimizers.Adam(1e-2, epsilon=1e-3, gradient_accumulation_steps=2, clipnorm=1.0)
+    return _compiled(_stack(layers.Dropout(0.2)), optimizer, jit), rows(8)
+
+
 def _of_two_losses(jit: bool) -> Built:
     return _compiled(_stack(), keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), jit, TwoLosses()), rows(8)
 
@@ -201,6 +206,7 @@ CASES: dict[str, Callable[[bool], Built]] = {
     "own step": _own_step,
     "scaled": _scaled,
     "averaged": _averaged,
+    "accumulated": _accumulated,
     "noisy": _noisy,
     "normed": _normed,
     "images": _images,
@@ -225,7 +231,11 @@ AS_THEY_ARE = {
 def strategy_of(kind: str) -> Any:
     if kind == "data":
         return unidist.DataParallel()
+    if kind.startswith("zero"):
+        return unidist.DataParallel(zero=int(kind[-1]))
     size = unidist.process_count()
+    if kind == "sequence":
+        return unidist.ModelParallel(unidist.Mesh({"model": size}), sequence_parallel=True)
     shape = {"model": size} if kind == "model" else {"data": 2, "model": size // 2}
     return unidist.ModelParallel(unidist.Mesh(shape))
 
@@ -276,14 +286,14 @@ def compared(name: str, kind: str) -> dict[str, Any]:
         "apart": _apart(found, wanted),
         "sent": (_sent(traffic), _sent(plain)),
         "programs": (steps.traced, steps.compiled),
-        "why": (steps.unfit, dict(steps.why)),
+        "why": dict(steps.why),
     }
 
 
-def beside_one_device(name: str) -> float:
+def beside_one_device(name: str, kind: str) -> float:
     """How far whole programs of all processes are from plain Keras."""
     wanted, _ = trained(name, None, False)
-    return _apart(trained(name, "data", True)[0], wanted)
+    return _apart(trained(name, kind, True)[0], wanted)
 
 
 def left_behind() -> list[int]:
@@ -315,6 +325,37 @@ def told(name: str) -> tuple[dict[str, Any], list[str]]:
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
+
+
+class OwnLengths(keras.utils.PyDataset):
+    """Batches of this process's own, whose lengths another process does not know."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__()
+        self._process = process
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(10 * self._process + k)
+        count, length = 4 - self._process, 3 + self._process * (k // 2)
+        return rng.normal(size=(count, length, 2)).astype("float32"), np.arange(count)
+
+
+def of_own_lengths() -> tuple[float, dict[str, str], int, int]:
+    """How far programs are from steps as they are, why they are none, and how many there are."""
+    runs = []
+    for jit in (True, False):
+        keras.utils.set_random_seed(3)
+        with unidist.DataParallel(auto_shard_dataset=False).scope():
+            inner = [layers.GRU(6), layers.Dense(4)]
+            model = _compiled(keras.Sequential([keras.Input((None, 2)), *inner]), keras.optimizers.SGD(0.1), jit)
+        history = model.fit(OwnLengths(unidist.process_index()), epochs=EPOCHS, shuffle=False, verbose=0).history
+        runs.append({**history, "weights": [np.asarray(w) for w in model.weights]})
+        if jit:
+            steps = model_record.of(model).engine.whole_steps
+    return _apart(*runs), dict(steps.why), steps.traced, steps.compiled
 
 
 class Steering(keras.callbacks.Callback):

@@ -24,7 +24,7 @@ from unidist.backends.torch.calling import Under
 from unidist.backends.torch.comm import TorchComm
 from unidist.backends.torch.joining import Membership, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
-from unidist.backends.torch.primitives import Traced, begin_sum
+from unidist.backends.torch.primitives import Traced, begin
 from unidist.backends.torch.transports import Transports
 from unidist.backends.torch.watch import Watch, can_watch
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
@@ -185,10 +185,9 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     def in_program(self, group: Group) -> AbstractContextManager[object]:
         return Under(self._transports, self._watch, group, ("program", None, None))
 
-    def begin_sum(self, x: torch.Tensor, axes: Axes, group: Group) -> Callable[[], torch.Tensor]:
-        """Begins a sum in the program that is traced, P -> I; gives what waits for it and returns it."""
-        self.record("all_reduce", axes, group, x)
-        return begin_sum(x, self._transports(group))
+    def begin(self, op: str, x: torch.Tensor, axes: Axes, group: Group) -> Callable[[], torch.Tensor]:
+        self.record(op, axes, group, x if op != "all_gather" else x.expand(group.size, *x.shape))
+        return begin(op, x, self._transports(group))
 
     def _note_sent(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> None:
         move, size = self._move(src, dst), x.element_size()

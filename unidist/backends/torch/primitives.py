@@ -117,12 +117,18 @@ class Traced:
         return _arrived(torch.ops._c10d_functional.broadcast(x, root, transport.name))
 
 
-def begin_sum(x: torch.Tensor, transport: Transport) -> Callable[[], torch.Tensor]:
-    """Puts the start of a sum into a program; gives what puts the wait there, and returns the sum.
+def begin(op: str, x: torch.Tensor, transport: Transport) -> Callable[[], torch.Tensor]:
+    """Puts the start of a sum, or of an all_gather, into a program; gives what puts the wait there.
 
     What the program computes in between may overlap with it.
     """
-    begun = torch.ops._c10d_functional.all_reduce(x, "sum", transport.name)
+    functional = torch.ops._c10d_functional
+    if op == "all_gather":
+        begun = functional.all_gather_into_tensor(x, transport.size, transport.name)
+    elif op == "reduce_scatter":
+        begun = functional.reduce_scatter_tensor(x, "sum", transport.size, transport.name)
+    else:
+        begun = functional.all_reduce(x, "sum", transport.name)
     return lambda: _arrived(begun)
 
 

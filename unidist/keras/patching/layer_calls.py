@@ -26,7 +26,6 @@ class Stage(enum.IntEnum):
 
     PLANNED = enum.auto()  # the planner looks at what the layer takes, or answers for it
     BORDER = enum.auto()  # a layer that treats each row alone takes this shard's rows off what carries them
-    PROGRAM = enum.auto()  # the model's call is a program of torch.compile's
     FETCHED = enum.auto()  # stored shards are there while the layer is called
     REGION = enum.auto()  # what may look at several rows sees those of all shards
     ROWS = enum.auto()  # what treats each row alone is called with this shard's rows

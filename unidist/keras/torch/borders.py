@@ -253,6 +253,4 @@ def _constants(subject: Any) -> frozenset[int]:
 
 
 def can_begin(here: Frame) -> bool:
-    """Not in the program of a call, whose first call has shown that it need not."""
-    of_a_call = here.is_tracing and not here.is_whole
-    return here.world.cuts_rows and not of_a_call and not infers_shapes()
+    return here.world.cuts_rows and not infers_shapes()

@@ -69,10 +69,7 @@ class Frame:
         rows: this rank's rows, which tensors are; None outside of train, test and predict steps.
         carried: the rows of the batch that tensors carry, which to the code are the whole (carrying.py).
         overrides: id of a variable -> what it reads as at the moment.
-        inputs: around a program, id of a place -> what its value reads as (programs.py).
-        reads: if somebody asks, id of a place -> the dtypes in which these values are read.
-        is_tracing: a program is being traced.
-        is_whole: the step is one program, or may become one: no call in it is a program of its own.
+        is_tracing: the step is being traced: it becomes a program.
         local: variables read as the part that this rank updates (in optimizers).
         by_rules: variables read as carriers of those parts, and take what goes by rules.
         accumulating: this step's gradients stay on their rank until the accumulation is full.
@@ -93,10 +90,7 @@ class Frame:
     rows: Rows | None = None
     carried: Rows | None = None
     overrides: dict[int, torch.Tensor] = field(default_factory=dict)
-    inputs: dict[int, torch.Tensor] | None = None
-    reads: dict[int, list[torch.dtype]] | None = None
     is_tracing: bool = False
-    is_whole: bool = False
     local: bool = False
     by_rules: bool = False
     accumulating: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 from unidist.keras.patching.compat import TorchEpochIterator, TorchTrainer, Trainer, backend, torch_trainer, tree
 from unidist.keras.patching.patches import Hook
 from unidist.keras.torch import context
-from unidist.keras.torch.step import programs
+from unidist.keras.torch.step.whole_steps import is_compiled
 
 
 def hooks() -> Iterator[Hook]:
@@ -48,7 +48,7 @@ def _by_backward(original: Any) -> Callable[[Any, Any], Any]:
 
     @functools.wraps(original)
     def train_step(self: Any, data: Any) -> Any:
-        if context.frame() is None or self.run_eagerly or not programs.is_compiled(self):
+        if context.frame() is None or self.run_eagerly or not is_compiled(self):
             return original(self, data)
         self.run_eagerly = True
         try:

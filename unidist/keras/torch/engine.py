@@ -21,10 +21,10 @@ from unidist.keras.torch.context import Frame
 from unidist.keras.torch.gathers import Gathers
 from unidist.keras.torch.layers import applying, rules, sequence
 from unidist.keras.torch.params import placing
-from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, programs, statistics
+from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, statistics
 from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
 from unidist.keras.torch.step.step_comm import Traffic
-from unidist.keras.torch.step.whole_steps import WholeSteps
+from unidist.keras.torch.step.whole_steps import WholeSteps, is_compiled
 
 
 class Engine:
@@ -86,7 +86,7 @@ class Engine:
         traffic = self.traffic
         if traffic is not None:
             traffic.settle()
-            if any(traffic.reducer(rank).is_holding for rank in self.world.ranks):
+            if any(traffic.is_holding(rank) for rank in self.world.ranks):
                 self.world.run(traffic.flush)
 
     # preparing ----------------------------------------------------------------------------------------------------
@@ -101,11 +101,6 @@ class Engine:
         if not changed and not self.is_behind() and self._state() == self._prepared:
             return
         stateful_layers.refuse(model, self.distribution)
-        if self._exact and programs.is_compiled(model) and needs.draws(model):
-            raise CapabilityError(
-                "exact_random=True with jit_compile=True: a program draws for its device's rows alone. Compile the "
-                "model with jit_compile=False, or leave exact_random out"
-            )
         placing.check_meshes(model)
         fresh = not self._prepared
         if fresh:
@@ -116,23 +111,23 @@ class Engine:
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
-            if not programs.is_compiled(model):
+            if not is_compiled(model):
                 statistics.keep_seeds_on_host(model)
         if changed:
             self._set_rules(changed)
         own_apply.install(model)
         metrics.adopt([*model.metrics, *self._loss_trackers()])
         self._watch_gradients()
-        if programs.is_compiled(model):
-            programs.install_programs(model, self.world.backend, by_layer=self._traffic().fetches)
         if self.world.cuts_rows:
             in_parts = self.distribution.strategy.sequence_parallel
-            is_native = lambda layer: programs.is_owner(layer) or (in_parts and layer is model)  # noqa: E731
+            is_native = lambda layer: in_parts and layer is model  # noqa: E731
             self.borders = borders.give(model, is_native, self._exact)
         self._has_own_code = needs.own_code(model)
         self._apart = needs.parts_of(model)
         self._looked.note(model._flatten_layers())
-        self.whole_steps = WholeSteps(model, self.world, self.distribution.strategy)
+        self.whole_steps = None
+        if is_compiled(model):
+            self.whole_steps = WholeSteps(model, self.world, self.distribution.strategy, self._traffic)
         self._prepared = self._state()
 
     def _build(self, batches: Any) -> None:
@@ -164,7 +159,6 @@ class Engine:
     def _set_rules(self, changed: list[Any]) -> None:
         """Gives rules to layers that are new, or are others by now."""
         model, world = self.model, self.world
-        programs.forget(model)
         for border in self.borders:
             border.looks = None
         held = {id(rule) for rule in self.rules}
@@ -252,7 +246,7 @@ class Engine:
         def on_rank(frame: Frame) -> Any:
             frame.own_step, frame.exact = own_step and kind == "train", self._exact
             frame.rows, own = shards.on(frame.rank)
-            if self.whole_steps is None or not programs.is_compiled(self.model):
+            if self.whole_steps is None or not is_compiled(self.model):
                 return eagerly(frame, own)
             return self.whole_steps(frame, kind, own, self.logs_are_read, stepped, eagerly)
 

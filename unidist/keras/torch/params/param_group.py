@@ -35,6 +35,10 @@ class Unit:
         low: the dtype of computation, for values of their own.
     """
 
+    is_in_program = False
+    made = staticmethod(without_memory)
+    buffer_of: type[FlatBuffer] = FlatBuffer
+
     def __init__(
         self, fetcher: Fetcher, axes: Axes, cuts: list[Cut], storages: list[Storage], low: torch.dtype | None = None
     ) -> None:
@@ -44,9 +48,9 @@ class Unit:
         self.is_kept = storages[0].is_kept
         leaves: list[torch.Tensor] = [p.leaves[rank] for p in storages]
         self.is_low = low is not None
-        self.values = leaves if low is None else [without_memory(leaf.shape, low, leaf.device) for leaf in leaves]
+        self.values = leaves if low is None else [self.made(leaf.shape, low, leaf.device) for leaf in leaves]
         self.parts = [p.states[rank] if self.is_kept else p.shards[rank] for p in storages]
-        self.buffer = FlatBuffer(fetcher.world, rank, axes, cuts, self.values)
+        self.buffer = self.buffer_of(fetcher.world, rank, axes, cuts, self.values)
         self.nbytes = sum(value.numel() * value.element_size() for value in self.values)
         self.is_here = self.is_kept
         self.users = 0
@@ -106,7 +110,7 @@ class Unit:
             self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
 
     def open_cast(self, memory: int) -> None:
-        """Makes a cast's value anew. The leaf is there."""
+        """Makes a cast's value anew, where it has gone. The leaf is there."""
         for leaf, cast in self._casts:
             storage = cast.untyped_storage()
             if storage._cdata == memory and not storage.size():

@@ -44,6 +44,7 @@ class Fetcher:
     Args:
         lows: id of a storage -> the dtype in which its layer is expected to read it, where that is not its own.
         reads: what a training step reads, in its order; None: the first one notes it.
+        unit_of: the kind of its units.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Fetcher:
         layers: Iterable[list[Storage]],
         lows: Mapping[int, torch.dtype],
         reads: Sequence[Read] | None = None,
+        unit_of: type[Unit] = Unit,
     ) -> None:
         self.world = world
         self.rank = rank
+        self._unit_of = unit_of
         self.last: Unit | None = None
         self.units: list[Unit] = []
         self._order: dict[str, list[Unit]] = {}
@@ -64,12 +67,12 @@ class Fetcher:
         self.reads = reads
         self._noted: list[Read] | None = None
         for one in grouped(layers, rank, lows, UNIT_BYTES, KEPT_UNIT_BYTES):
-            unit = Unit(self, one.axes, one.cuts, one.storages)
+            unit = unit_of(self, one.axes, one.cuts, one.storages)
             self.units.append(unit)
             for storage in one.storages:
                 storage.units[rank] = unit
             if one.low is not None:
-                self._gather_low(Unit(self, one.axes, one.cuts, one.storages, one.low))
+                self._gather_low(unit_of(self, one.axes, one.cuts, one.storages, one.low))
         self.fetched = [unit for unit in self.units if not unit.is_kept]
         self.by_memory = {leaf.untyped_storage()._cdata: u for u in self.fetched for leaf in u.values}
         self._node: Any = None
@@ -80,6 +83,11 @@ class Fetcher:
                 for storage, low in reads
             ]
             self._order["train"] = [unit for unit, _ in itertools.groupby(units)]
+
+    def follow(self, other: Fetcher) -> None:
+        """Takes over the order in which another fetcher's steps have needed the same units."""
+        place = {id(unit): k for k, unit in enumerate(other.units)}
+        self._order = {kind: [self.units[place[id(unit)]] for unit in units] for kind, units in other._order.items()}
 
     def note(self, storage: Storage, low: bool) -> None:
         """Notes a read, where the order of reads is to be known."""
@@ -186,7 +194,7 @@ class Fetcher:
                 under_way.append(unit)
                 while sum(u.nbytes for u in under_way) > IN_FLIGHT_BYTES:
                     under_way.pop(0).finish()
-        if self.world.is_virtual:
+        if self.world.is_virtual or self._unit_of.is_in_program:
             self.settle()
 
     def settle(self) -> None:

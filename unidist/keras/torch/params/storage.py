@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unidist import events
 from unidist.algebra import Axes, Layout, Mesh, Sharding
-from unidist.errors import CapabilityError
 from unidist.keras.torch import context, outside
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import collective_traversal, sharded_norms
@@ -147,7 +146,18 @@ class Storage:
         """Takes a parameter as it is: torch modules that share it keep it."""
         self._take(self.world.ranks[0], parameter)
 
-    def _take(self, rank: int, shard: torch.nn.Parameter) -> None:
+    @contextlib.contextmanager
+    def standing_in(self, rank: int, value: torch.Tensor) -> Iterator[torch.nn.Parameter]:
+        """Inside, a rank's shard is a parameter with this memory, which it gives, and nothing gathers it."""
+        before = self.shards, self.leaves, self.states, self.units, self.lows
+        self.shards, self.leaves, self.states, self.units, self.lows = *map(dict, before[:3]), {}, {}
+        try:
+            self._take(rank, torch.nn.Parameter(value, requires_grad=self.shards[rank].requires_grad), torch.empty)
+            yield self.shards[rank]
+        finally:
+            self.shards, self.leaves, self.states, self.units, self.lows = before
+
+    def _take(self, rank: int, shard: torch.nn.Parameter, made: Callable[..., torch.Tensor] = without_memory) -> None:
         stored, held, state = self.shardings.stored, self.shardings.held, self.shardings.state
         self.shards[rank] = self.leaves[rank] = self.states[rank] = shard
         if state != stored:
@@ -155,8 +165,14 @@ class Storage:
             own = tuple(slice(lo - at, lo - at + n) for (lo, n), (at, _) in pairs)
             self.states[rank] = torch.nn.Parameter(shard.detach()[own], requires_grad=shard.requires_grad)
         if held != stored:
-            leaf = without_memory(held.local_shape(rank), shard.dtype, shard.device)
+            leaf = made(held.local_shape(rank), dtype=shard.dtype, device=shard.device)
             self.leaves[rank] = torch.nn.Parameter(leaf, requires_grad=shard.requires_grad)
+
+    def as_stored(self, rank: int, part: torch.Tensor) -> torch.Tensor:
+        """Returns what is stored of a tensor; a rank has the part that optimizers see. A collective."""
+        stored, state = self.shardings.stored, self.shardings.state
+        with events.for_purpose("agreement"):
+            return part if state == stored else self.world.backend.redistribute(part, state, stored)
 
     def set_trainable(self, trainable: bool) -> None:
         for parameter in self.parameters():
@@ -236,33 +252,18 @@ class Storage:
         Args:
             dtype: in which it is about to be read. What is returned is in this dtype or in its own.
         """
-        if frame is not None and frame.inputs is not None:
-            return self._given(frame, frame.inputs)
         rank = self.rank_at_work(frame)
         low = self.lows.get(rank)
         if low is not None and low.value.dtype == dtype:
             return low.read()
         unit = self.units.get(rank)
         if unit is not None:
-            if frame is not None and frame.is_tracing and frame.is_whole:
-                raise CapabilityError(f"{self.path!r} is stored as shards over the data axis")
             unit.need(self)
         elif not self.is_kept:
             if frame is not None:
                 raise RuntimeError(f"{self.path!r} is read by a layer before its model was prepared for training")
             return self.shards[rank]
         return self.leaves[rank]
-
-    def _given(self, frame: Frame, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
-        if id(self) not in inputs:
-            raise CapabilityError(
-                f"jit_compile=True: {self.path!r}, stored as shards over the data axis, is read in the call of a layer "
-                "that does not have it. Give it to that layer as an attribute, use zero=2 or less, or "
-                "jit_compile=False"
-            )
-        if frame.reads is not None:
-            frame.reads.setdefault(id(self), []).append(inputs[id(self)].dtype)
-        return inputs[id(self)]
 
     def rank_at_work(self, frame: Frame | None) -> int:
         """Returns the rank of a frame; outside of frames this process's (first) one."""
@@ -298,8 +299,6 @@ class Storage:
 
     def note_cast(self, frame: Frame, value: torch.Tensor, cast: torch.Tensor) -> None:
         """`cast` is `value` in the dtype of computation: it goes where the value goes."""
-        if frame.reads is not None and frame.inputs is not None and value is frame.inputs.get(id(self)):
-            frame.reads[id(self)][-1] = cast.dtype
         unit = self.units.get(frame.rank)
         leaf = self.leaves[frame.rank]
         if unit is not None and not unit.is_kept and value is leaf:

@@ -7,12 +7,15 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from unidist.errors import CapabilityError
 
 _LITERAL = torch.ops.aten.lift_fresh_copy.default
+_MADE = (torch.ops.aten.empty.memory_format,)
+_COPIES = (torch.ops.aten.copy_.default,)
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _POWERS = (torch.ops.aten.pow.Scalar, torch.ops.aten.pow.Tensor_Scalar, torch.ops.aten.pow.Tensor_Tensor)
 
 
@@ -22,8 +25,12 @@ def prepared(program: GraphModule) -> GraphModule:
     Raises:
         CapabilityError: it writes to a tensor that is none of its inputs.
     """
-    roots = _roots(program)
+    roots = _roots(program.graph)
+    if any(root.op == "get_attr" for node in program.graph.nodes for root in _written(node, roots)):
+        raise CapabilityError("the step writes to a tensor that no variable of the model holds")
+    _read_what_is_copied(program.graph, roots)
     program.graph.eliminate_dead_code()
+    roots = _roots(program.graph)
     _share_numbers(program, roots)
     program.graph.eliminate_dead_code()
     _set_powers_apart(program)
@@ -55,18 +62,67 @@ def _is_operation(node: Node) -> bool:
     return node.op == "call_function" and hasattr(node.target, "_schema")
 
 
-def _roots(program: GraphModule) -> dict[Node, Node]:
+def written_inputs(graph: Graph, since: int) -> list[int]:
+    """Returns the inputs that operations behind the first `since` write to, amid a trace."""
+    roots = _roots(graph)
+    found = {root for node in list(graph.nodes)[since:] for root in _written(node, roots)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return [k for k, node in enumerate(inputs) if node in found]
+
+
+def _roots(graph: Graph) -> dict[Node, Node]:
     """Node -> the node whose memory it has."""
     roots: dict[Node, Node] = {}
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         roots[node] = node
         for argument, given in _given(node) if _is_operation(node) else ():
-            if argument.alias_info is None:
-                continue
-            roots[node] = roots[given]
-            if argument.alias_info.is_write and roots[given].op == "get_attr":
-                raise CapabilityError("the step writes to a tensor that no variable of the model holds")
+            if argument.alias_info is not None:
+                roots[node] = roots[given]
     return roots
+
+
+def _read_what_is_copied(graph: Graph, roots: dict[Node, Node]) -> None:
+    """Lets operations read what was copied into memory that the program makes, where it is copied whole.
+
+    So it is with gathered values. A compiler would make the copies.
+    """
+    made = {root for root in roots.values() if root.target in _MADE}
+    for node in graph.nodes:
+        if not _copies_whole(node, roots):
+            made.difference_update(_written(node, roots))
+    now: dict[Node, Node] = {}
+    known: dict[tuple[Node, Node], Node] = {}
+
+    def seen(node: Node) -> Node:
+        """The node on what its memory holds now."""
+        held = now[roots[node]]
+        if node is roots[node] or node.target in _COPIES:
+            return held
+        if (node, held) not in known:
+            known[node, held] = graph.node_copy(node, lambda x: seen(x) if roots[x] in now else x)
+        return known[node, held]
+
+    copies = []
+    for node in list(graph.nodes):
+        if roots[node] in made and node.target in _COPIES:
+            now[roots[node]] = node.args[1]
+            copies.append(node)
+        elif roots[node] not in now:
+            for given in [x for x in node.all_input_nodes if roots[x] in now]:
+                with graph.inserting_before(node):
+                    node.replace_input_with(given, seen(given))
+    graph.eliminate_dead_code(lambda node: node.is_impure() and node not in copies)
+
+
+def _copies_whole(node: Node, roots: dict[Node, Node]) -> bool:
+    """Returns whether an operation copies over all of a memory, and nothing else."""
+    into = node.args[0] if node.target in _COPIES else None
+    while isinstance(into, Node) and into.target in _SAME:
+        into = into.args[0]
+    if not isinstance(into, Node) or into is not roots[node] or not isinstance(source := node.args[1], Node):
+        return False
+    wanted, found = into.meta["val"], source.meta["val"]
+    return bool(wanted.shape == found.shape and wanted.dtype == found.dtype)
 
 
 def _is_number(node: Node) -> bool:

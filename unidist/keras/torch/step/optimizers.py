@@ -189,7 +189,7 @@ def _backend_update_step(original: Any, self: Any, grads: Any, trainable_variabl
 def _update_in_turns(original: Any, self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
     """Updates as elementwise optimizers do: Adam's by a fused kernel, others some variables at a time."""
     frame = context.frame()
-    if frame is not None and frame.is_whole and frame.is_tracing:
+    if frame is not None and frame.is_tracing:
         # Variable by variable, as on other frameworks: a compiler makes a loop of each variable's update.
         return super(TorchParallelOptimizer, self)._backend_update_step(grads, trainable_variables, learning_rate)
     if frame is None or not isinstance(self, _UPDATED_IN_TURNS):

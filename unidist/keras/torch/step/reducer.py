@@ -86,13 +86,19 @@ class Reducer:
     Args:
         world: the ranks. rank: the one whose parameters these are.
         watched: the variables, in the order of the model.
+        whole, cut: the kinds of buckets whose sums are on every rank, and are cut among the ranks.
 
     Attributes:
         launched_early: bytes of the gradients that were under way before the last backward had ended.
     """
 
     def __init__(
-        self, world: RankWorld, rank: int, watched: Iterable[Watched], whole: type[Bucket] = WholeBucket
+        self,
+        world: RankWorld,
+        rank: int,
+        watched: Iterable[Watched],
+        whole: type[Bucket] = WholeBucket,
+        cut: type[Bucket] = CutBucket,
     ) -> None:
         self.world = world
         self.rank = rank
@@ -110,7 +116,7 @@ class Reducer:
         self._at_end: Callable[[], object] = lambda: None
         self._divided: tuple[Reducer | None, int] = (None, -1)
         self._has_own = True
-        self._whole = whole
+        self._whole, self._cut_kind = whole, cut
         self._is_own_loop = False  # the backward that is going on is of no step of Keras's trainer
         self._hooks: list[Any] = []
         self._accumulating: list[Any] = []  # nodes of the graph, whose hooks live no longer than they do
@@ -165,7 +171,7 @@ class Reducer:
         return [members for _, members in sorted(kinds.items(), key=lambda kind: bool(kind[0][0]))]
 
     def _cut(self, members: list[Watched]) -> None:
-        kind = CutBucket if members[0].cut_axes else self._whole
+        kind = self._cut_kind if members[0].cut_axes else self._whole
         usual = bucket_bytes()
         limit = min(FIRST_BUCKET_BYTES, usual) if not self.buckets else usual
         current: list[Watched] = []
@@ -249,7 +255,7 @@ class Reducer:
         with events.for_purpose("gradient"), torch.no_grad():
             bucket.launch()
             self._next += 1
-            if isinstance(bucket, CutBucket):
+            if bucket.members[0].cut_axes:
                 while self._next - self._finished > SCATTERED_AT_ONCE:
                     self._hand_out()
 

@@ -20,6 +20,7 @@ from unidist.keras.torch.params.param_groups import Fetcher, Read, use_in_calls
 from unidist.keras.torch.params.storage import Storage
 from unidist.keras.torch.params.variables import DistributedVariable
 from unidist.keras.torch.step import eagerly
+from unidist.keras.torch.step.program_params import ProgramBucket, ProgramCutBucket, ProgramUnit
 from unidist.keras.torch.step.reducer import Reducer
 from unidist.keras.torch.world import RankWorld
 from unidist.planner.fetching import by_reads
@@ -57,20 +58,20 @@ class Traffic:
         for layer in model._flatten_layers():
             for variable in overwritten(layer):
                 variable._storage.is_overwritten = True
-        self._reducers = {
-            rank: Reducer(world, rank, [Watched.of(p, rank, late=self._is_late(p)) for p in trainable])
-            for rank in world.ranks
-        }
-        layers = [[v._storage for v in own] for _, own in by_layer]
-        lows = {
+        self._reducers = {rank: Reducer(world, rank, self._watched_on(rank)) for rank in world.ranks}
+        self._layers = [[v._storage for v in own] for _, own in by_layer]
+        self._lows = {
             id(v._storage): dtype for layer, own in by_layer for v in own if (dtype := compute_dtype.expected(layer, v))
         }
-        self._fetchers = {rank: Fetcher(world, rank, layers, lows, reads) for rank in world.ranks}
+        self._fetchers = {rank: Fetcher(world, rank, self._layers, self._lows, reads) for rank in world.ranks}
         self._make_ready()
         for layer, own in fetched:
             self._undo.append(use_in_calls(layer, [v._storage for v in own]))
         self.fetches = bool(fetched)
         self._has_modules = eagerly.has_modules(model)
+
+    def _watched_on(self, rank: int) -> list[Watched]:
+        return [Watched.of(p, rank, late=self._is_late(p)) for p in self._watched]
 
     def misses_some(self) -> bool:
         """Says whether a variable trains by now that did not when gradients were first watched."""
@@ -120,11 +121,11 @@ class Traffic:
     def step(self, frame: Frame, kind: str) -> Iterator[None]:
         """A step of Keras's trainer ("train", "test" or "predict") on a rank."""
         reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
-        if self.model.jit_compile or self._has_modules:
-            fetcher.settle()  # compiled programs and torch modules do not wait for what they read
+        if self._has_modules:
+            fetcher.settle()  # torch modules do not wait for what they read
         frame.fetcher = fetcher if fetcher.fetched else None
         frame.keeps_gradients = reducer.is_holding
-        frame.accumulating = reducer.is_paused = kind == "train" and self._accumulates()
+        frame.accumulating = reducer.is_paused = kind == "train" and self.accumulates()
         try:
             with reducer.working(frame), fetcher.step(kind):
                 yield
@@ -132,6 +133,30 @@ class Traffic:
             frame.fetcher = None
             if reducer.is_paused:
                 reducer.is_paused, reducer.is_holding = False, True
+
+    @contextlib.contextmanager
+    def traced(self, frame: Frame, kind: str, waiting: Sequence[torch.Tensor], waits: bool) -> Iterator[None]:
+        """A step that becomes a program: what it moves is part of the program. Variables are stand-ins.
+
+        Args:
+            waiting: the gradients that wait on the rank, where some do. waits: whether this step's wait as well.
+        """
+        rank = frame.rank
+        reducer = Reducer(self.world, rank, self._watched_on(rank), ProgramBucket, ProgramCutBucket)
+        fetcher = Fetcher(self.world, rank, self._layers, self._lows, self.reads, ProgramUnit)
+        fetcher.follow(self._fetchers[rank])
+        self.put_gradients(rank, waiting)
+        frame.fetcher = fetcher if fetcher.fetched else None
+        frame.shared = self.shared(frame)
+        frame.keeps_gradients = reducer.is_holding = bool(waiting)
+        frame.accumulating = reducer.is_paused = waits
+        try:
+            with reducer.working(frame), fetcher.step(kind):
+                yield
+        finally:
+            frame.shared = frame.fetcher = None
+            fetcher.close()
+            reducer.close()
 
     def shared(self, frame: Frame) -> SharedWeights | None:
         """Returns what sums gradients of weights used on parts of sequences, for one step."""
@@ -150,7 +175,38 @@ class Traffic:
 
     # accumulation -------------------------------------------------------------------------------------------------
 
-    def _accumulates(self) -> bool:
+    def waiting(self, rank: int) -> list[torch.Tensor]:
+        """The gradients that wait on a rank, of all variables that train: zeros where none do yet."""
+        is_holding = self.is_holding(rank)
+        for leaf in self._leaves(rank):
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            elif not is_holding:
+                leaf.grad.zero_()
+        return [grad for grad in self.gradients(rank) if grad is not None]
+
+    def is_holding(self, rank: int) -> bool:
+        """Returns whether gradients wait on a rank."""
+        return self._reducers[rank].is_holding
+
+    def hold(self, rank: int, is_holding: bool) -> None:
+        """Notes whether gradients wait on a rank, behind a step that was a program; else they are let go."""
+        self._reducers[rank].is_holding = is_holding
+        for storage in self._watched if not is_holding else ():
+            storage.forget_gradients(rank)
+
+    def gradients(self, rank: int) -> list[torch.Tensor | None]:
+        """The gradients of all variables that train, as they are on a rank."""
+        return [leaf.grad for leaf in self._leaves(rank)]
+
+    def put_gradients(self, rank: int, grads: Sequence[torch.Tensor | None]) -> None:
+        for leaf, grad in zip(self._leaves(rank), grads, strict=False):
+            leaf.grad = grad
+
+    def _leaves(self, rank: int) -> list[torch.nn.Parameter]:
+        return [leaf for storage in self._watched if (leaf := storage.leaf(rank)).requires_grad]
+
+    def accumulates(self) -> bool:
         """Returns whether this step's gradients may wait on their ranks for later ones: nothing is sent.
 
         Not where somebody looks at them in between, nor where values are stored as shards: whole gradients would be

@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from unidist import events
 from unidist.keras.patching.compat import torch_core, tree
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.params.buckets import Bucket, Watched
 from unidist.keras.torch.params.storage import Storage
-from unidist.keras.torch.step.graphs import prepared, take_unused
-from unidist.keras.torch.step.reducer import Reducer
+from unidist.keras.torch.step.graphs import prepared, take_unused, written_inputs
 from unidist.keras.torch.structures import emptied, filled, tensors
 
 Tensor = torch.Tensor
@@ -75,23 +74,34 @@ class StepProgram:
         self.proofs = 0
         self._compiled: Callable[..., list[Tensor]] | None = None
 
-    def trace(self, frame: Frame, step: Callable[[Frame, Any], Any], batch: Any) -> None:
+    def trace(
+        self,
+        frame: Frame,
+        step: Callable[[Frame, Any], Any],
+        batch: Any,
+        waiting: Sequence[Tensor],
+        moving: Callable[[Frame, Sequence[Tensor]], AbstractContextManager[None]],
+    ) -> None:
         """Traces step(frame, batch). No value of a variable changes.
+
+        Args:
+            waiting: the gradients that wait on this rank, which it adds to.
+            moving: of a frame and of what stands for those gradients, gives in what gradients and values move.
 
         Raises:
             CapabilityError: the step writes to a tensor that belongs to no placed variable.
             Exception: whatever the step raises where a tensor has no value.
         """
         count = len(self._storages)
-
         rows = emptied(batch)
 
         def run(*values: Tensor) -> list[Tensor]:
-            given = filled(rows, iter(values[count:]))
+            left = iter(values[count:])
+            given = filled(rows, left)
             with (
                 _at_work(frame) as own,
                 _standing_in(own, self._storages, values[:count]),
-                self._reducing(own),
+                moving(own, list(left)),
             ):
                 out = step(own, given)
             losses = [(owner, x) for owner in self._owners for x in getattr(owner, "_losses", ()) if _is_fake(x)]
@@ -100,34 +110,37 @@ class StepProgram:
             return [*tensors(out), *(loss for _, loss in losses)]
 
         with _put_back(self._owners), frame.world.backend.into_program() as self.sent:
-            values = [*self._values(self._storages), *tensors(batch)]
+            values = [*self._values(self._storages), *tensors(batch), *waiting]
             self.graph = prepared(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*values))
         self._used = [self._storages[k] for k in take_unused(self.graph, count)]
         # What the outputs stand for is not kept: they belong to the trace.
         self._out = emptied(self._out)
 
     def compile(self) -> None:
-        """Lets runs be those of torch.compile's program. Behind a program no gradients are kept."""
-        for storage in self._trained:
-            storage.forget_gradients(self._rank)
+        """Lets runs be those of torch.compile's program."""
         self._storages = self._used
         self._compiled = torch.compile(self.graph, dynamic=False)
 
     def leave_uncompiled(self) -> None:
-        self._compiled = None
+        """Lets runs be those of the graph as it was traced."""
+        self._compiled = self.graph
 
-    def __call__(self, batch: Any) -> Any:
-        """One step: variables are written, and its outputs returned."""
-        out = self.run(batch)
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def __call__(self, batch: Any, waiting: Sequence[Tensor] = ()) -> Any:
+        """One step: variables and waiting gradients are written, and its outputs returned."""
+        out = self.run(batch, waiting)
         for event in self.sent if events.listening() else ():
             events.emit(event)
         return out
 
-    def run(self, batch: Any) -> Any:
+    def run(self, batch: Any, waiting: Sequence[Tensor] = ()) -> Any:
         """A step of which no ledger hears."""
         run = self.graph if self._compiled is None else self._compiled
         with torch.no_grad(), self._sending():
-            found = iter(run(*self._values(self._used), *tensors(batch)))
+            found = iter(run(*self._values(self._used), *tensors(batch), *waiting))
         out = filled(self._out, found)
         for owner in dict.fromkeys(self._losers):
             owner._losses.clear()
@@ -148,19 +161,28 @@ class StepProgram:
         Args:
             before: all values before the step. wanted: as the step left them.
         """
-        grads = {id(one): one.states[self._rank].grad for one in self._trained}
-        largest = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0)
+        counting = self._counting()
         slots = [x for x, one in zip(wanted, self._storages, strict=True) if id(one) in self._slots]
         scale = max((float(x.norm()) for x in slots if x.is_floating_point()), default=0.0)
         apart = []
         for storage, found, *kept in zip(self._storages, self._values(self._storages), before, wanted, strict=True):
             old, new, other = of_one = [x.detach().to(found.device) for x in (*kept, found)]
-            grad = grads.get(id(storage))
-            if grad is not None:
-                old, new, other = (x[grad.abs() > NOISE * largest] for x in of_one)
+            counts = counting.get(id(storage))
+            if counts is not None:
+                old, new, other = (x[counts] for x in of_one)
             if not is_close(old, new, other, NOISE * scale if id(storage) in self._slots else 0.0):
                 apart.append(storage.path)
         return apart
+
+    def _counting(self) -> dict[int, Tensor]:
+        """Id of a trained variable -> which elements of what is stored have a gradient that is no rounding."""
+        grads = {one: one.states[self._rank].grad for one in self._trained}
+        largest = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0)
+        found = {}
+        for storage, grad in grads.items():
+            if grad is not None:
+                found[id(storage)] = storage.as_stored(self._rank, grad.abs() > NOISE * largest)
+        return found
 
     def values(self) -> list[Tensor]:
         """Returns copies of all values, in the host's memory."""
@@ -173,16 +195,6 @@ class StepProgram:
 
     def _values(self, storages: Sequence[Storage]) -> list[Tensor]:
         return [storage.shards[self._rank] for storage in storages]
-
-    @contextlib.contextmanager
-    def _reducing(self, frame: Frame) -> Iterator[None]:
-        watched = [Watched.of(storage, frame.rank) for storage in self._trained]
-        reducer = Reducer(frame.world, frame.rank, watched, _ProgramBucket)
-        try:
-            with reducer.working(frame):
-                yield
-        finally:
-            reducer.close()
 
 
 def is_close(before: Tensor, wanted: Tensor, found: Tensor, least: float = 0.0) -> bool:
@@ -202,55 +214,16 @@ def _in_doubles(x: Tensor) -> Tensor:
     return torch.nan_to_num(x.detach().to(torch.complex128 if x.is_complex() else torch.float64))
 
 
-class _ProgramBucket(Bucket):
-    """Gradients that a program sums on every rank, P -> I: begun as soon as backward has all of them."""
-
-    _sum: Callable[[], Tensor]
-
-    def launch(self) -> None:
-        grads = self.grads()
-        self.had = [grad is not None for grad in grads]
-        parts = [
-            torch.zeros_like(m.leaf) if g is None else g.to(m.leaf.dtype)
-            for m, g in zip(self.members, grads, strict=True)
-        ]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        self._sum = self.world.backend.begin_sum(flat if self.counts else torch.zeros_like(flat), self.axes, self.group)
-
-    def finish(self) -> list[Tensor]:
-        leaves = [m.leaf for m in self.members]
-        flats = self._sum().split([leaf.numel() for leaf in leaves])
-        return [part.view(leaf.shape) for part, leaf in zip(flats, leaves, strict=True)]
-
-    def used(self, views: list[Tensor]) -> list[bool]:
-        """All ranks trace one program, so what one has no gradient of, none has."""
-        return self.had
-
-    def give_away(self) -> None:
-        """Each run of a program has memory of its own."""
-
-
 @contextlib.contextmanager
 def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Tensor]) -> Iterator[None]:
     """Inside, variables have these tensors as memory."""
-    rank = frame.rank
-    kinds = [(one.shards, one.leaves, one.states) for one in storages]
-    before = [[kind[rank] for kind in of_one] for of_one in kinds]
-    own = [
-        torch.nn.Parameter(tensor, requires_grad=held[0].requires_grad)
-        for tensor, held in zip(values, before, strict=True)
-    ]
-    token = _stand_ins.set(own)
-    try:
-        for of_one, stand_in in zip(kinds, own, strict=True):
-            for kind in of_one:
-                kind[rank] = stand_in
-        yield
-    finally:
-        _stand_ins.reset(token)
-        for of_one, held in zip(kinds, before, strict=True):
-            for kind, parameter in zip(of_one, held, strict=True):
-                kind[rank] = parameter
+    with contextlib.ExitStack() as stack:
+        own = [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in zip(storages, values, strict=True)]
+        token = _stand_ins.set(own)
+        try:
+            yield
+        finally:
+            _stand_ins.reset(token)
 
 
 @contextlib.contextmanager
@@ -305,9 +278,10 @@ def _branch(
 
     They are put back.
     """
-    versions = [x._version for x in held]
+    graph = _graph()
+    since = len(graph.nodes)
     out = branch()
-    changed = [k for k, (x, version) in enumerate(zip(held, versions, strict=True)) if x._version != version]
+    changed = [k for k in written_inputs(graph, since) if k < len(held)]
     written = {k: held[k].detach().clone() for k in changed}
     with torch.no_grad():
         for k in changed:
@@ -315,11 +289,19 @@ def _branch(
     return out, written
 
 
+def _graph() -> Graph:
+    """The graph of the trace that is going on."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("a program is traced by make_fx")
+    return mode.tracer.graph
+
+
 @contextlib.contextmanager
 def _at_work(frame: Frame) -> Iterator[Frame]:
     """A rank that traces, and leaves nothing on the frame of the rank at work."""
     own = frame.world.frame_for(frame.rank)
     own.rows, own.own_step, own.exact = frame.rows, frame.own_step, frame.exact
-    own.is_tracing = own.is_whole = True
+    own.is_tracing = True
     with context.entered(own):
         yield own

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,16 @@ import keras
 import torch
 
 import unidist
+from unidist.errors import CapabilityError
 from unidist.keras.needs import parts_of
 from unidist.keras.patching.compat import get_device, tree
 from unidist.keras.records.layer_report import in_words, listed
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.cutting import of_places
 from unidist.keras.torch.params import placing, sharded_norms
-from unidist.keras.torch.params.storage import Storage
 from unidist.keras.torch.step.attributes import as_before
 from unidist.keras.torch.step.drawing import Generators
+from unidist.keras.torch.step.step_comm import Traffic
 from unidist.keras.torch.step.whole_step import StepProgram, is_close
 from unidist.keras.torch.structures import tensors
 from unidist.keras.torch.world import RankWorld
@@ -46,17 +49,27 @@ class WholeSteps:
         model: the model, as it is prepared now.
         world: its ranks, one of them in this process.
         strategy: how it is distributed.
+        traffic: gives what moves its gradients and values.
 
     Attributes:
-        unfit: why no step is one program, and only calls of the model or of its layers are some; "" where steps are.
         why: kind of a step ("train", "test" or "predict") -> why it runs as it is.
         traced: how many programs were traced. compiled: how many of them have run without a step beside them.
+
+    Raises:
+        CapabilityError: the backend's collectives cannot be part of a program.
     """
 
-    def __init__(self, model: Any, world: RankWorld, strategy: Strategy) -> None:
-        self.unfit = _unfit(model, world, strategy)
+    def __init__(self, model: Any, world: RankWorld, strategy: Strategy, traffic: Callable[[], Traffic]) -> None:
+        if not world.backend.compiles:
+            raise CapabilityError(
+                f"jit_compile=True: the collectives of {world.backend.name!r} cannot be part of torch.compile's "
+                "programs. Compile the model with jit_compile=False, or use('torch')"
+            )
         self._model = model
         self._world = world
+        self._traffic = traffic
+        # Batches are each process's own, so that shapes which are known to one may be new to another.
+        self._is_apart = not strategy.auto_shard_dataset and world.mesh.size > 1
         self._programs: dict[Any, StepProgram] = {}
         self._trainable: tuple[int, tuple[bool, ...]] = -1, ()
         self._had: set[str] = set()
@@ -72,43 +85,54 @@ class WholeSteps:
             details: what else a program depends on.
             step: the step on carriers, to be traced. eagerly: the step with all that is around it.
         """
-        frame.is_whole = not self.unfit
-        if self.unfit or kind in self.why or kind not in self._had:
+        if kind in self.why or kind not in self._had:
             # The first step builds what is missing, and sees what is called in it.
             self._had.add(kind)
             return eagerly(frame, batch)
+        traffic = self._traffic()
+        traffic.settle()
         given = tree.map_structure(_tensor, batch)
-        key = (kind, details, frame.rows, self._trained(), _signature(given))
+        waits = kind == "train" and traffic.accumulates()
+        adds = waits or (kind == "train" and traffic.is_holding(frame.rank))
+        waiting = _Waiting(traffic, frame.rank, adds, waits)
+        key = (kind, details, frame.rows, adds, waits, self._trained(), _signature(given))
         program = self._programs.get(key)
+        is_proven = program is not None and program.proofs >= PROVEN
+        if self._is_apart:
+            is_proven = self._all(is_proven)
+        if program is not None and is_proven:
+            return self._run(program, given, waiting)
+        is_new, reason = program is None, ""
         if program is None:
-            program, reason = self._traced(frame, step, given)
-            if not self._all(program is not None) or program is None:
-                self._refuse(kind, reason or "another process cannot trace it")
-                return eagerly(frame, batch)
-            self._programs[key] = program
-        if program.proofs < PROVEN:
-            out, reason = self._proven(frame, program, given, batch, eagerly)
-            if not self._all(not reason):
-                self._refuse(kind, reason or "another process finds other numbers")
-            return out
-        if program.proofs == PROVEN:
-            program.proofs += 1
-            return self._compiled(program, given)
-        return program(given)
-
-    def _compiled(self, program: StepProgram, given: Any) -> Any:
-        """Compiles a program and runs it: as it was traced where torch.compile fails."""
-        program.compile()
-        try:
-            out = program(given)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            # It compiles before it computes, so nothing is written yet.
-            program.leave_uncompiled()
-            text = "jit_compile=True: torch.compile has failed, so programs of model %r run as they were traced: %s"
-            _log.warning(text, self._model.name, in_words(error))
-            return program(given)
-        self.compiled += 1
+            program, reason = self._traced(frame, kind, step, given, waiting)
+        is_traced = program is not None
+        if is_new or self._is_apart:
+            is_traced = self._all(is_traced)
+        if program is None or not is_traced:
+            self._refuse(kind, reason or "another process cannot trace it")
+            return eagerly(frame, batch)
+        self._programs[key] = program
+        out, reason = self._proven(frame, program, given, batch, waiting, eagerly)
+        if not self._all(not reason):
+            self._refuse(kind, reason or "another process finds other numbers")
         return out
+
+    def _run(self, program: StepProgram, given: Any, waiting: _Waiting) -> Any:
+        """Runs a program that is proven; the first time it is compiled, and else runs as it was traced."""
+        if not program.is_compiled:
+            program.compile()
+            if not self._traffic().is_holding(waiting.rank):
+                self._traffic().hold(waiting.rank, False)
+            try:
+                out = waiting.run(program, given)
+                self.compiled += 1
+                return out
+            except torch._dynamo.exc.TorchDynamoException as error:
+                # It compiles before it computes, so nothing is written yet.
+                program.leave_uncompiled()
+                text = "jit_compile=True: torch.compile has failed, so programs of model %r run as they were traced: %s"
+                _log.warning(text, self._model.name, in_words(error))
+        return waiting.run(program, given)
 
     def _trained(self) -> tuple[bool, ...]:
         """Returns whether each variable trains, in their order."""
@@ -116,9 +140,11 @@ class WholeSteps:
             self._trainable = self._world.choices, tuple(v.trainable for v in self._model.variables)
         return self._trainable[1]
 
-    def _traced(self, frame: Frame, step: Step, given: Any) -> tuple[StepProgram | None, str]:
+    def _traced(
+        self, frame: Frame, kind: str, step: Step, given: Any, waiting: _Waiting
+    ) -> tuple[StepProgram | None, str]:
         """Returns a program, or why there is none."""
-        storages = [one for one in sharded_norms.placed if one.world is self._world and _is_plain(one, frame.rank)]
+        storages = [one for one in sharded_norms.placed if one.world is self._world]
         optimizer = getattr(self._model, "optimizer", None)
         weights, slots = (
             [v._storage for v in variables if placing.is_placed(v)]
@@ -126,9 +152,13 @@ class WholeSteps:
         )
         program = StepProgram(frame, storages, weights, slots, self._owners())
         generators = Generators.now()
+
+        def moving(own: Frame, grads: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+            return self._traffic().traced(own, kind, grads, waiting.waits)
+
         try:
             with as_before(parts_of(self._model)):
-                program.trace(frame, step, given)
+                program.trace(frame, step, given, waiting.tensors(), moving)
         # Whatever a step does where tensors have no values: it has just run where they have.
         except Exception as error:
             return None, _in_words(error)
@@ -143,25 +173,32 @@ class WholeSteps:
         parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics")]
         return [*model._flatten_layers(), *model.metrics, *(part for part in parts if part is not None)]
 
-    def _proven(self, frame: Frame, program: StepProgram, given: Any, batch: Any, eagerly: Step) -> tuple[Any, str]:
+    def _proven(
+        self, frame: Frame, program: StepProgram, given: Any, batch: Any, waiting: _Waiting, eagerly: Step
+    ) -> tuple[Any, str]:
         """Runs a step eagerly, and the program beside it.
 
         Returns its outputs, and how the program differs: "" where it does not.
         """
         program.proofs += 1
         copied = tree.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
+        grads = [grad.clone() for grad in waiting.tensors()]
         generators, before = Generators.now(), program.values()
         out = eagerly(frame, batch)
+        self._traffic().settle()
         later, wanted = Generators.now(), program.values()
         program.put(before)
         generators.go_on()
-        again = program.run(copied)
+        again = program.run(copied, grads)
         apart = program.apart(before, wanted)
         program.put(wanted)
         later.go_on()
         outputs = zip(tensors(out), tensors(again), strict=True)
-        if not all(is_close(torch.zeros_like(one), one, other) for one, other in outputs):
+        if not all(_is_as_long(one, other) for one, other in outputs):
             apart.append("its outputs")
+        held = zip(self._traffic().gradients(frame.rank), grads, strict=True) if waiting.waits else ()
+        if not all(_is_as_long(torch.zeros_like(other) if one is None else one, other) for one, other in held):
+            apart.append("the gradients that wait")
         return out, f"run again, it gives other numbers for {listed(apart)}" if apart else ""
 
     def _refuse(self, kind: str, reason: str) -> None:
@@ -174,26 +211,36 @@ class WholeSteps:
         return all(of_places(world, world.mesh.axis_names, int(is_so), "agreement")) if world.mesh.size > 1 else is_so
 
 
-def _unfit(model: Any, world: RankWorld, strategy: Strategy) -> str:
-    if strategy.sequence_parallel:
-        return "activations are parts of sequences"
-    if not strategy.auto_shard_dataset and world.mesh.size > 1:
-        return "each process has batches of its own, whose shapes the others do not know"
-    optimizer = getattr(model, "optimizer", None)
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        return "gradients are accumulated"
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    placed = [v._storage for v in variables if placing.is_placed(v)]
-    if any(not _is_plain(storage, rank) for storage in placed for rank in world.ranks):
-        return "values or gradients are cut over the data axis"
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Gradients that wait on a rank for those of later steps (gradient_accumulation_steps).
+
+    Attributes:
+        adds: a step adds to what waits. waits: what it has then goes on to wait.
+    """
+
+    traffic: Traffic
+    rank: int
+    adds: bool
+    waits: bool
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.traffic.waiting(self.rank) if self.adds else []
+
+    def run(self, program: StepProgram, given: Any) -> Any:
+        out = program(given, self.tensors())
+        if self.adds:
+            self.traffic.hold(self.rank, self.waits)
+        return out
 
 
-def _is_plain(storage: Storage, rank: int) -> bool:
-    """Returns whether a rank has one tensor of a variable, where it is, in steps and between them."""
-    shard = storage.shards[rank]
-    is_one = storage.leaves[rank] is shard and storage.states[rank] is shard
-    return is_one and not storage.gathered_by(rank)
+def is_compiled(model: Any) -> bool:
+    """Returns whether a model's steps run as programs, in a trainer's session."""
+    return bool(getattr(model, "jit_compile", False))
+
+
+def _is_as_long(wanted: torch.Tensor, found: torch.Tensor) -> bool:
+    return is_close(torch.zeros_like(wanted), wanted, found)
 
 
 def _tensor(x: Any) -> Any:
