@@ -94,6 +94,27 @@ def test_optimizers(everywhere: Any, setting: str, kind: str, zero: int, name: s
     everywhere((setting, kind, zero), "optimized", name)
 
 
+# What steps that are programs compute, at every stage of ZeRO.
+AS_PROGRAMS = [
+    *(("optimized", name) for name in (*PROMISES, *OTHERS, *OVERRIDDEN)),
+    *(("built", name) for name in ("regularized", "covariance", "besides", "lora")),
+    *(("measured", name) for name in ("binary", "own", "state")),
+    *(("looked_up", name) for name in ("tied", "normalized", "spectral")),
+    *((program,) for program in ("toggled", "thawed", "few")),
+]
+
+
+@pytest.mark.parametrize("k", [k for k in range(len(AS_PROGRAMS)) if unless_all(k % 3 == 0, True)])
+def test_steps_that_are_programs(k: int, worlds: Worlds, expected: Any) -> None:
+    """All but the first, compared with one device's as they are."""
+    program, *args = AS_PROGRAMS[k]
+    setting, kind = [("torch-2", "dp"), ("torch-4", "2x2")][k // 3 % 2]
+    for found in worlds.get(setting).call("tests.keras.torch.promised:run", RUN(program), kind, k % 4, *args):
+        assert found["_why"] == []
+        assert found["_programs"] > 0
+        same(found, expected(program, *ALONE, *args))
+
+
 @pytest.mark.parametrize("name", ["sim-torch", "torch-2"])
 def test_all_gradients_of_an_accumulation_are_refused(name: str, worlds: Worlds) -> None:
     for outcome in worlds.get(name).outcomes(RUN("optimized"), "dp", 0, "own apply, accumulation").values():

@@ -25,7 +25,7 @@ def _compiled(self: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def by_programs() -> Iterator[list[whole_steps.WholeSteps]]:
-    """Inside, models are compiled to programs, which run as they are traced and beside no step; gives their programs."""
+    """Inside, models run as programs, as they are traced and beside no step; gives their programs."""
     made: list[whole_steps.WholeSteps] = []
 
     class Steps(whole_steps.WholeSteps):
@@ -50,5 +50,5 @@ def run(program: str, kind: str | None, zero: int, *args: Any) -> Result:
     function = getattr(importlib.import_module(module), name)
     with by_programs() as made:
         found: Result = functools.partial(function, kind, zero)(*args)
-    why = [f"{kind}: {said}" for steps in made for kind, said in steps.why.items()]
+    why = [f"{step}: {said}" for steps in made for step, said in steps.why.items()]
     return {**found, "_why": why, "_programs": sum(steps.compiled for steps in made)}

@@ -19,7 +19,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from unidist import events
-from unidist.keras.patching.compat import torch_core, tree
+from unidist.keras.patching.compat import get_device, torch_core, tree
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
@@ -255,6 +255,7 @@ def _holds_fakes(x: Any) -> bool:
 
 def hooks() -> Iterator[Hook]:
     yield Hook(torch_core, "cond", calling(_cond), "a program has both branches", imported=True)
+    yield Hook(torch_core, "scatter", calling(_scatter), "a program reads no index", imported=True)
 
 
 def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
@@ -269,6 +270,17 @@ def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callab
         for k in {**written, **other}:
             held[k].copy_(torch.where(pred, written.get(k, before[k]), other.get(k, before[k])))
     return tree.map_structure(lambda x, y: x if x is None else torch.where(pred, x, y), if_true, if_false)
+
+
+def _scatter(original: Any, indices: Any, values: Any, shape: Any) -> Any:
+    """Adds values at their indices by one operation, where Keras's loop reads each index."""
+    if _stand_ins.get() is None:
+        return original(indices, values, shape)
+    indices, values = torch_core.convert_to_tensor(indices), torch_core.convert_to_tensor(values)
+    depth = indices.shape[-1]
+    rows, given = indices.reshape(-1, depth).long(), values.reshape(-1, *shape[depth:])
+    zeros = torch.zeros(tuple(shape), dtype=values.dtype, device=get_device())
+    return zeros.index_put(tuple(rows.unbind(-1)), given, accumulate=True)
 
 
 def _branch(

@@ -258,10 +258,12 @@ def _signature(batch: Any) -> tuple[Any, ...]:
 
 
 def _in_words(error: Exception) -> str:
-    """An error in one line, with the user's line in which it came."""
+    """An error in one line, with the line of the user's in which it came; else with Keras's."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if not one.filename.startswith(_NOT_THE_USERS) and not one.filename.startswith("<")]
-    place = f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+    of_keras = [one for one in frames if one.filename.startswith(_NOT_THE_USERS[1])]
+    found = (own or of_keras)[-1:]
+    place = f" ({found[0].filename}:{found[0].lineno}: {found[0].line})" if found else ""
     if type(error).__name__ in _READS:
         return f"it reads the value of a tensor{place}"
     return f"{type(error).__name__}: {in_words(error)}{place}"
