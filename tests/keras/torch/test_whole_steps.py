@@ -39,6 +39,7 @@ CUT = {
 def _check(name: str, world: ProcessWorld, kind: str) -> None:
     for found in world.call(whole.compared, name, kind):
         assert found["why"] == {}
+        assert found["told"] == f"a program for each shape of a batch: {4 if name == 'accumulated' else 2} by now"
         assert found["apart"] <= WIDER.get(name, 1e-5), found["apart"]
         sent, wanted = found["sent"]
         assert sent == wanted, (sent - wanted, wanted - sent)
@@ -85,6 +86,7 @@ def test_what_reads_values_runs_as_it_is_and_says_why(name: str, world: ProcessW
         assert said
         assert re.match(r"jit_compile=True: a train step of model 'sequential\w*' runs as it is: ", said[0])
         assert whole.AS_THEY_ARE[name][1] in said[0]
+        assert found["told"] == f"runs as it is, though jit_compile=True: {found['why']['train']}"
 
 
 @pytest.mark.parametrize(("freezing", "programs"), [(False, (2, 2)), (True, (4, 2))])

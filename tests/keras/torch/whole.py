@@ -287,6 +287,7 @@ def compared(name: str, kind: str) -> dict[str, Any]:
         "sent": (_sent(traffic), _sent(plain)),
         "programs": (steps.traced, steps.compiled),
         "why": dict(steps.why),
+        "told": dict(unidist.describe(model).why).get("train step", ""),
     }
 
 

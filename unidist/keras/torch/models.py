@@ -51,9 +51,12 @@ def rows(model: Any) -> list[Row]:
 def reasons(model: Any) -> Iterator[tuple[str, str]]:
     """Yields (name, whether it looks at several shards' rows) of what may look.
 
-    Then come (name, how often) of operations that gather, and (path, what it does) of each layer with cut weights.
+    Then come (name, how often) of operations that gather, and (path, what it does) of each layer with cut weights. With
+    jit_compile=True steps come first: programs, or why they are none.
     """
     found = engine.engine_of(model)
+    if found is not None and found.whole_steps is not None:
+        yield from found.whole_steps.told()
     for border in found.borders if found is not None else ():
         yield border.name, border.why
     for name, count in found.gathers.counts.items() if found is not None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,15 @@ class WholeSteps:
         if not self._all(not reason):
             self._refuse(kind, reason or "another process finds other numbers")
         return out
+
+    def told(self) -> Iterator[tuple[str, str]]:
+        """Yields (kind of a step, what it is) of the steps that were made."""
+        for kind in sorted(self._had):
+            count = sum(key[0] == kind for key in self._programs)
+            if kind in self.why:
+                yield f"{kind} step", f"runs as it is, though jit_compile=True: {self.why[kind]}"
+            elif count:
+                yield f"{kind} step", f"a program for each shape of a batch: {count} by now"
 
     def _run(self, program: StepProgram, given: Any, waiting: _Waiting) -> Any:
         """Runs a program that is proven; the first time it is compiled, and else runs as it was traced."""
