@@ -18,3 +18,12 @@ assert keras.config.backend() == "torch"
 def four_devices():
     unidist.use("sim", devices=4)
     return
+
+
+@pytest.fixture(scope="module", autouse=True)
+def distributed_models_go():
+    """In the simulator every step, of whatever model, looks at all variables that a program has read and still has."""
+    yield
+    from tests.keras.hub import zoo
+
+    zoo.planned.cache_clear()
