@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,11 +62,21 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
 purpose: Callable[[], str] = _purpose.get
 
 
-@contextlib.contextmanager
-def for_purpose(name: str) -> Iterator[None]:
+class _ForPurpose:
+    """No generator: a step enters some for each of its collectives, and for each layer with a rule."""
+
+    __slots__ = ("_name", "_token")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._token = _purpose.set(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        _purpose.reset(self._token)
+
+
+def for_purpose(name: str) -> AbstractContextManager[None]:
     """Names what the collectives inside are for."""
-    token = _purpose.set(name)
-    try:
-        yield
-    finally:
-        _purpose.reset(token)
+    return _ForPurpose(name)

@@ -19,10 +19,10 @@ from unidist.backends.torch.sharded import ShardedTensor, Space, wrap
 from unidist.backends.torch.sharded.autograd import serve_replaced
 from unidist.backends.torch.sharded.nested import replaced
 from unidist.backends.torch.sharded.tensor import distribute, moved
-from unidist.keras.patching.compat import get_device, get_keras_mask, set_keras_mask, tree
+from unidist.keras.patching.compat import get_device, get_keras_mask, set_keras_mask
 from unidist.keras.torch import features
 from unidist.keras.torch.context import Frame, Rows
-from unidist.keras.torch.structures import mapped
+from unidist.keras.torch.structures import mapped, of_batch
 from unidist.propagation.layouts import PARTIAL, Cut, chunked
 
 # Where a batch is not cut.
@@ -50,7 +50,7 @@ def step(here: Frame, batch: Any, apart: bool = False) -> Iterator[Any]:
     rows = here.rows
     with here.carrying_rows(rows or _NONE), events.for_purpose("losses"):
         is_cut = rows is not None or apart
-        yield tree.map_structure(functools.partial(_carried, here, rows), batch) if is_cut else batch
+        yield of_batch(functools.partial(_carried, here, rows), batch) if is_cut else batch
 
 
 def _carried(here: Frame, rows: Rows | None, x: Any) -> Any:
@@ -130,7 +130,7 @@ def plain(value: Any) -> Any:
 
 def agreed(here: Frame, logs: Any) -> Any:
     """The logs of a step, the same bits on ranks that have computed alike: callbacks decide by them."""
-    if not here.world.drifting or not isinstance(logs, dict):
+    if not here.world.drifting or not isinstance(logs, dict) or not logs:
         return logs
     own = {name: x for name, x in logs.items() if isinstance(x, torch.Tensor) and not x.ndim and x.is_floating_point()}
     with torch.no_grad(), events.for_purpose("logs"):
@@ -140,7 +140,7 @@ def agreed(here: Frame, logs: Any) -> Any:
 def settle_losses(model: Any) -> None:
     """Makes what was added to the losses of a model's layers numbers, which are read behind the step."""
     for layer in model._flatten_layers():
-        if any(type(loss) is ShardedTensor for loss in layer._losses):
+        if layer._losses and any(type(loss) is ShardedTensor for loss in layer._losses):
             found = plain(list(layer._losses))
             layer._losses.clear()
             layer._losses.extend(found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from unidist.keras.patching.compat import AutocastScope, get_device
+from unidist.keras.patching.compat import AutocastScope, get_device, global_state
 
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
@@ -57,6 +57,22 @@ class Before:
         """To be called once for each variable, before it is written."""
         with AutocastScope(None):
             self.values[id(variable)] = variable.value.detach().clone()
+
+
+class _Having:
+    """A frame with other attributes, inside. No generator: layers and optimizers enter it in each call."""
+
+    __slots__ = ("_attributes", "_before", "_inside")
+
+    def __init__(self, frame: Frame, inside: dict[str, Any]) -> None:
+        self._attributes, self._inside = vars(frame), inside
+
+    def __enter__(self) -> None:
+        self._before = {name: self._attributes[name] for name in self._inside}
+        self._attributes.update(self._inside)
+
+    def __exit__(self, *error: object) -> None:
+        self._attributes.update(self._before)
 
 
 @dataclass
@@ -109,14 +125,8 @@ class Frame:
         """In a train, test or predict step."""
         return self.rows is not None or self.carried is not None
 
-    @contextlib.contextmanager
-    def _having(self, **attributes: Any) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in attributes}
-        vars(self).update(attributes)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
+    def _having(self, **attributes: Any) -> AbstractContextManager[None]:
+        return _Having(self, attributes)
 
     def reading(self, values: dict[int, torch.Tensor]) -> AbstractContextManager[None]:
         """Variables (by id) read as the given tensors."""
@@ -166,13 +176,29 @@ class Frame:
 
 # That of the fit, evaluate or predict that is going on.
 engine_at_work: ContextVar[Engine | None] = ContextVar("unidist_engine", default=None)
-_here = threading.local()
+
+
+class _Here(threading.local):
+    frame: Frame | None = None
+
+
+_here = _Here()
+_state = global_state.GLOBAL_STATE_TRACKER
 _Frame = TypeVar("_Frame", bound=Frame | None)
 
 
 def frame() -> Frame | None:
     """This thread's frame, or None where no rank is at work."""
-    return getattr(_here, "frame", None)
+    return _here.frame
+
+
+def reads_plainly() -> bool:
+    """Returns whether nothing of Keras's changes what a variable reads as: a scope of values, a device, a dtype."""
+    return (
+        getattr(_state, "stateless_scope", None) is None
+        and getattr(_state, "torch_device", None) is None
+        and getattr(_state, "autocast_scope", None) is None
+    )
 
 
 def infers_shapes() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from unidist import events
 from unidist.algebra import Axes, Layout, Sharding, chunk
 from unidist.errors import DesyncError, LayoutError
-from unidist.keras.patching.compat import tree
 from unidist.keras.records import layer_report
 from unidist.keras.torch.activation_redistribute import rows_from
 from unidist.keras.torch.context import Rows
+from unidist.keras.torch.structures import of_batch
 from unidist.keras.torch.world import RankWorld
 from unidist.propagation.layouts import chunked
 
@@ -88,29 +89,42 @@ class Cutting:
                     "data shards computes all of them, and gains no time. To cut them, give all tensors one first dim, "
                     "or per_tensor_rows=True to the strategy"
                 )
-        return None if self.is_off else row_count(batch)
+        return None if self.is_off else _one(counts)
 
 
 def _row_counts(batch: Any) -> set[int]:
-    return {int(leaf.shape[0]) for leaf in tree.flatten(batch) if hasattr(leaf, "shape") and len(leaf.shape)}
+    counts: set[int] = set()
+
+    def count(leaf: Any) -> None:
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and len(shape):
+            counts.add(int(shape[0]))
+
+    of_batch(count, batch)
+    return counts
 
 
 def row_count(batch: Any) -> int:
     """Rows of a batch. Raises LayoutError where its arrays disagree or have none."""
-    counts = _row_counts(batch)
+    return _one(_row_counts(batch))
+
+
+def _one(counts: set[int]) -> int:
     if len(counts) != 1:
         raise LayoutError(
             f"a batch must have one number of rows to be cut over devices, found {sorted(counts)}. Give every process "
             "the whole data (auto_shard_dataset=True): a batch of several numbers of rows is then computed by each"
         )
-    return counts.pop()
+    return next(iter(counts))
 
 
+@functools.lru_cache(maxsize=256)
 def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
     """Returns (start, length) of a rank's rows in a batch of `total`."""
     return chunk(total, world.data_shards)[world.data_place(rank)]
 
 
+@functools.lru_cache(maxsize=256)
 def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
     sizes = chunked(0, total, world.data_shards).sizes
     return Rows(sizes[world.data_place(rank)], sizes)
@@ -130,7 +144,7 @@ def cut(batch: Any, start: int, length: int | None, *, copy: bool = False) -> An
             return rows
         return rows.clone() if isinstance(rows, torch.Tensor) else rows.copy()
 
-    return tree.map_structure(part, batch)
+    return of_batch(part, batch)
 
 
 def rows_already_local(world: RankWorld, batch: Any) -> Rows:

@@ -55,6 +55,7 @@ class Engine:
         self._prepared: tuple[Any, ...] = ()
         self._ready = False
         self.logs_are_read = True
+        self.names_of_results: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def session(self, logs_are_read: bool = True) -> Iterator[None]:
@@ -190,10 +191,9 @@ class Engine:
         return rule
 
     def _loss_trackers(self) -> list[Any]:
-        model = self.model
-        found = [getattr(model, "_loss_tracker", None)]
-        if getattr(model, "_compile_loss", None) is not None:
-            found += list(model._compile_loss.metrics)
+        found = [getattr(self.model, "_loss_tracker", None)]
+        if getattr(self.model, "_compile_loss", None) is not None:
+            found += list(self.model._compile_loss.metrics)
         return [tracker for tracker in found if tracker is not None]
 
     def is_behind(self) -> bool:
@@ -236,7 +236,8 @@ class Engine:
 
         def stepped(frame: Frame, own: Any) -> Any:
             with self._on_carriers(frame, own) as batch:
-                out = carrying.plain(function([batch]))
+                out = function([batch])
+                out = out if isinstance(out, metrics.Unread) else carrying.plain(out)
             return out if kind == "predict" else carrying.agreed(frame, out)
 
         def eagerly(frame: Frame, own: Any) -> Any:
@@ -250,8 +251,7 @@ class Engine:
                 return eagerly(frame, own)
             return self.whole_steps(frame, kind, own, self.logs_are_read, stepped, eagerly)
 
-        draws = drawing.alike(self.world, self._exact or self._has_own_code)
-        with draws, self.gathers.measured():
+        with drawing.alike(self.world, self._exact or self._has_own_code), self.gathers.measured():
             return self.world.run(on_rank)
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ MUCH = Fraction(1, 100)
 def _gathered(here: Frame) -> Counter[str]:
     """Operation -> how often it has gathered, in all spaces of the rank at work."""
     spaces = (space for (rank, _), space in list(here.world.spaces.items()) if rank == here.rank)
-    return sum((space.gathers for space in spaces), Counter())
+    return sum((space.gathers for space in spaces if space.gathers), Counter())
 
 
 class Gathers:
@@ -42,18 +42,19 @@ class Gathers:
         """The gathers inside count, where the rank at work is the first."""
         before = _gathered(here)
         yield
-        if here.rank == here.world.ranks[0]:
-            self.counts += _gathered(here) - before
+        if here.rank == here.world.ranks[0] and (now := _gathered(here)):
+            self.counts += now - before
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """A step of all ranks of this process."""
-        before, sent = self.counts.copy(), list[events.Event]()
+        before, sent = dict(self.counts), list[events.Event]()
         is_heard = self._is_due and _log.isEnabledFor(logging.WARNING)
         with events.listen(sent.append) if is_heard else contextlib.nullcontext():
             yield
         self._tell(sent)
-        self._is_due = any(name not in self._named for name in self.counts - before)
+        new = [name for name, count in self.counts.items() if count > before.get(name, 0)]
+        self._is_due = any(name not in self._named for name in new)
 
     def _tell(self, sent: list[events.Event]) -> None:
         total = sum(event.bytes for event in sent)

@@ -154,7 +154,7 @@ def _logs_are_read(model: Any, entrance: str, given: dict[str, Any], found: engi
     own = [c for c in tree.flatten(callbacks) if c is not None]
     # Some callbacks are given their hooks as attributes.
     heard = any(h in vars(c) or getattr(type(c), h) is not getattr(Callback, h) for c in own for h in hooks)
-    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+    methods = ("train_step", "test_step", "compute_metrics", "get_metrics_result", *(maker for maker, _, _ in _MAKERS))
     custom = any(overrides(model, name) for name in methods)
     return given.get("verbose", "auto") in ("auto", 1, True) or heard or custom
 

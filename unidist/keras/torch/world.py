@@ -43,6 +43,7 @@ class RankWorld:
         self.is_virtual = backend.is_virtual
         self.rehearses = not backend.carries_values  # what a step would send is asked for (rehearsal.py)
         self.spaces: dict[tuple[int, Axes], Any] = {}  # by rank and axes, once it has had carriers
+        self._data_places: dict[int, int] = {}
         self.ranks: tuple[int, ...] = tuple(sorted(mesh.devices)) if self.is_virtual else (backend.rank,)
 
     @property
@@ -62,7 +63,10 @@ class RankWorld:
 
     def data_place(self, rank: int) -> int:
         """The place of a rank among the data shards."""
-        return self.mesh.group(self.data_axes, rank).index
+        found = self._data_places.get(rank)
+        if found is None:
+            found = self._data_places[rank] = self.mesh.group(self.data_axes, rank).index
+        return found
 
     def seed_place(self, rank: int, axes: Axes) -> int:
         """Returns a rank's place for random numbers on activations that `axes` cut as well.

@@ -16,7 +16,7 @@ import torch
 
 from unidist.keras.patching.compat import TorchAdam, TorchSGD, ops
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.params import placing
+from unidist.keras.torch.params.variables import DistributedVariable
 
 # In lower precision Keras rounds after every operation, and torch after the last. CUDA's kernel reads the step size as
 # a float32.
@@ -102,7 +102,8 @@ def _sgd(optimizer: Any, columns: list[list[torch.Tensor]], learning_rate: Any) 
 
 def _own(frame: Frame, variable: Any) -> torch.Tensor:
     """Returns what `variable.value` is in an optimizer, found at once."""
-    return variable._storage.own(frame) if placing.is_placed(variable) else variable.value  # type: ignore[no-any-return]
+    is_placed = isinstance(variable, DistributedVariable)
+    return variable._storage.states[frame.rank] if is_placed else variable.value  # type: ignore[no-any-return]
 
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:
@@ -118,11 +119,11 @@ def _slots(optimizer: Any, variable: Any) -> list[Any]:
 def _fits(tensors: list[torch.Tensor]) -> bool:
     """Returns whether the kernel takes them. It does not look at strides: it would write elsewhere."""
     first = tensors[0]
-    return (
-        first.dtype in _DTYPES.get(first.device.type, ())
-        and first.numel() > 0
-        and all(t.is_contiguous() and t.dtype == first.dtype and t.device == first.device for t in tensors)
-    )
+    dtype, device = first.dtype, first.device
+    takes = dtype in _DTYPES.get(device.type, ()) and first.numel() > 0
+    for t in tensors:
+        takes = takes and t.dtype == dtype and t.device == device and t.is_contiguous()
+    return takes
 
 
 def _step_size(optimizer: Any, learning_rate: Any, dtype: torch.dtype) -> torch.Tensor:

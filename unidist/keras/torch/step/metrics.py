@@ -29,13 +29,31 @@ def _get_metrics_result(original: Any, self: Any) -> Any:
     here = frame()
     engine = model_record.of(self).engine
     if here is not None:
-        # Where nobody reads the logs of a step, its results stay this rank's: those of the epoch are merged below.
-        return (
-            _merged(original, self, here) if engine is None or engine.logs_are_read else _unmerged(original, self, here)
-        )
-    if engine is None or engine.world.is_virtual or in_symbolic_scope():
+        if engine is None or engine.logs_are_read:
+            return _merged(original, self, here)
+        # A program's outputs are one list, whoever reads them.
+        return _unmerged(original, self, here) if self.jit_compile else Unread(engine)
+    if engine is None or in_symbolic_scope():
         return original(self)
-    return engine.world.run(lambda at_work: _merged(original, self, at_work))
+    is_virtual = engine.world.is_virtual
+    found = original(self) if is_virtual else engine.world.run(lambda at_work: _merged(original, self, at_work))
+    engine.names_of_results = tuple(found)
+    return found
+
+
+class Unread(dict[str, Any]):
+    """Stands for the logs of a step that nobody reads: no result is computed for them.
+
+    Keras asks for their names alone, behind the last step, to see whether the model's results stand for them. They do,
+    so their names are those of the results that were read last.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def keys(self) -> Any:
+        return self._engine.names_of_results
 
 
 def _merged(original: Any, model: Any, here: Frame) -> Any:

@@ -22,6 +22,7 @@ from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import placing, seen, sharded_norms
+from unidist.keras.torch.params.variables import DistributedVariable
 from unidist.keras.torch.step import fused
 
 # Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
@@ -85,8 +86,8 @@ def _settle(frame: Frame, variables: Any) -> None:
     Most of it has come, since layers have read it.
     """
     for variable in variables:
-        unit = variable._storage.units.get(frame.rank) if placing.is_placed(variable) else None
-        if unit is not None and unit.is_kept:
+        units = variable._storage.units if isinstance(variable, DistributedVariable) else None
+        if units and (unit := units.get(frame.rank)) is not None and unit.is_kept:
             unit.finish()
 
 
@@ -99,13 +100,13 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
 
     A step of the user's own may make such a gradient.
     """
-    if grad is None or not placing.is_placed(variable):
+    if grad is None or not isinstance(variable, DistributedVariable):
         return carrying.whole(grad)
     storage = variable._storage
-    state = storage.shardings.state
     if isinstance(grad, (seen.Value, ShardedTensor)):
         return seen.part_of(grad, storage)
-    if grad.shape == storage.own(frame).shape or tuple(grad.shape) != state.shape:
+    state = storage.shardings.state
+    if grad.shape == storage.states[frame.rank].shape or tuple(grad.shape) != state.shape:
         return grad
     return grad[state.slices(frame.rank)]
 
@@ -115,7 +116,7 @@ def _join(frame: Frame, variables: Any) -> None:
 
     What was fetched before is let go: a step may read it again.
     """
-    placed = [v._storage for v in variables if placing.is_placed(v)]
+    placed = [v._storage for v in variables if isinstance(v, DistributedVariable)]
     for unit in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
         unit.is_pinned = False
         unit.free()
@@ -236,7 +237,9 @@ def _backend_apply_gradients(original: Any, self: Any, grads: Any, trainable_var
 
 def _clip_gradients(original: Any, self: Any, grads: Any) -> Any:
     frame, variables = context.frame(), getattr(self, "_unidist_clipped", [])
-    if frame is None or not any(placing.is_placed(v) and v._storage.shardings.state.layout.dims for v in variables):
+    clips = self.clipnorm or self.global_clipnorm or self.clipvalue
+    placed = [v._storage for v in variables if placing.is_placed(v)] if clips and frame is not None else []
+    if not any(storage.shardings.state.layout.dims for storage in placed):
         return original(self, grads)
     return clipped(self, grads, variables)
 

@@ -134,7 +134,8 @@ class Reducer:
             accumulating = torch.autograd.graph.get_gradient_edge(member.leaf).node
             self._accumulating.append(accumulating)
             self._hooks.append(accumulating.register_prehook(self._arriving))
-            self._hooks.append(member.leaf.register_post_accumulate_grad_hook(self._arrived))
+            if id(member.leaf) in self._place_of:
+                self._hooks.append(member.leaf.register_post_accumulate_grad_hook(self._arrived))
             _watchers(member.leaf).append(self)
         _note_change()
 
@@ -238,10 +239,9 @@ class Reducer:
 
     @_untraced
     def _arrived(self, p: torch.nn.Parameter) -> None:
-        found = self._place_of.get(id(p))
-        if found is None or not self._running:
+        if not self._running:
             return
-        bucket, place = found
+        bucket, place = self._place_of[id(p)]
         bucket.take(place)
         if self.is_paused:
             return

@@ -75,8 +75,10 @@ class Traffic:
 
     def misses_some(self) -> bool:
         """Says whether a variable trains by now that did not when gradients were first watched."""
-        now = [outside.follow_torch(storage) for storage in self._trained]
-        return any(is_trained and not was for is_trained, was in zip(now, self._trained.values(), strict=True))
+        misses = False
+        for storage, was in self._trained.items():
+            misses = (outside.follow_torch(storage) and not was) or misses
+        return misses
 
     def close(self) -> None:
         """Stops watching and fetching."""
