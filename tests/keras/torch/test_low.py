@@ -149,6 +149,20 @@ def test_half_the_bytes_are_gathered_and_gradients_go_as_they_are(policy):
     assert sent(book, "reduce_scatter") == once
 
 
+def test_a_whole_weight_is_read_in_the_dtype_of_computation(policy):
+    seen = []
+
+    class Reading(layers.Dense):
+        def call(self, x):
+            seen.append(ops.convert_to_tensor(self.kernel).dtype)
+            return super().call(x)
+
+    x, y = features()
+    train(lambda: keras.Sequential([layers.Input((12,)), Reading(3)]), x, y, unidist.DataParallel())
+    # The first time Keras asks for shapes.
+    assert set(seen[1:]) == {torch.bfloat16 if policy == "mixed_bfloat16" else torch.float16}
+
+
 def test_what_a_regularizer_reads_is_gathered_as_it_is_stored(policy):
     def build():
         return keras.Sequential(

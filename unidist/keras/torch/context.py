@@ -193,7 +193,7 @@ def frame() -> Frame | None:
 
 
 def reads_plainly() -> bool:
-    """Returns whether nothing of Keras's changes what a variable reads as: a scope of values, a device, a dtype."""
+    """Returns whether no scope of values, device or dtype of Keras's changes what a variable reads as."""
     return (
         getattr(_state, "stateless_scope", None) is None
         and getattr(_state, "torch_device", None) is None

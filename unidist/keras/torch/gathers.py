@@ -48,13 +48,12 @@ class Gathers:
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """A step of all ranks of this process."""
-        before, sent = dict(self.counts), list[events.Event]()
+        before, sent = self.counts.copy(), list[events.Event]()
         is_heard = self._is_due and _log.isEnabledFor(logging.WARNING)
         with events.listen(sent.append) if is_heard else contextlib.nullcontext():
             yield
         self._tell(sent)
-        new = [name for name, count in self.counts.items() if count > before.get(name, 0)]
-        self._is_due = any(name not in self._named for name in new)
+        self._is_due = any(name not in self._named for name in self.counts - before)
 
     def _tell(self, sent: list[events.Event]) -> None:
         total = sum(event.bytes for event in sent)

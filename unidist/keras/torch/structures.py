@@ -27,7 +27,10 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def of_batch(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Applies a function to all leaves of a batch: what Keras's tree gives, which takes long for a pair of tensors."""
+    """Applies a function to all leaves of a batch, as Keras's tree does.
+
+    That takes long for a pair of tensors.
+    """
     if type(batch) in (tuple, list):
         return type(batch)([of_batch(function, x) for x in batch])
     is_leaf = batch is None or isinstance(batch, (torch.Tensor, np.ndarray))

@@ -86,8 +86,8 @@ def _settle(frame: Frame, variables: Any) -> None:
     Most of it has come, since layers have read it.
     """
     for variable in variables:
-        units = variable._storage.units if isinstance(variable, DistributedVariable) else None
-        if units and (unit := units.get(frame.rank)) is not None and unit.is_kept:
+        unit = variable._storage.units.get(frame.rank) if isinstance(variable, DistributedVariable) else None
+        if unit is not None and unit.is_kept:
             unit.finish()
 
 
@@ -117,9 +117,9 @@ def _join(frame: Frame, variables: Any) -> None:
     What was fetched before is let go: a step may read it again.
     """
     placed = [v._storage for v in variables if isinstance(v, DistributedVariable)]
-    for unit in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
-        unit.is_pinned = False
-        unit.free()
+    for fetched in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
+        fetched.is_pinned = False
+        fetched.free()
     apart = [storage for storage in placed if storage.shardings.state != storage.shardings.stored]
     fetchers = {}
     for storage in apart:
