@@ -183,7 +183,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_state = global_state.GLOBAL_STATE_TRACKER
 _Frame = TypeVar("_Frame", bound=Frame | None)
 
 
@@ -194,10 +193,11 @@ def frame() -> Frame | None:
 
 def reads_plainly() -> bool:
     """Returns whether no scope of values, device or dtype of Keras's changes what a variable reads as."""
+    state = global_state.GLOBAL_STATE_TRACKER  # another object behind each clear_session
     return (
-        getattr(_state, "stateless_scope", None) is None
-        and getattr(_state, "torch_device", None) is None
-        and getattr(_state, "autocast_scope", None) is None
+        getattr(state, "stateless_scope", None) is None
+        and getattr(state, "torch_device", None) is None
+        and getattr(state, "autocast_scope", None) is None
     )
 
 

@@ -191,9 +191,10 @@ class Engine:
         return rule
 
     def _loss_trackers(self) -> list[Any]:
-        found = [getattr(self.model, "_loss_tracker", None)]
-        if getattr(self.model, "_compile_loss", None) is not None:
-            found += list(self.model._compile_loss.metrics)
+        model = self.model
+        found = [getattr(model, "_loss_tracker", None)]
+        if getattr(model, "_compile_loss", None) is not None:
+            found += list(model._compile_loss.metrics)
         return [tracker for tracker in found if tracker is not None]
 
     def is_behind(self) -> bool:
@@ -251,7 +252,8 @@ class Engine:
                 return eagerly(frame, own)
             return self.whole_steps(frame, kind, own, self.logs_are_read, stepped, eagerly)
 
-        with drawing.alike(self.world, self._exact or self._has_own_code), self.gathers.measured():
+        draws = drawing.alike(self.world, self._exact or self._has_own_code)
+        with draws, self.gathers.measured():
             return self.world.run(on_rank)
 
     @contextlib.contextmanager
