@@ -15,9 +15,10 @@ from pathlib import Path
 
 HIDING = Path(__file__).parents[1] / "ci" / "without_tensorflow"
 MODELS = {
-    "BERT base": ("BertBackbone", (30522, 12, 12, 768, 3072)),
-    "GPT-2 XL": ("GPT2Backbone", (50257, 48, 25, 1600, 6400)),
-    "Llama 7B": ("LlamaBackbone", (32000, 32, 32, 4096, 11008)),
+    "BERT base": ("BertBackbone", (30522, 12, 12, 12, 768, 3072)),
+    "GPT-2 XL": ("GPT2Backbone", (50257, 48, 25, 25, 1600, 6400)),
+    "Llama 7B": ("LlamaBackbone", (32000, 32, 32, 32, 4096, 11008)),
+    "Llama 405B": ("LlamaBackbone", (128256, 126, 128, 8, 16384, 53248)),
 }
 
 
@@ -32,11 +33,11 @@ def measure(name: str) -> None:
 
     import unidist
 
-    kind, (vocabulary, layers, heads, hidden, intermediate) = MODELS[name]
+    kind, (vocabulary, layers, heads, groups, hidden, intermediate) = MODELS[name]
     named = {"vocabulary_size": vocabulary, "num_layers": layers, "hidden_dim": hidden}
     named |= {"intermediate_dim": intermediate}
     grouped = kind == "LlamaBackbone"
-    named |= {"num_query_heads": heads, "num_key_value_heads": heads} if grouped else {"num_heads": heads}
+    named |= {"num_query_heads": heads, "num_key_value_heads": groups} if grouped else {"num_heads": heads}
     imports, began = _peak(), time.perf_counter()
     with keras.StatelessScope(initialize_variables=False):
         model = getattr(keras_hub.models, kind)(**named)

@@ -1,7 +1,7 @@
 """How costs grow: with ranks, with layers, with variables. On the simulator, of whose ranks one works at a time.
 
-    python benchmarks/scaling.py [--ranks 1 2 4 8 16 32 64] [--layers 4 8 16 32 64] [--variables 1000 10000]
-                                 [--world 512]
+    python benchmarks/scaling.py [--ranks 1 2 4 8 16 32 64] [--layers 4 8 16 32 64] [--variables 100 1000 10000]
+                                 [--world 8 64 512 1024]
 
 Ranks: a step of a perceptron under each strategy. Its time over that on one device, the messages of a rank, and its
 bytes in the unit in which they do not grow:
@@ -10,8 +10,9 @@ bytes in the unit in which they do not grow:
     tensor parallel        one all_reduce of the activations      one a pair of layers forward, and backward
     2-D                    both, on axes of half the ranks
 
-Layers: the seconds that planning takes. Variables: those of `describe`, and of a ledger with as many events. World: the
-memory of so many ranks, each with a model of its own.
+Layers: the seconds that planning takes. Variables: those of `describe`, and of a ledger with as many events; the CPU
+time of a step, a rank and variable. World: the CPU time of a step, a rank, where each has one row, and the memory of so
+many ranks, each with a model of its own. CPU time hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -67,13 +68,23 @@ def strategies(ranks: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def seconds_of(call: Callable[[], object], times: int = 5) -> float:
+def seconds_of(call: Callable[[], object], times: int = 5, clock: Callable[[], float] = time.perf_counter) -> float:
     took = []
     for _ in range(times):
-        begun = time.perf_counter()
+        begun = clock()
         call()
-        took.append(time.perf_counter() - begun)
+        took.append(clock() - begun)
     return statistics.median(took)
+
+
+def cpu_of_step(strategy: Any, make: Callable[[], keras.Model], x: Any) -> float:
+    """Seconds of CPU time, of all ranks together."""
+    with strategy.scope():
+        model = make()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    for _ in range(2):
+        model.train_on_batch(x, x)
+    return seconds_of(lambda: model.train_on_batch(x, x), 3, time.process_time)
 
 
 def of_step(strategy: Any) -> tuple[float, int, float, int]:
@@ -119,55 +130,64 @@ def by_layers(counts: Sequence[int]) -> None:
 
 
 class Many(keras.layers.Layer):  # type: ignore[misc]
-    """So many small variables."""
+    """So many small variables, each used once."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
 
     def build(self, shape: Any) -> None:
-        for k in range(self.count):
-            self.add_weight(shape=(4,), name=f"w_{k}", initializer="zeros")
+        self.many = [self.add_weight(shape=(4,), name=f"w_{k}", initializer="zeros") for k in range(self.count)]
 
     def call(self, x: Any) -> Any:
-        return x
+        return x + keras.ops.sum(keras.ops.stack(self.many), 0)
 
 
 def by_variables(counts: Sequence[int]) -> None:
-    rows = [("variables", "seconds of describe", "of a ledger's table")]
-    unidist.use("sim", devices=4)
+    stages = (0, 1, 3)
+    headings = [f"step, us of CPU, ZeRO-{zero}" if zero else "step, us of CPU" for zero in stages]
+    rows = [("variables", "seconds of describe", "of a ledger's table", *headings)]
+    x = np.ones((4, 4), "float32")
     for count in counts:
         keras.utils.clear_session()
+        unidist.use("sim", devices=4)
+
+        def make(count: int = count) -> keras.Model:
+            return keras.Sequential([keras.Input((4,)), Many(count)])
+
         with unidist.DataParallel(zero=3).scope():
-            model = keras.Sequential([keras.Input((4,)), Many(count)])
+            model = make()
         described = seconds_of(lambda: unidist.describe(model).show(), 1)  # noqa: B023 (called here)
         events = [Event("all_reduce", ("data",), (0, 1, 2, 3), Fraction(24), f"w_{k}") for k in range(count)]
         shown = seconds_of(unidist.Ledger(events).show, 1)
-        rows.append((str(count), f"{described:.2f}", f"{shown:.2f}"))
-    print(table(rows, numbers=(0, 1, 2)))
+        steps = [cpu_of_step(unidist.DataParallel(zero=zero), make, x) / (4 * count) for zero in stages]
+        rows.append((str(count), f"{described:.2f}", f"{shown:.2f}", *(f"{seconds * 1e6:.0f}" for seconds in steps)))
+    print(table(rows, numbers=tuple(range(len(rows[0])))))
 
 
-def of_a_world(ranks: int) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unidist.use("sim", devices=ranks)
-    seconds, *_ = of_step(unidist.DataParallel())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"{ranks} ranks: {seconds:.2f} s a step, peak {peak / 1024:,.0f} MiB ({before / 1024:,.0f} before)")
+def by_world(counts: Sequence[int]) -> None:
+    rows = [("ranks", "step, ms of CPU a rank", "peak, MiB", "before")]
+    for ranks in sorted(counts):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unidist.use("sim", devices=ranks)
+        seconds = cpu_of_step(unidist.DataParallel(), perceptron, np.ones((ranks, HIDDEN), "float32"))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rows.append((str(ranks), f"{seconds / ranks * 1e3:.2f}", f"{peak / 1024:,.0f}", f"{before / 1024:,.0f}"))
+    print(table(rows, numbers=(0, 1, 2, 3)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", type=int, nargs="*", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--variables", type=int, nargs="*", default=[1000, 10000])
-    parser.add_argument("--world", type=int, default=512)
+    parser.add_argument("--variables", type=int, nargs="*", default=[100, 1000, 10000])
+    parser.add_argument("--world", type=int, nargs="*", default=[8, 64, 512, 1024])
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for work, counts in ((by_ranks, asked.ranks), (by_layers, asked.layers), (by_variables, asked.variables)):
+    works = {by_ranks: asked.ranks, by_layers: asked.layers, by_variables: asked.variables, by_world: asked.world}
+    for work, counts in works.items():
         if counts:
             work(counts)
-    if asked.world:
-        of_a_world(asked.world)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """What simulating costs: 8, 64 and 512 virtual ranks against one device, on the same total batch.
 
 A small network is trained by hand, data-parallel: each rank computes its rows, all-reduces one flat gradient and
-updates its own replica. Printed for each number of ranks: the fastest step, its ratio to one device, and what handing
-over costs. Compared with one device at the end, so that nothing fast is wrong.
+updates its own replica. Printed for each number of ranks: a step's ratio to one device's; that of the ranks' own work,
+one after the other without the simulator, below which it cannot come; and what handing over costs. Ratios are medians
+of steps that take turns, by the clock and of CPU time; torch has one thread throughout, for one rank works at a time.
+Compared with one device at the end, so that nothing fast is wrong.
 
-    python benchmarks/sim_ranks.py --ranks 8 64 512 --batch 2048 --width 128 --steps 10
+    python benchmarks/sim_ranks.py --ranks 8 64 512 --batch 2048 --width 128 --steps 11
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,28 +55,53 @@ class Net:
         self.values.add_(self.gradient, alpha=-RATE)
 
 
-def one_device(x: torch.Tensor, y: torch.Tensor, width: int, steps: int) -> tuple[float, torch.Tensor]:
-    net = Net(width)
-    times = [_timed(lambda: net.step(x, y, len(x), lambda gradient: None)) for _ in range(steps)]
-    return min(times), net.values
+class Ranks:
+    """The same training as one device's, on so many virtual ranks, each with its rows and its replica."""
 
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, width: int, ranks: int) -> None:
+        self.backend, self.everyone = VirtualRanks(VirtualWorld(ranks)), tuple(range(ranks))
+        self.parts, self.wanted, self.total = x.tensor_split(ranks), y.tensor_split(ranks), len(x)
+        self.nets = [Net(width) for _ in self.everyone]
+        self.unreduced = [Net(width) for _ in self.everyone]
 
-def simulated(x: torch.Tensor, y: torch.Tensor, width: int, steps: int, ranks: int) -> tuple[float, torch.Tensor]:
-    backend, everyone = VirtualRanks(VirtualWorld(ranks)), tuple(range(ranks))
-    parts, wanted = x.tensor_split(ranks), y.tensor_split(ranks)
-    nets = [Net(width) for _ in everyone]
+    def step(self) -> None:
+        self.backend.run(self._on_rank)
 
-    def step(rank: int) -> None:
+    def _on_rank(self, rank: int) -> None:
         def reduce(gradient: torch.Tensor) -> None:
-            backend.comm.all_reduce_inplace(gradient, Group(everyone, rank), "sum").wait()
+            self.backend.comm.all_reduce_inplace(gradient, Group(self.everyone, rank), "sum").wait()
 
-        nets[rank].step(parts[rank], wanted[rank], len(x), reduce)
+        self.nets[rank].step(self.parts[rank], self.wanted[rank], self.total, reduce)
 
-    times = [_timed(lambda: backend.run(step)) for _ in range(steps)]
-    backend.shutdown()
-    if not all(torch.equal(net.values, nets[0].values) for net in nets):
+    def by_turns(self) -> None:
+        """The ranks' own work and nothing else: no simulator, no thread, nothing reduced."""
+        for net, x, y in zip(self.unreduced, self.parts, self.wanted, strict=True):
+            net.step(x, y, self.total, lambda gradient: None)
+
+
+def compare(x: torch.Tensor, y: torch.Tensor, width: int, steps: int, ranks: int) -> None:
+    net, many = Net(width), Ranks(x, y, width, ranks)
+    calls = {
+        "one": lambda: net.step(x, y, len(x), lambda gradient: None),
+        "simulated": many.step,
+        "by turns": many.by_turns,
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(steps):  # each is hit alike by what else the machine does
+        for name, call in calls.items():
+            call()  # the caches are another's
+            found[name].append(_timed(call))
+    many.backend.shutdown()
+    if not all(torch.equal(one.values, many.nets[0].values) for one in many.nets):
         raise SystemExit(f"{ranks} ranks: the replicas differ")
-    return min(times), nets[0].values
+    print(f"{ranks:4} ranks: {statistics.median(wall for wall, _ in found['simulated']) * 1e3:8.2f} ms a step,", end="")
+    for name in ("simulated", "by turns"):
+        wall, cpu = ([a[k] / b[k] for a, b in zip(found[name], found["one"], strict=True)] for k in range(2))
+        print(f" {name} {statistics.median(wall):6.2f} x one device (CPU {statistics.median(cpu):6.2f}),", end="")
+    error = (many.nets[0].values - net.values).abs().max().item()
+    print(f" {hand_over(ranks) * 1e6:5.1f} us a hand-over, largest difference {error:.1e}")
+    if error > 1e-5:
+        raise SystemExit(f"{ranks} ranks differ from one device by {error}")
 
 
 def hand_over(ranks: int) -> float:
@@ -86,15 +114,16 @@ def hand_over(ranks: int) -> float:
             world.exchange(everyone, "nothing", None, lambda values: values)
 
     world.run(fn)
-    seconds = min(_timed(lambda: world.run(fn)) for _ in range(3))
+    seconds, _ = min(_timed(lambda: world.run(fn)) for _ in range(3))
     world.close()
     return seconds / (count * ranks)
 
 
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds by the clock, and of CPU time of all threads."""
+    start, cpu = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def main() -> None:
@@ -102,22 +131,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=11)
     given = parser.parse_args()
+    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(given.batch, given.width, generator=generator)
     y = torch.tanh(x.sum(1, keepdim=True))
-    alone, right = one_device(x, y, given.width, given.steps)
-    print(f"batch {given.batch}, width {given.width}: one device {alone * 1e3:.2f} ms a step")
     for ranks in given.ranks:
-        seconds, found = simulated(x, y, given.width, given.steps, ranks)
-        error = (found - right).abs().max().item()
-        print(
-            f"{ranks:4} ranks: {seconds * 1e3:8.2f} ms a step, {seconds / alone:6.2f} x one device, "
-            f"{hand_over(ranks) * 1e6:5.1f} us a hand-over, largest difference {error:.1e}"
-        )
-        if error > 1e-5:
-            raise SystemExit(f"{ranks} ranks differ from one device by {error}")
+        compare(x, y, given.width, given.steps, ranks)
 
 
 if __name__ == "__main__":

@@ -226,12 +226,10 @@ class Runner:
             self._trace.taken.setdefault(index, []).append(taken)
             calls.append((shape, reverse))
         value = self._random.get(key)
-        if self._saved is not None:
+        if self._measuring or self._saved is not None:
             value = np.full(shape, 0.5, "float32")  # shapes alone count, and where NaN is
         if value is None:
-            value = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
-            if not self._measuring:
-                self._random[key] = value
+            value = self._random[key] = np.random.default_rng(key[:2]).standard_normal(shape, "float32")
         if self._change is not None and self._change.candidate == index and not reverse:
             value = _changed(value, found.outputs[self._change.dim], self._change)
         marked = index in self._marked and not reverse

@@ -142,7 +142,6 @@ class ProgramUnit(Unit):
     buffer_of = ProgramBuffer
     buffer: ProgramBuffer
     _wholes: Callable[[], list[Tensor]] | None = None
-    _times = 0
     _has_gone = False
 
     @property
@@ -152,9 +151,7 @@ class ProgramUnit(Unit):
     def start(self) -> None:
         with torch.no_grad(), events.for_purpose("parameters"):
             self._versions = [part._version for part in self.parts]
-            parts = [torch.ops.unidist.again(x, self._times) if self._times else x.detach() for x in self.parts]
-            self._wholes = self.buffer.begin_gather(parts)
-        self._times += 1
+            self._wholes = self.buffer.begin_gather([part.detach() for part in self.parts])
         self.is_here = False
 
     def finish(self) -> None:
@@ -175,17 +172,3 @@ class ProgramUnit(Unit):
         for leaf, cast in self._casts if self._has_gone else ():
             if cast.untyped_storage()._cdata == memory:
                 cast.copy_(leaf.data)
-
-
-@torch.library.custom_op("unidist::again", mutates_args=())
-def _again(x: Tensor, times: int) -> Tensor:
-    """A part that is gathered for another time.
-
-    A compiler takes equal gatherings for one, and keeps its result.
-    """
-    return x.clone()
-
-
-@_again.register_fake
-def _again_shape(x: Tensor, times: int) -> Tensor:
-    return torch.empty_like(x)
