@@ -30,7 +30,7 @@ WIDER = {"lowered": 1e-2, "normed": 1e-4, "images": 1e-4}
 # Parts that are updated and joined; shards that are gathered before they are read, and again in backward; parts of
 # sequences; gradients that wait for those of later steps.
 CUT = {
-    "zero1": ["averaged", "own step", "in float8", "accumulated"],
+    "zero1": ["averaged", "scaled", "own step", "in float8", "accumulated"],
     "zero3": ["own step", "scaled", "noisy", "lowered", "in float8", "attending", "centred"],
     "sequence": ["attending"],
 }

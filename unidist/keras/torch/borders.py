@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,11 +38,10 @@ INWARD = "_unidist_inward"
 _ROWLESS = "_unidist_rowless"
 
 
-def give(model: Any, is_native: Callable[[Any], bool], exact: bool) -> list[Inward]:
+def give(model: Any, exact: bool) -> list[Inward]:
     """Lets what is known to treat each row alone compute natively, and anything else on carriers.
 
     Args:
-        is_native: whether a layer's call is native whatever it computes, as a program or with parts of sequences.
         exact: layers draw random numbers for the whole batch.
 
     Returns:
@@ -57,7 +56,7 @@ def give(model: Any, is_native: Callable[[Any], bool], exact: bool) -> list[Inwa
         looked_at = inner if is_container(layer) else (layer,)
         operations = [operation for one in looked_at if is_container(one) for operation in operations_of(one)]
         is_alone = others.isdisjoint(map(id, (*looked_at, *operations)))
-        _set_border(layer, inner, is_alone, is_native(layer))
+        _set_border(layer, inner, is_alone)
     return [_inward_border(one) for one in own]
 
 
@@ -85,12 +84,12 @@ class _Outward:
         return _outward(self.losers, here, rest, args, kwargs)
 
 
-def _set_border(layer: Any, inner: tuple[Any, ...], is_alone: bool, is_native: bool) -> None:
+def _set_border(layer: Any, inner: tuple[Any, ...], is_alone: bool) -> None:
     """`inner`: the layer and those in it."""
     known: _Outward | None = vars(layer).get(BORDER)
-    if is_alone or is_native:
+    if is_alone:
         known = known or _Outward(layer)
-        known.losers, known.inner = inner, () if is_native else inner[1:]
+        known.losers, known.inner = inner, inner[1:]
     elif known is not None:
         known.take_off()
         known = None

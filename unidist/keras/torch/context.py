@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from unidist.keras.patching.compat import AutocastScope, get_device, global_state
+from unidist.keras.patching.compat import AutocastScope, get_device
 
 if TYPE_CHECKING:
     from unidist.keras.torch.engine import Engine
@@ -189,16 +189,6 @@ _Frame = TypeVar("_Frame", bound=Frame | None)
 def frame() -> Frame | None:
     """This thread's frame, or None where no rank is at work."""
     return _here.frame
-
-
-def reads_plainly() -> bool:
-    """Returns whether no scope of values, device or dtype of Keras's changes what a variable reads as."""
-    state = global_state.GLOBAL_STATE_TRACKER  # another object behind each clear_session
-    return (
-        getattr(state, "stateless_scope", None) is None
-        and getattr(state, "torch_device", None) is None
-        and getattr(state, "autocast_scope", None) is None
-    )
 
 
 def infers_shapes() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,13 +117,11 @@ def _one(counts: set[int]) -> int:
     return next(iter(counts))
 
 
-@functools.lru_cache(maxsize=256)
 def bounds(world: RankWorld, rank: int, total: int) -> tuple[int, int]:
     """Returns (start, length) of a rank's rows in a batch of `total`."""
     return chunk(total, world.data_shards)[world.data_place(rank)]
 
 
-@functools.lru_cache(maxsize=256)
 def rows_of(world: RankWorld, rank: int, total: int) -> Rows:
     sizes = chunked(0, total, world.data_shards).sizes
     return Rows(sizes[world.data_place(rank)], sizes)

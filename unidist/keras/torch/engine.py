@@ -120,9 +120,7 @@ class Engine:
         metrics.adopt([*model.metrics, *self._loss_trackers()])
         self._watch_gradients()
         if self.world.cuts_rows:
-            in_parts = self.distribution.strategy.sequence_parallel
-            is_native = lambda layer: in_parts and layer is model  # noqa: E731
-            self.borders = borders.give(model, is_native, self._exact)
+            self.borders = borders.give(model, self._exact)
         self._has_own_code = needs.own_code(model)
         self._apart = needs.parts_of(model)
         self._looked.note(model._flatten_layers())

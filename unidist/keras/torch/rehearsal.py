@@ -116,7 +116,7 @@ def _give_rules(model: Any, world: RankWorld, shared: Mapping[str, Axes], in_par
             applying.install_share(layer, axes)
     sequence.give_whole(model)
     if world.cuts_rows:
-        borders.give(model, lambda layer: in_parts and layer is model, exact=False)
+        borders.give(model, exact=False)
 
 
 @contextlib.contextmanager

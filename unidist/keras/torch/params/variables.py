@@ -20,6 +20,7 @@ from unidist.keras.patching.compat import (
     to_torch_dtype,
 )
 from unidist.keras.patching.compat import torch_convert_to_numpy as convert_to_numpy
+from unidist.keras.patching.keras_scopes import reads_plainly
 from unidist.keras.records import variable_record
 from unidist.keras.strategies.strategy import keras_mesh
 from unidist.keras.torch import carrying, context, outside
@@ -72,7 +73,7 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
 
     @property
     def value(self) -> torch.Tensor:
-        if context.reads_plainly():
+        if reads_plainly():
             return self._read(context.frame())
         if in_stateless_scope():
             scoped = get_stateless_scope().get_current_value(self)
