@@ -67,6 +67,11 @@ def test_where_values_or_activations_are_cut(kind: str, name: str, world: Proces
     _check(name, world, kind)
 
 
+def test_on_a_mesh_of_two_axes_with_parts_of_sequences_and_stored_shards() -> None:
+    with ProcessWorld(4, env=_TRACED, setup=whole.start, timeout=300, preload=preloaded.KERAS["torch"]) as world:
+        _check("attending", world, "2x2 sequence zero3")
+
+
 def test_of_three_processes_one_has_no_row_of_the_last_batch() -> None:
     with ProcessWorld(3, env=_TRACED, setup=whole.start, timeout=300, preload=preloaded.KERAS["torch"]) as world:
         _check("normed", world, "data")

@@ -231,6 +231,8 @@ AS_THEY_ARE = {
 def strategy_of(kind: str) -> Any:
     if kind == "data":
         return unidist.DataParallel()
+    if kind == "2x2 sequence zero3":
+        return unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}), sequence_parallel=True, zero=3)
     if kind.startswith("zero"):
         return unidist.DataParallel(zero=int(kind[-1]))
     size = unidist.process_count()

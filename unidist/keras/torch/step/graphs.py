@@ -122,7 +122,9 @@ def _copies_whole(node: Node, roots: dict[Node, Node]) -> bool:
     if not isinstance(into, Node) or into is not roots[node] or not isinstance(source := node.args[1], Node):
         return False
     wanted, found = into.meta["val"], source.meta["val"]
-    return bool(wanted.shape == found.shape and wanted.dtype == found.dtype)
+    # Views are of the strides of what is written to.
+    alike = wanted.shape == found.shape and wanted.stride() == found.stride()
+    return bool(alike and wanted.dtype == found.dtype)
 
 
 def _is_number(node: Node) -> bool:

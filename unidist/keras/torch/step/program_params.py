@@ -70,7 +70,7 @@ def _joined(cut: Cut, rows: Tensor) -> Tensor:
     """A tensor of its places' parts, a row each."""
     if cut.is_even:
         places: Tensor = rows.unflatten(1, cut.part_shape(0))
-        return places.movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1)
+        return places.movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1).contiguous()
     shapes = [cut.part_shape(place) for place in range(len(cut.sizes))]
     return torch.cat([row[: prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)], cut.dim)
 

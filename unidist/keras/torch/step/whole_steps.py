@@ -15,7 +15,7 @@ import keras
 import torch
 
 import unidist
-from unidist.errors import CapabilityError
+from unidist.errors import CapabilityError, UnidistError
 from unidist.keras.needs import parts_of
 from unidist.keras.patching.compat import get_device, tree
 from unidist.keras.records.layer_report import in_words, listed
@@ -198,10 +198,17 @@ class WholeSteps:
         later, wanted = Generators.now(), program.values()
         program.put(before)
         generators.go_on()
-        again = program.run(copied, grads)
-        apart = program.apart(before, wanted)
-        program.put(wanted)
-        later.go_on()
+        try:
+            again = program.run(copied, grads)
+            apart = program.apart(before, wanted)
+        except UnidistError:
+            raise
+        # Whatever a graph of torch's may do that the step does not: the step has run.
+        except Exception as error:
+            return out, _in_words(error)
+        finally:
+            program.put(wanted)
+            later.go_on()
         outputs = zip(tensors(out), tensors(again), strict=True)
         if not all(_is_as_long(one, other) for one, other in outputs):
             apart.append("its outputs")
