@@ -14,7 +14,7 @@ from typing import Any
 from unidist.keras.patching.compat import TorchEpochIterator, TorchTrainer, Trainer, backend, torch_trainer, tree
 from unidist.keras.patching.patches import Hook
 from unidist.keras.torch import context
-from unidist.keras.torch.step.whole_steps import is_compiled
+from unidist.keras.torch.step.eagerly import is_compiled
 
 
 def hooks() -> Iterator[Hook]:

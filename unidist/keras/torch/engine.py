@@ -24,7 +24,7 @@ from unidist.keras.torch.params import placing
 from unidist.keras.torch.step import activity, attributes, drawing, eagerly, metrics, own_apply, statistics
 from unidist.keras.torch.step.rank_local import PerRankList, PerRankSet
 from unidist.keras.torch.step.step_comm import Traffic
-from unidist.keras.torch.step.whole_steps import WholeSteps, is_compiled
+from unidist.keras.torch.step.whole_steps import WholeSteps
 
 
 class Engine:
@@ -112,7 +112,7 @@ class Engine:
         placing.place_model(model, self.distribution)
         if fresh:
             placing.equalize(model.variables, self.world)
-            if not is_compiled(model):
+            if not eagerly.is_compiled(model):
                 statistics.keep_seeds_on_host(model)
         if changed:
             self._set_rules(changed)
@@ -125,7 +125,7 @@ class Engine:
         self._apart = needs.parts_of(model)
         self._looked.note(model._flatten_layers())
         self.whole_steps = None
-        if is_compiled(model):
+        if eagerly.is_compiled(model):
             self.whole_steps = WholeSteps(model, self.world, self.distribution.strategy, self._traffic)
         self._prepared = self._state()
 
@@ -144,11 +144,10 @@ class Engine:
         optimizer = getattr(model, "optimizer", None)
         slots = len(optimizer.variables) if optimizer is not None else 0
         weights = model.variables
-        compiled = bool(getattr(model, "jit_compile", False))
         return (
             optimizer,
             *(getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")),
-            compiled,
+            eagerly.is_compiled(model),
             slots,
             len(weights),
             len(model.metrics_variables),
@@ -239,16 +238,16 @@ class Engine:
                 out = out if isinstance(out, metrics.Unread) else carrying.plain(out)
             return out if kind == "predict" else carrying.agreed(frame, out)
 
-        def eagerly(frame: Frame, own: Any) -> Any:
-            with self._at_work(frame, kind):
+        def as_it_is(frame: Frame, own: Any) -> Any:
+            with self._traffic().step(frame, kind):
                 return stepped(frame, own)
 
         def on_rank(frame: Frame) -> Any:
             frame.own_step, frame.exact = own_step and kind == "train", self._exact
             frame.rows, own = shards.on(frame.rank)
-            if self.whole_steps is None or not is_compiled(self.model):
-                return eagerly(frame, own)
-            return self.whole_steps(frame, kind, own, self.logs_are_read, stepped, eagerly)
+            if self.whole_steps is None or not eagerly.is_compiled(self.model):
+                return as_it_is(frame, own)
+            return self.whole_steps(frame, kind, own, self.logs_are_read, stepped, as_it_is)
 
         draws = drawing.alike(self.world, self._exact or self._has_own_code)
         with draws, self.gathers.measured():
@@ -265,18 +264,6 @@ class Engine:
         with self.gathers.counted(frame), carrying.step(frame, own, self._each) as batch:
             yield batch
             carrying.settle_losses(self.model)
-
-    @contextlib.contextmanager
-    def _at_work(self, frame: Frame, kind: str) -> Iterator[None]:
-        """A rank in a step."""
-        traffic = self._traffic()
-        frame.shared = traffic.shared(frame)
-        try:
-            with traffic.step(frame, kind):
-                yield
-        finally:
-            # What it holds leads back to the frame, and would live until Python looks for cycles.
-            frame.shared = None
 
     def _traffic(self) -> Traffic:
         if self.traffic is None:

@@ -35,7 +35,6 @@ from unidist.keras.torch.step import (
     statistics,
     whole_step,
 )
-from unidist.keras.torch.step.whole_steps import is_compiled
 from unidist.keras.torch.world import leave_worlds, rank_world
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
@@ -168,7 +167,7 @@ def _making_steps(original: Any, attribute: str, kind: str) -> Any:
                 f"steps_per_execution={self.steps_per_execution}: under a strategy with Keras on torch each step is an "
                 "execution of its own; leave it out of compile"
             )
-        if found is not None and is_compiled(self):
+        if found is not None and eagerly.is_compiled(self):
             # Steps become programs as they go on all ranks (whole_steps.py).
             self.jit_compile = False
             try:

@@ -93,8 +93,8 @@ def follow_torch(storage: Storage) -> bool:
     """Takes over from the program's parameter whether a variable is trained: torch's own way to freeze it."""
     rank, world = storage.world.ranks[0], storage.world
     # Not by parameter(), which would wait for what is under way.
-    own = storage.parameters()[-1] if world.is_virtual and world.runs_several else storage.shards[rank]
-    if own.requires_grad != storage.leaves[rank].requires_grad:
+    own = storage.parameters()[-1] if world.runs_several else storage.shards[rank]
+    if own.requires_grad != storage.leaf(rank).requires_grad:
         storage.set_trainable(own.requires_grad)
     return own.requires_grad
 

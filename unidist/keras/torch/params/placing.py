@@ -128,7 +128,7 @@ def is_built(model: Any) -> bool:
 
 def place_optimizer(optimizer: Any, variables: list[Any]) -> None:
     """Builds and places an optimizer that a train_step brings along, beside or in place of the model's."""
-    if optimizer.built and {DistributedVariable}.issuperset(map(type, optimizer.variables)):
+    if optimizer.built and not _unplaced(optimizer.variables):
         return
     built_in = (found for v in variables if (found := variable_record.of(v).distribution) is not None)
     distribution = strategies.current() or next(built_in, None)

@@ -252,7 +252,7 @@ class Storage:
         Args:
             dtype: in which it is about to be read. What is returned is in this dtype or in its own.
         """
-        rank = self.world.ranks[0] if frame is None else frame.rank
+        rank = self.rank_at_work(frame)
         low = self.lows.get(rank)
         if low is not None and low.value.dtype == dtype:
             return low.read()
@@ -271,7 +271,7 @@ class Storage:
 
     def own(self, frame: Frame | None) -> torch.nn.Parameter:
         """Returns what an optimizer sees on the rank at work: the part that has the gradient."""
-        return self.states[self.world.ranks[0] if frame is None else frame.rank]
+        return self.states[self.rank_at_work(frame)]
 
     def parameter(self) -> torch.nn.Parameter:
         """Returns what torch sees of the variable: this process's stored shard, or the simulator program's."""

@@ -130,14 +130,14 @@ class DistributedVariable(backend.Variable):  # type: ignore[misc]
         return self.computed(frame, self._whole(frame))
 
     def _local(self, frame: Frame) -> torch.Tensor:
-        storage = self._storage
-        # Asked for only where it makes a difference to what is fetched.
-        return storage.local(frame, compute_dtype.read_now(self) if storage.lows else None)
+        return self._storage.local(frame, self._read_dtype())
 
     def _whole(self, frame: Frame) -> torch.Tensor:
-        storage = self._storage
-        dtype = compute_dtype.read_now(self) if storage.lows else None
-        return storage.whole(frame, differentiable=True, dtype=dtype)
+        return self._storage.whole(frame, differentiable=True, dtype=self._read_dtype())
+
+    def _read_dtype(self) -> torch.dtype | None:
+        """Asked for only where it makes a difference to what is fetched."""
+        return compute_dtype.read_now(self) if self._storage.lows else None
 
     def _symbolic(self, value: torch.Tensor | None) -> torch.Tensor:
         """A stand-in of the whole shape for shape inference, which knows nothing of distribution."""

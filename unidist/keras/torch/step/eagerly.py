@@ -33,13 +33,18 @@ def _of_ranks(original: property) -> property:
     return property(jit_compile, original.fset, doc=original.__doc__)
 
 
+def is_compiled(model: Any) -> bool:
+    """Returns whether a model's steps run as programs, in a trainer's session."""
+    return bool(getattr(model, "jit_compile", False))
+
+
 def has_modules(model: Any) -> bool:
     return any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers())
 
 
 def tell(model: Any, world: RankWorld) -> None:
     """Says once of a model that it runs eagerly, and why."""
-    if not getattr(model, "jit_compile", False) or _SAID in vars(model):
+    if not is_compiled(model) or _SAID in vars(model):
         return
     object.__setattr__(model, _SAID, True)
     if world.is_virtual:

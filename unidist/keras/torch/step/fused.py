@@ -16,7 +16,7 @@ import torch
 
 from unidist.keras.patching.compat import TorchAdam, TorchSGD, ops
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.params.variables import DistributedVariable
+from unidist.keras.torch.params import placing
 
 # In lower precision Keras rounds after every operation, and torch after the last. CUDA's kernel reads the step size as
 # a float32.
@@ -102,8 +102,7 @@ def _sgd(optimizer: Any, columns: list[list[torch.Tensor]], learning_rate: Any) 
 
 def _own(frame: Frame, variable: Any) -> torch.Tensor:
     """Returns what `variable.value` is in an optimizer, found at once."""
-    is_placed = isinstance(variable, DistributedVariable)
-    return variable._storage.states[frame.rank] if is_placed else variable.value  # type: ignore[no-any-return]
+    return variable._storage.own(frame) if placing.is_placed(variable) else variable.value  # type: ignore[no-any-return]
 
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:

@@ -22,7 +22,6 @@ from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import carrying, context, features
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import placing, seen, sharded_norms
-from unidist.keras.torch.params.variables import DistributedVariable
 from unidist.keras.torch.step import fused
 
 # Keras updates all variables in one go, with temporary copies of all of them: as many of these bytes at once are
@@ -86,7 +85,7 @@ def _settle(frame: Frame, variables: Any) -> None:
     Most of it has come, since layers have read it.
     """
     for variable in variables:
-        unit = variable._storage.units.get(frame.rank) if isinstance(variable, DistributedVariable) else None
+        unit = variable._storage.units.get(frame.rank) if placing.is_placed(variable) else None
         if unit is not None and unit.is_kept:
             unit.finish()
 
@@ -100,13 +99,13 @@ def _own_part(frame: Frame, grad: Any, variable: Any) -> Any:
 
     A step of the user's own may make such a gradient.
     """
-    if grad is None or not isinstance(variable, DistributedVariable):
+    if grad is None or not placing.is_placed(variable):
         return carrying.whole(grad)
     storage = variable._storage
     if isinstance(grad, (seen.Value, ShardedTensor)):
         return seen.part_of(grad, storage)
     state = storage.shardings.state
-    if grad.shape == storage.states[frame.rank].shape or tuple(grad.shape) != state.shape:
+    if grad.shape == storage.own(frame).shape or tuple(grad.shape) != state.shape:
         return grad
     return grad[state.slices(frame.rank)]
 
@@ -116,10 +115,10 @@ def _join(frame: Frame, variables: Any) -> None:
 
     What was fetched before is let go: a step may read it again.
     """
-    placed = [v._storage for v in variables if isinstance(v, DistributedVariable)]
-    for fetched in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
-        fetched.is_pinned = False
-        fetched.free()
+    placed = [v._storage for v in variables if placing.is_placed(v)]
+    for unit in {id(u): u for p in placed if not p.is_kept for u in p.gathered_by(frame.rank)}.values():
+        unit.is_pinned = False
+        unit.free()
     apart = [storage for storage in placed if storage.shardings.state != storage.shardings.stored]
     fetchers = {}
     for storage in apart:

@@ -125,14 +125,11 @@ class Traffic:
         reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
         if self._has_modules:
             fetcher.settle()  # torch modules do not wait for what they read
-        frame.fetcher = fetcher if fetcher.fetched else None
-        frame.keeps_gradients = reducer.is_holding
-        frame.accumulating = reducer.is_paused = kind == "train" and self.accumulates()
+        waits = kind == "train" and self.accumulates()
         try:
-            with reducer.working(frame), fetcher.step(kind):
+            with self._moving(frame, kind, reducer, fetcher, holds=reducer.is_holding, waits=waits):
                 yield
         finally:
-            frame.fetcher = None
             if reducer.is_paused:
                 reducer.is_paused, reducer.is_holding = False, True
 
@@ -148,19 +145,34 @@ class Traffic:
         fetcher = Fetcher(self.world, rank, self._layers, self._lows, self.reads, ProgramUnit)
         fetcher.follow(self._fetchers[rank])
         self.put_gradients(rank, waiting)
+        try:
+            with self._moving(frame, kind, reducer, fetcher, holds=bool(waiting), waits=waits):
+                yield
+        finally:
+            fetcher.close()
+            reducer.close()
+
+    @contextlib.contextmanager
+    def _moving(
+        self, frame: Frame, kind: str, reducer: Reducer, fetcher: Fetcher, *, holds: bool, waits: bool
+    ) -> Iterator[None]:
+        """A step whose gradients and values these move.
+
+        Args:
+            holds: gradients wait on the rank. waits: whether this step's wait as well.
+        """
         frame.fetcher = fetcher if fetcher.fetched else None
-        frame.shared = self.shared(frame)
-        frame.keeps_gradients = reducer.is_holding = bool(waiting)
+        frame.shared = self._shared(frame)
+        frame.keeps_gradients = reducer.is_holding = holds
         frame.accumulating = reducer.is_paused = waits
         try:
             with reducer.working(frame), fetcher.step(kind):
                 yield
         finally:
+            # What they hold leads back to the frame, and would live until Python looks for cycles.
             frame.shared = frame.fetcher = None
-            fetcher.close()
-            reducer.close()
 
-    def shared(self, frame: Frame) -> SharedWeights | None:
+    def _shared(self, frame: Frame) -> SharedWeights | None:
         """Returns what sums gradients of weights used on parts of sequences, for one step."""
         if not self._in_parts:
             return None

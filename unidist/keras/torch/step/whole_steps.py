@@ -26,7 +26,7 @@ from unidist.keras.torch.step.attributes import as_before
 from unidist.keras.torch.step.drawing import Generators
 from unidist.keras.torch.step.step_comm import Traffic
 from unidist.keras.torch.step.whole_step import StepProgram, is_close
-from unidist.keras.torch.structures import tensors
+from unidist.keras.torch.structures import of_batch, tensors
 from unidist.keras.torch.world import RankWorld
 from unidist.strategies import Strategy
 
@@ -91,7 +91,7 @@ class WholeSteps:
             return eagerly(frame, batch)
         traffic = self._traffic()
         traffic.settle()
-        given = tree.map_structure(_tensor, batch)
+        given = of_batch(_tensor, batch)
         waits = kind == "train" and traffic.accumulates()
         adds = waits or (kind == "train" and traffic.is_holding(frame.rank))
         waiting = _Waiting(traffic, frame.rank, adds, waits)
@@ -248,11 +248,6 @@ class _Waiting:
         if self.adds:
             self.traffic.hold(self.rank, self.waits)
         return out
-
-
-def is_compiled(model: Any) -> bool:
-    """Returns whether a model's steps run as programs, in a trainer's session."""
-    return bool(getattr(model, "jit_compile", False))
 
 
 def _is_as_long(wanted: torch.Tensor, found: torch.Tensor) -> bool:
