@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 
 import unidist
-from tests.support.runs import PAIR, Result, fresh, programs_of, scope, strategy, told
+from tests.support.runs import PAIR, Result, fresh, scope, strategy, told
 
 ROWS, BATCH, IMAGE = 22, 8, (6, 6, 3)
 
@@ -79,18 +79,3 @@ def trained(kind: str | None, zero: int, name: str, seed: int | None) -> Result:
         "_why": "" if kind is None else str(unidist.describe(model).why),
         **told(model),
     }
-
-
-def as_programs(kind: str | None, name: str) -> Result:
-    """Trains by whole programs; `kind`: None for one device, as it is."""
-    from tests.keras.torch.models import compiling_by
-
-    fresh()
-    build, shape = CASES[name]
-    rng = np.random.default_rng(3)
-    x, y = rng.uniform(size=(ROWS, *shape)).astype("float32"), rng.normal(size=(ROWS, 2)).astype("float32")
-    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, PAIR, exact_random=True)):
-        model = build(5)
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=kind is not None)
-        history = model.fit(x, y, batch_size=BATCH, epochs=5, shuffle=False, verbose=0).history
-    return {"history": history, "_programs": programs_of(model), **told(model)}

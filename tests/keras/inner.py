@@ -12,7 +12,7 @@ import torch
 from keras import layers, losses, ops
 
 import unidist
-from tests.support.runs import Result, fresh, programs_of, scope, strategy, told
+from tests.support.runs import Result, fresh, scope, strategy, told
 from unidist.keras.patching.compat import set_keras_mask
 
 ROWS, BATCH, WIDTH, STEPS = 22, 8, 6, 3  # three batches, the last of six rows
@@ -434,19 +434,3 @@ def trained(kind: str | None, zero: int, name: str, weighted: bool) -> Result:
         "_sent": len(book.events),
         **told(model),
     }
-
-
-def as_programs(kind: str | None, inner: bool) -> Result:
-    """A loss that is computed of losses, and a layer that asks for a loss of all rows, where `inner`.
-
-    `kind`: None for one device, as it is.
-    """
-    from tests.keras.torch.models import compiling_by
-
-    fresh()
-    middle = [Adding("several", name="adding")] if inner else []
-    with compiling_by("aot_eager"), scope(None if kind is None else strategy(kind, RULES, zero=1)):
-        model = stack(*middle)
-        model.compile(keras.optimizers.SGD(0.1), Deep(), jit_compile=kind is not None)
-        history = model.fit(*data("deep"), batch_size=BATCH, epochs=5, shuffle=False, verbose=0).history
-    return {"history": history, "_programs": programs_of(model), **told(model)}

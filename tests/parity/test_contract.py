@@ -111,7 +111,7 @@ def test_steps_that_are_programs(k: int, worlds: Worlds, expected: Any) -> None:
     # A net of convolutions has nothing to be cut by a model axis.
     setting, kind = [("torch-2", "dp"), ("torch-4", "2x2")][k // 3 % 2 if program != "thawed" else 0]
     for found in worlds.get(setting).call("tests.keras.torch.promised:run", RUN(program), kind, k % 4, *args):
-        assert found["_why"] == []
+        assert found["_unfit"] == []
         assert found["_programs"] > 0
         same(found, expected(program, *ALONE, *args))
 

@@ -13,6 +13,7 @@ from tests.support.comparing import same
 pytestmark = pytest.mark.processes
 
 RUN = "tests.keras.drawn:trained"
+AS_PROGRAMS = "tests.keras.torch.promised:run"
 CASES = ("images", "augmented", "channels", "alpha", "steps", "recurrent", "attention")
 PLACES = [
     *(("sim-torch", "dp", 0, case, 5) for case in CASES),
@@ -50,10 +51,10 @@ def test_layers_that_draw_between_cut_ones(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("case", ["images", "recurrent"])
 def test_programs_draw_as_one_device(case: str, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.drawn:as_programs", None, case)[0]
-    for found in worlds.get("torch-2").call("tests.keras.drawn:as_programs", "dp", case):
+    wanted = alone.world("torch").call(RUN, None, 0, case, 5)[0]
+    for found in worlds.get("torch-2").call(AS_PROGRAMS, RUN, "dp", 0, case, 5):
         same(found, wanted)
-        assert found["_programs"] == (2, {})
+        assert (found["_programs"], found["_unfit"]) == (4, [])
 
 
 def test_tensorflow_refuses(worlds: Worlds) -> None:

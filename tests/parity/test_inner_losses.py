@@ -53,9 +53,8 @@ def test_it_trains_as_one_device(
         assert found["_sent"]
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_programs_are_what_one_device_computes(inner: bool, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.inner:as_programs", None, inner)[0]
-    for found in worlds.get("torch-2").call("tests.keras.inner:as_programs", "dp", inner):
-        same(found, wanted)
-        assert found["_programs"] == (2, {})
+@pytest.mark.parametrize("case", ["deep", "several"])
+def test_programs_are_what_one_device_computes(case: str, expected: Any, worlds: Worlds) -> None:
+    for found in worlds.get("torch-2").call("tests.keras.torch.promised:run", RUN, "dp", 1, case, False):
+        same(found, expected(case, False))
+        assert (found["_programs"], found["_unfit"]) == (4, [])

@@ -133,9 +133,17 @@ def test_a_constant_is_no_batch(alone: Alone, worlds: Worlds) -> None:
         same(found, wanted)
 
 
-@pytest.mark.parametrize(("zero", "of_model"), [(0, False), (1, True), (3, True)])
-def test_a_program_of_what_mixes_is_one_devices(zero: int, of_model: bool, alone: Alone, worlds: Worlds) -> None:
-    wanted = alone.world("torch").call("tests.keras.mixing:as_programs", None, 0, of_model)[0]
-    for found in worlds.get("torch-2").call("tests.keras.mixing:as_programs", "dp", zero, of_model):
+@pytest.mark.parametrize(
+    ("zero", "program", "args", "count"),
+    [
+        (0, RUN, ("center", False), 6),
+        *((zero, "tests.keras.mixing:centred_by_its_call", (), 2) for zero in (1, 3)),
+    ],
+)
+def test_a_program_of_what_mixes_is_one_devices(
+    zero: int, program: str, args: tuple[Any, ...], count: int, alone: Alone, worlds: Worlds
+) -> None:
+    wanted = alone.world("torch").call(program, None, 0, *args)[0]
+    for found in worlds.get("torch-2").call("tests.keras.torch.promised:run", program, "dp", zero, *args):
         same(found, wanted)
-        assert found["_programs"] == (2, {})
+        assert (found["_programs"], found["_unfit"]) == (count, [])

@@ -12,7 +12,6 @@ import numpy as np
 import unidist
 from tests.support.clearing import cleared
 from unidist.backends import registry
-from unidist.keras.records import model_record
 
 Result = dict[str, Any]
 PAIR: dict[str, tuple[str | None, ...]] = {
@@ -45,13 +44,6 @@ def fresh() -> None:
     """Names and seeds as at a program's start; other seeds in the other processes, which the scope must align."""
     cleared()
     keras.utils.set_random_seed(7 if is_first() else 1234)
-
-
-def programs_of(model: Any) -> tuple[int, dict[str, str]]:
-    """How many programs a model's steps on torch have run as, and why others have not; (0, {}) of one device."""
-    found = model_record.of(model).engine
-    steps = None if found is None else found.whole_steps
-    return (0, {}) if steps is None else (steps.compiled, dict(steps.why))
 
 
 def told(model: Any) -> Result:

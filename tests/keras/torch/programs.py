@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import re
 import warnings
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -19,6 +16,7 @@ from torch._dynamo.utils import counters
 
 import unidist
 from tests.keras.torch.models import OwnOfPairs, compiling_by
+from tests.keras.torch.whole import sent_in
 from unidist.keras.patching.compat import TorchTrainer
 from unidist.keras.records import model_record
 from unidist.keras.torch.params import param_groups
@@ -92,13 +90,6 @@ def strategy_of(kind: str) -> Any:
     return unidist.ModelParallel(mesh, rules, sequence_parallel=kind == "sequence")
 
 
-def counted(traffic: unidist.Ledger) -> Counter[tuple[str, str, Any]]:
-    """What was sent. The weights that are looked at in the end have the names of another model's layers."""
-    events = [dataclasses.replace(e, purpose=re.sub(r"_\d+/", "/", e.purpose)) for e in traffic.events]
-    # Whether somebody wishes to stop is asked by the clock, and whether all have a program.
-    return Counter((e.op, e.purpose, e.bytes) for e in events if e.purpose != "agreement")
-
-
 def compare(name: str, kind: str, compiler: str) -> tuple[dict[str, str], int, dict[str, int], dict[str, int]]:
     """Compiled against run as is. Gives why steps are none, how many programs there are, and what torch.compile
     counts: of graphs, and of breaks."""
@@ -112,11 +103,11 @@ def compare(name: str, kind: str, compiler: str) -> tuple[dict[str, str], int, d
     np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=1e-5)
     for a, b in zip(found[1], wanted[1], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    sent, wanted_sent = counted(traffic), counted(plain)
+    sent, wanted_sent = sent_in(traffic), sent_in(plain)
     assert sent == wanted_sent, (sent - wanted_sent, wanted_sent - sent)
     assert sent
     if kind == "sequence":
-        assert any(op == "reduce_scatter" for op, _, _ in sent)
+        assert any(op == "reduce_scatter" for op, *_ in sent)
     if kind in ("data", "shards"):
         assert any(not v._storage.is_kept for v in found[2].trainable_variables) == (kind == "shards")
     else:
@@ -137,11 +128,13 @@ def held_at_once(policy: str) -> tuple[int, int]:
 
     backend = aot_autograd(fw_compiler=kept, inference_compiler=kept)
     compiling = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend))
+    keras.utils.set_random_seed(2)
     with compiling, mock.patch.object(param_groups, "UNIT_BYTES", 1):
         with strategy_of("shards").scope():
             layers = [keras.layers.Dense(768, activation="relu", dtype=policy) for _ in range(4)]
             model = keras.Sequential([keras.Input((768,)), *layers, keras.layers.Dense(1)])
-            model.compile("sgd", "mse", jit_compile=True)
+            # With larger steps so wide a model diverges, and what is not a number is not proven.
+            model.compile(keras.optimizers.SGD(1e-5), "mse", jit_compile=True)
         x = np.ones((8, 768), "float32")
         for _ in range(4):
             model.train_on_batch(x, x[:, :1])

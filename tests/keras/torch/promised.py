@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +48,6 @@ def run(program: str, kind: str | None, zero: int, *args: Any) -> Result:
     module, name = program.split(":")
     function = getattr(importlib.import_module(module), name)
     with by_programs() as made:
-        found: Result = functools.partial(function, kind, zero)(*args)
+        found: Result = function(kind, zero, *args)
     why = [f"{step}: {said}" for steps in made for step, said in steps.why.items()]
-    return {**found, "_why": why, "_programs": sum(steps.compiled for steps in made)}
+    return {**found, "_unfit": why, "_programs": sum(steps.compiled for steps in made)}

@@ -270,7 +270,7 @@ def _apart(found: Any, wanted: Any) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in flat)
 
 
-def _sent(traffic: unidist.Ledger) -> Counter[Any]:
+def sent_in(traffic: unidist.Ledger) -> Counter[Any]:
     """What was sent, without questions whether all go on. The second model's layers have numbers in their names."""
     events = [e for e in traffic.events if e.purpose != "agreement"]
     return Counter((e.op, e.axes, re.sub(r"_\d+", "", e.purpose), e.bytes) for e in events)
@@ -286,7 +286,7 @@ def compared(name: str, kind: str) -> dict[str, Any]:
     model(np.zeros((2, *model.input_shape[1:]), "float32"))  # nothing of the traces is left in it
     return {
         "apart": _apart(found, wanted),
-        "sent": (_sent(traffic), _sent(plain)),
+        "sent": (sent_in(traffic), sent_in(plain)),
         "programs": (steps.traced, steps.compiled),
         "why": dict(steps.why),
         "told": dict(unidist.describe(model).why).get("train step", ""),
