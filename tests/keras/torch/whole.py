@@ -118,6 +118,36 @@ class OwnStep(keras.Sequential):
         return {"loss": loss.detach()}
 
 
+class EverySecond(keras.Sequential):
+    """Updates its weights in every second step, and looks at them in the others."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.turn = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(x, y, self(x, training=True))
+        loss.backward()
+        trainable = list(self.trainable_variables)
+        grads = [v.value.grad for v in trainable]
+        self.turn.assign_add(1)
+
+        def update() -> Any:
+            self.optimizer.apply(grads, trainable)
+            return loss.detach()
+
+        with torch.no_grad():
+            look = lambda: keras.ops.sum(self.layers[0](x)) / 100  # noqa: E731
+            return {"loss": keras.ops.cond(self.turn % 2 == 0, update, look)}
+
+
+def _every_second(jit: bool) -> Built:
+    model = EverySecond([keras.Input((8,)), layers.Dense(12, "tanh"), layers.Dense(4)])
+    return _compiled(model, keras.optimizers.SGD(0.1, momentum=0.9), jit), rows(8)
+
+
 def _own_step(jit: bool) -> Built:
     model = OwnStep([keras.Input((8,)), layers.Dense(12, "tanh"), layers.Dense(4)])
     return _compiled(model, keras.optimizers.SGD(0.1), jit), rows(8)
@@ -204,6 +234,7 @@ def _of_two_losses(jit: bool) -> Built:
 
 CASES: dict[str, Callable[[bool], Built]] = {
     "own step": _own_step,
+    "every second": _every_second,
     "scaled": _scaled,
     "averaged": _averaged,
     "accumulated": _accumulated,
