@@ -90,16 +90,23 @@ class LocalViewBackend(DistributionBackend, Generic[A]):
         """
         return nullcontext()
 
-    def begin(self, op: str, x: A, axes: Axes, group: Group) -> Callable[[], A]:
-        """Begins a collective in the program that is traced; gives what waits for its result.
+    def begin(self, op: str, x: A, axes: Axes, group: Group) -> A:
+        """Begins a collective in the program that is traced; gives its result, which `arrived` waits for.
+
+        It may go on when the program has ended, and the next one, or who reads it, waits.
 
         Args:
-            op: "all_reduce", a sum, P -> I; "reduce_scatter", a sum along dim 0, P -> S(0); "all_gather", S(0) -> I.
+            op: "all_reduce", a sum, P -> I; "reduce_scatter", a sum of rows, one for each place, P -> S(0);
+                "all_gather", S(0) -> I.
             x: contiguous, with at least one dim.
 
         Raises:
             CapabilityError: it cannot be in one (`compiles` is False).
         """
+        raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
+
+    def arrived(self, op: str, x: A) -> A:
+        """Waits for what `begin` gave for an op."""
         raise CapabilityError(f"the collectives of {self.name!r} cannot be part of a compiled program")
 
     # arrays ---------------------------------------------------------------------------------------------------

@@ -104,6 +104,14 @@ def test_callbacks_that_change_a_model_are_seen(freezing: bool, programs: tuple[
         assert counts == programs
 
 
+def test_updated_parts_are_joined_while_the_next_step_begins(world: ProcessWorld) -> None:
+    """And gradients are exchanged in parts: over gloo a reduce_scatter would send all of each."""
+    for counts, collectives in world.call(whole.going_on):
+        assert counts[-1] > 0
+        assert {"all_to_all_single", "all_gather_into_tensor"} <= collectives
+        assert "reduce_scatter_tensor" not in collectives
+
+
 def test_two_programs_of_a_fit_with_a_ragged_batch_and_a_schedule(world: ProcessWorld) -> None:
     assert world.call(whole.scheduled) == [(2, 2)] * 2
 

@@ -324,6 +324,31 @@ def compared(name: str, kind: str) -> dict[str, Any]:
     }
 
 
+class UnderWay(keras.callbacks.Callback):
+    """Notes of how many units the joining goes on behind each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        fetcher = model_record.of(self.model).engine.traffic._fetchers[unidist.process_index()]
+        self.counts.append(sum(unit.is_coming for unit in fetcher.units))
+
+
+def going_on() -> tuple[list[int], set[str]]:
+    """Of how many units joins go on behind each step of ZeRO-1, and the collectives of its programs."""
+    keras.utils.set_random_seed(3)
+    with unidist.DataParallel(zero=1).scope():
+        model, x = _of_two_losses(True)
+    noting = UnderWay()
+    x = x[: 2 * BATCH]
+    model.fit(x, np.arange(len(x)) % 4, batch_size=BATCH, epochs=3, verbose=0, callbacks=[noting])
+    programs = model_record.of(model).engine.whole_steps._programs.values()
+    called = {str(node.target) for program in programs for node in program.graph.graph.nodes}
+    return noting.counts, {name.split(".")[1] for name in called if name.startswith("_c10d_functional.")}
+
+
 def beside_one_device(name: str, kind: str) -> float:
     """How far whole programs of all processes are from plain Keras."""
     wanted, _ = trained(name, None, False)

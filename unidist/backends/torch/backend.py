@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -24,7 +24,7 @@ from unidist.backends.torch.calling import Under
 from unidist.backends.torch.comm import TorchComm
 from unidist.backends.torch.joining import Membership, alone, join, retimed
 from unidist.backends.torch.ops import TorchOps
-from unidist.backends.torch.primitives import Traced, begin
+from unidist.backends.torch.primitives import Traced, arrived, begin
 from unidist.backends.torch.transports import Transports
 from unidist.backends.torch.watch import Watch, can_watch
 from unidist.errors import BackendMismatchError, BackendNotAvailableError, CapabilityError, MeshError
@@ -185,9 +185,12 @@ class TorchBackend(LocalViewBackend[torch.Tensor]):
     def in_program(self, group: Group) -> AbstractContextManager[object]:
         return Under(self._transports, self._watch, group, ("program", None, None))
 
-    def begin(self, op: str, x: torch.Tensor, axes: Axes, group: Group) -> Callable[[], torch.Tensor]:
+    def begin(self, op: str, x: torch.Tensor, axes: Axes, group: Group) -> torch.Tensor:
         self.record(op, axes, group, x if op != "all_gather" else x.expand(group.size, *x.shape))
         return begin(op, x, self._transports(group))
+
+    def arrived(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        return arrived(op, x)
 
     def _note_sent(self, x: torch.Tensor, src: Sharding, dst: Sharding) -> None:
         move, size = self._move(src, dst), x.element_size()

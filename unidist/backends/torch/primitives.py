@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from unidist.algebra.layout import ReduceOp
-from unidist.backends.torch.reducing import NATIVE
+from unidist.backends.torch.reducing import FOLD, NATIVE
 from unidist.backends.torch.transports import Transport
 
 # torch 2.13 gave both a new name and warns of the old one.
@@ -98,40 +99,63 @@ class Traced:
     _NAMES = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "product"}  # noqa: RUF012
 
     def all_reduce(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
-        return _arrived(torch.ops._c10d_functional.all_reduce(x, self._NAMES[op], transport.name))
+        return _waited(torch.ops._c10d_functional.all_reduce(x, self._NAMES[op], transport.name))
 
     def all_gather(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
-        return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x, transport.size, transport.name))
+        return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x, transport.size, transport.name))
 
     def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
+        if _is_exchanged(x, transport):
+            parts = _waited(_exchanged(x, transport)).chunk(transport.size)
+            return functools.reduce(FOLD[op], parts)
         name = self._NAMES[op]
-        return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(x, name, transport.size, transport.name))
+        return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x, name, transport.size, transport.name))
 
     def all_to_all(
         self, x: torch.Tensor, transport: Transport, received: Sequence[int], sent: Sequence[int]
     ) -> torch.Tensor:
         moved = torch.ops._c10d_functional.all_to_all_single(x, list(received), list(sent), transport.name)
-        return _arrived(moved)
+        return _waited(moved)
 
     def broadcast(self, x: torch.Tensor, transport: Transport, root: int) -> torch.Tensor:
-        return _arrived(torch.ops._c10d_functional.broadcast(x, root, transport.name))
+        return _waited(torch.ops._c10d_functional.broadcast(x, root, transport.name))
 
 
-def begin(op: str, x: torch.Tensor, transport: Transport) -> Callable[[], torch.Tensor]:
-    """Puts the start of a sum, or of an all_gather, into a program; gives what puts the wait there.
+def begin(op: str, x: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Puts the start of a sum, or of an all_gather, into a program.
 
-    What the program computes in between may overlap with it.
+    Gives its result, which `arrived` waits for. What is computed in between may overlap with it.
     """
     functional = torch.ops._c10d_functional
     if op == "all_gather":
         begun = functional.all_gather_into_tensor(x, transport.size, transport.name)
+    elif op == "reduce_scatter" and _is_exchanged(x, transport):
+        begun = _exchanged(x, transport)
     elif op == "reduce_scatter":
         begun = functional.reduce_scatter_tensor(x, "sum", transport.size, transport.name)
     else:
         begun = functional.all_reduce(x, "sum", transport.name)
-    return lambda: _arrived(begun)
+    found: torch.Tensor = begun
+    return found
 
 
-def _arrived(x: torch.Tensor) -> torch.Tensor:
+def arrived(op: str, x: torch.Tensor) -> torch.Tensor:
+    """Puts the wait for what `begin` gave into a program."""
+    found = _waited(x)
+    return functools.reduce(torch.add, found.split(1)) if op == "reduce_scatter" else found
+
+
+def _is_exchanged(x: torch.Tensor, transport: Transport) -> bool:
+    """Returns whether a reduce_scatter is an exchange of parts: gloo's own is an all_reduce of everything."""
+    return transport.is_gloo and x.device.type == "cpu"
+
+
+def _exchanged(x: torch.Tensor, transport: Transport) -> torch.Tensor:
+    sizes = [x.shape[0] // transport.size] * transport.size
+    found: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, transport.name)
+    return found
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return out

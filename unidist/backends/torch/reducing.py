@@ -22,7 +22,7 @@ REDUCED_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
 MOVED_AS = {torch.bool: torch.uint8, torch.int16: torch.bfloat16}
 _OF_BOOLS: dict[ReduceOp, ReduceOp] = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 
-_FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "prod": torch.mul,
@@ -57,7 +57,7 @@ def fold(parts: Sequence[torch.Tensor], own: int, op: ReduceOp, out: torch.Tenso
     first, second = (1, 0) if own == 0 else (0, 1)  # the same bits: a + b is b + a
     if op == "sum" and len(parts) == 2 and out is None and parts[0].dtype != torch.bool:
         return parts[first].add_(parts[second])
-    combine = _FOLD[op_for(op, parts[0].dtype)]
+    combine = FOLD[op_for(op, parts[0].dtype)]
     total = combine(parts[first], parts[second], out=parts[first] if out is None else out)
     for part in parts[2:]:
         combine(total, part, out=total)

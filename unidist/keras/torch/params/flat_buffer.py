@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
-from unidist.algebra import Axes, Sharding
+from unidist.algebra import Axes, Group, Sharding
 from unidist.backends.collectives import Handle
 from unidist.keras.torch.world import RankWorld
 
@@ -96,6 +97,22 @@ class Moving:
     def wait(self) -> None:
         for handle in self.handles:
             handle.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Rows that a program has begun to gather; they are copied into a whole tensor, where one is given."""
+
+    backend: Any
+    group: Group
+    rows: torch.Tensor
+    whole: torch.Tensor | None
+
+    def wait(self) -> None:
+        with self.backend.in_program(self.group):
+            rows = self.backend.arrived("all_gather", self.rows)
+        if self.whole is not None:
+            self.whole.copy_(rows.view(self.whole.shape))
 
 
 def _is_large(whole: torch.Tensor) -> bool:
@@ -183,6 +200,21 @@ class FlatBuffer:
                 self.part(row, k).copy_(parts[k])
             handles.append(self._gather(buffer, row))
         return Moving(handles, buffer, held)
+
+    def rows(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns whole tensors as programs gather them: a buffer of the packed ones, and each loose one."""
+        rows = [wholes[k].reshape(self.group.size, -1).clone() for k in self.loose]
+        if self.packed:
+            rows.insert(0, self._buffer())
+            for k in self.packed:
+                self._put(rows[0], k, wholes[k])
+        return rows
+
+    def brought(self, rows: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> Moving:
+        """Takes over what a program has begun to gather, in the order of `rows`."""
+        into = [None for _ in rows[: bool(self.packed)]] + [wholes[k] for k in self.loose]
+        handles = [_Arriving(self._backend, self.group, *pair) for pair in zip(rows, into, strict=True)]
+        return Moving(list(handles), rows[0] if self.packed else None, [])
 
     def _reduce(self, out: torch.Tensor, whole: torch.Tensor) -> Handle:
         self._backend.record("reduce_scatter", self.axes, self.group, whole)

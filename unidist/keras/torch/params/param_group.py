@@ -35,7 +35,6 @@ class Unit:
         low: the dtype of computation, for values of their own.
     """
 
-    is_in_program = False
     made = staticmethod(without_memory)
     buffer_of: type[FlatBuffer] = FlatBuffer
 
@@ -56,11 +55,16 @@ class Unit:
         self.users = 0
         self.is_pinned = False
         self._coming: Moving | None = None
+        self._rows: list[torch.Tensor] = []  # of what a program has begun to gather
         self._casts: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.is_lent = False
         self._versions: list[int] = []  # of the parts, when they were gathered
 
     # moving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.values)
 
     @property
     def is_coming(self) -> bool:
@@ -79,7 +83,7 @@ class Unit:
         """Waits for what is under way and puts it where layers read it."""
         if self._coming is None:
             return
-        coming, self._coming = self._coming, None
+        coming, self._coming, self._rows = self._coming, None, []
         coming.wait()
         if coming.buffer is not None:
             with torch.no_grad():
@@ -87,6 +91,23 @@ class Unit:
                 for k in self.buffer.packed:
                     self.buffer.take(coming.buffer, k, self.values[k].data)
         self.is_here = True
+
+    def bring(self, rows: list[torch.Tensor]) -> None:
+        """Takes over what a program has begun to gather: it is under way."""
+        self._rows, self._coming = rows, self.buffer.brought(rows, [value.data for value in self.values])
+        self.is_here = False
+
+    def rows(self) -> list[torch.Tensor]:
+        """Hands over what is under way to a program, which waits for it.
+
+        Where nothing is under way, it is made of the values.
+        """
+        if self._rows:
+            rows, self._rows, self._coming = self._rows, [], None
+            return rows
+        self.finish()
+        with torch.no_grad():
+            return self.buffer.rows(self.values)
 
     def _give_memory(self, numbers: Iterable[int]) -> None:
         for value in [] if self.is_kept else [self.values[k] for k in numbers]:

@@ -58,7 +58,6 @@ class Fetcher:
     ) -> None:
         self.world = world
         self.rank = rank
-        self._unit_of = unit_of
         self.last: Unit | None = None
         self.units: list[Unit] = []
         self._order: dict[str, list[Unit]] = {}
@@ -194,8 +193,34 @@ class Fetcher:
                 under_way.append(unit)
                 while sum(u.nbytes for u in under_way) > IN_FLIGHT_BYTES:
                     under_way.pop(0).finish()
-        if self.world.is_virtual or self._unit_of.is_in_program:
+        if self.world.is_virtual:
             self.settle()
+
+    @property
+    def lasting(self) -> list[Unit]:
+        """The units that are still being joined when a step ends: the last ones, up to IN_FLIGHT_BYTES."""
+        found, room = [], IN_FLIGHT_BYTES
+        for unit in reversed([u for u in self.units if u.is_kept and u.trains]):
+            room -= unit.nbytes
+            if room < 0:
+                break
+            found.append(unit)
+        return found[::-1]
+
+    def left(self) -> list[list[torch.Tensor]]:
+        """Hands over what is under way of each lasting unit, and waits for all others.
+
+        Of lasting units that have come, there is nothing.
+        """
+        found = [unit.rows() if unit.is_coming else [] for unit in self.lasting]
+        self.settle()
+        return found
+
+    def bring(self, left: list[list[torch.Tensor]]) -> None:
+        """Takes over what another fetcher's step has left."""
+        for unit, rows in zip(self.lasting, left, strict=True):
+            if rows:
+                unit.bring(rows)
 
     def settle(self) -> None:
         """Waits for all that is under way."""

@@ -100,7 +100,7 @@ def place_model(model: Any, distribution: UnidistDistribution) -> None:
         LayoutError: a strict rule matches no variable, or one does not fit.
     """
     world = world_of(distribution)
-    model_record.check_rules(model, distribution)
+    model_record.adjust(model, distribution)
     trained = _trained(model)
 
     def place_all(variables: Iterable[Any]) -> None:

@@ -6,7 +6,7 @@ buckets and units write into buffers, these join and split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -20,44 +20,45 @@ from unidist.keras.torch.params.param_group import Unit
 from unidist.keras.torch.world import RankWorld
 
 Tensor = torch.Tensor
-Wait = Callable[[], Tensor]
 
 
 class ProgramBuffer(FlatBuffer):
     """A flat buffer of a program: the same tensors move together."""
 
-    def begin_reduce(self, wholes: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Begins to sum the places' tensors, P -> S; gives what waits for the row of this place's parts."""
+    def begin_reduce(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Begins to sum the places' tensors, P -> S: the packed ones' rows, and those of each loose one."""
         begun = [self._begin("reduce_scatter", wholes[k].reshape(self.group.size, -1)) for k in self.loose]
         if self.packed:
-            rows = torch.cat([self._rows(self.cuts[k], wholes[k]) for k in self.packed], 1)
+            rows = torch.cat([self._rows_of(self.cuts[k], wholes[k]) for k in self.packed], 1)
             begun.insert(0, self._begin("reduce_scatter", rows))
-        return lambda: torch.cat([wait() for wait in begun], 1) if len(begun) > 1 else begun[0]()
+        return begun
 
-    def begin_gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begins to join the places' parts, S -> I; gives what waits for the whole tensors."""
-        begun = {k: self._begin("all_gather", parts[k].to(self._dtype).reshape(1, -1)) for k in self.loose}
+    def begin_gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Begins to join the places' parts, S -> I: the packed ones' rows, and those of each loose one."""
+        begun = [self._begin("all_gather", parts[k].to(self._dtype).reshape(1, -1)) for k in self.loose]
         if self.packed:
             own = [F.pad(parts[k].to(self._dtype).reshape(1, -1), (0, self._padding(k))) for k in self.packed]
-            packed = self._begin("all_gather", torch.cat(own, 1))
+            begun.insert(0, self._begin("all_gather", torch.cat(own, 1)))
+        return begun
 
-        def wait() -> list[Tensor]:
-            rows = packed() if self.packed else None
-            found = []
-            for k, cut in enumerate(self.cuts):
-                own = begun[k]() if rows is None or k in begun else rows.narrow(1, self._starts[k], cut.width)
-                found.append(_joined(cut, own))
-            return found
+    def wholes(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the whole tensors of what `begin_gather` began."""
+        found = {}
+        for k, own in zip(self.loose, rows[bool(self.packed) :], strict=True):
+            found[k] = _joined(self.cuts[k], self._backend.arrived("all_gather", own))
+        if self.packed:
+            packed = self._backend.arrived("all_gather", rows[0])
+            for k in self.packed:
+                found[k] = _joined(self.cuts[k], packed.narrow(1, self._starts[k], self.cuts[k].width))
+        return [found[k] for k in range(len(self.cuts))]
 
-        return wait
-
-    def _begin(self, op: str, x: Tensor) -> Wait:
+    def _begin(self, op: str, x: Tensor) -> Tensor:
         return self._backend.begin(op, x.contiguous(), self.axes, self.group)
 
     def _padding(self, k: int) -> int:
         return self.cuts[k].width - prod(self._own_shapes[k])
 
-    def _rows(self, cut: Cut, whole: Tensor) -> Tensor:
+    def _rows_of(self, cut: Cut, whole: Tensor) -> Tensor:
         """Each place's part of a tensor, a row each."""
         if cut.is_even:
             places: Tensor = whole.unflatten(cut.dim, (self.group.size, cut.sizes[0]))
@@ -78,17 +79,22 @@ def _joined(cut: Cut, rows: Tensor) -> Tensor:
 class ProgramBucket(Bucket):
     """Gradients that a program sums on every rank, P -> I: begun as soon as backward has all of them."""
 
-    _sum: Wait
+    _op = "all_reduce"
+    _sum: list[Tensor]
 
     def launch(self) -> None:
         flat = torch.cat([part.reshape(-1) for part in _summed(self)])
         flat = flat if self.counts else torch.zeros_like(flat)
-        self._sum = self.world.backend.begin("all_reduce", flat, self.axes, self.group)
+        self._sum = [self.world.backend.begin(self._op, flat, self.axes, self.group)]
 
     def finish(self) -> list[Tensor]:
         leaves = [m.leaf for m in self.members]
-        flats = self._sum().split([leaf.numel() for leaf in leaves])
+        flats = self._arrived().split([leaf.numel() for leaf in leaves])
         return [part.view(leaf.shape) for part, leaf in zip(flats, leaves, strict=True)]
+
+    def _arrived(self) -> Tensor:
+        found = [self.world.backend.arrived(self._op, x) for x in self._sum]
+        return torch.cat(found, 1) if len(found) > 1 else found[0]
 
     def used(self, views: list[Tensor]) -> list[bool]:
         """All ranks trace one program, so what one has no gradient of, none has."""
@@ -100,6 +106,8 @@ class ProgramBucket(Bucket):
 
 class ProgramCutBucket(ProgramBucket):
     """Gradients of whose sums a program keeps this rank's parts, P -> S."""
+
+    _op = "reduce_scatter"
 
     def __init__(self, world: RankWorld, rank: int, members: list[Watched]) -> None:
         super().__init__(world, rank, members)
@@ -115,10 +123,11 @@ class ProgramCutBucket(ProgramBucket):
             member.leaf.grad = None
 
     def finish(self) -> list[Tensor]:
-        row = self._sum()
+        row = self._arrived()
         if self._rest:
             row = row if self.counts else torch.zeros_like(row)
-            row = self.world.backend.begin("all_reduce", row, self._rest, self._rest_group)()
+            backend = self.world.backend
+            row = backend.arrived("all_reduce", backend.begin("all_reduce", row, self._rest, self._rest_group))
         return [self._buffer.part(row, k) for k in range(len(self.members))]
 
 
@@ -133,33 +142,33 @@ def _summed(bucket: Bucket) -> list[Tensor]:
 class ProgramUnit(Unit):
     """Variables that a program gathers together, and again where backward opens them.
 
-    Their values are written over what stands for them: what a compiler makes of it lives from a gathering to the last
-    operation that reads it.
+    Those that it joins may be under way when it begins, and when it ends. Values are written over what stands for
+    them: what a compiler makes of it lives from a gathering to the last operation that reads it.
     """
 
-    is_in_program = True
     made = staticmethod(lambda shape, dtype, device: torch.empty(tuple(shape), dtype=dtype, device=device))
     buffer_of = ProgramBuffer
     buffer: ProgramBuffer
-    _wholes: Callable[[], list[Tensor]] | None = None
     _has_gone = False
 
     @property
     def is_coming(self) -> bool:
-        return self._wholes is not None
+        return bool(self._rows)
 
     def start(self) -> None:
         with torch.no_grad(), events.for_purpose("parameters"):
             self._versions = [part._version for part in self.parts]
-            self._wholes = self.buffer.begin_gather([part.detach() for part in self.parts])
-        self.is_here = False
+            self.bring(self.buffer.begin_gather([part.detach() for part in self.parts]))
+
+    def bring(self, rows: list[Tensor]) -> None:
+        self._rows, self.is_here = rows, False
 
     def finish(self) -> None:
-        if self._wholes is None:
+        if not self._rows:
             return
-        wholes, self._wholes = self._wholes, None
+        rows, self._rows = self._rows, []
         with torch.no_grad():
-            for value, whole in zip(self.values, wholes(), strict=True):
+            for value, whole in zip(self.values, self.buffer.wholes(rows), strict=True):
                 value.data.copy_(whole)
         self.is_here = True
 

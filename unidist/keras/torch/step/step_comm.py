@@ -25,6 +25,10 @@ from unidist.keras.torch.step.reducer import Reducer
 from unidist.keras.torch.world import RankWorld
 from unidist.planner.fetching import by_reads
 
+# "gradients": those that wait on a rank for others, of all variables that train, where some do. "values": for each
+# lasting unit, what arrives of it.
+Carried = dict[str, list[Any]]
+
 
 class Traffic:
     """The reducers and fetchers of this process's ranks for one model.
@@ -123,8 +127,6 @@ class Traffic:
     def step(self, frame: Frame, kind: str) -> Iterator[None]:
         """A step of Keras's trainer ("train", "test" or "predict") on a rank."""
         reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
-        if self._has_modules:
-            fetcher.settle()  # torch modules do not wait for what they read
         waits = kind == "train" and self.accumulates()
         try:
             with self._moving(frame, kind, reducer, fetcher, holds=reducer.is_holding, waits=waits):
@@ -134,20 +136,22 @@ class Traffic:
                 reducer.is_paused, reducer.is_holding = False, True
 
     @contextlib.contextmanager
-    def traced(self, frame: Frame, kind: str, waiting: Sequence[torch.Tensor], waits: bool) -> Iterator[None]:
+    def traced(self, frame: Frame, kind: str, carried: Carried, waits: bool) -> Iterator[Fetcher]:
         """A step that becomes a program: what it moves is part of the program. Variables are stand-ins.
 
         Args:
-            waiting: the gradients that wait on the rank, where some do. waits: whether this step's wait as well.
+            carried: stands for what passes to the step. waits: whether the step's gradients wait.
         """
         rank = frame.rank
         reducer = Reducer(self.world, rank, self._watched_on(rank), ProgramBucket, ProgramCutBucket)
         fetcher = Fetcher(self.world, rank, self._layers, self._lows, self.reads, ProgramUnit)
         fetcher.follow(self._fetchers[rank])
-        self.put_gradients(rank, waiting)
+        self._put_gradients(rank, carried["gradients"])
+        if carried["values"]:
+            fetcher.bring(carried["values"])
         try:
-            with self._moving(frame, kind, reducer, fetcher, holds=bool(waiting), waits=waits):
-                yield
+            with self._moving(frame, kind, reducer, fetcher, holds=bool(carried["gradients"]), waits=waits):
+                yield fetcher
         finally:
             fetcher.close()
             reducer.close()
@@ -165,6 +169,8 @@ class Traffic:
         frame.shared = self._shared(frame)
         frame.keeps_gradients = reducer.is_holding = holds
         frame.accumulating = reducer.is_paused = waits
+        if self._has_modules:
+            fetcher.settle()  # torch modules do not wait for what they read
         try:
             with reducer.working(frame), fetcher.step(kind):
                 yield
@@ -187,9 +193,24 @@ class Traffic:
         for fetcher in self._fetchers.values():
             fetcher.settle()
 
+    # between programs ---------------------------------------------------------------------------------------------
+
+    def carried(self, rank: int, *, adds: bool) -> Carried:
+        """Returns what passes to a training step beside variables' values.
+
+        Args:
+            adds: whether the step adds to gradients that wait.
+        """
+        values = [unit.rows() for unit in self._fetchers[rank].lasting]
+        return {"gradients": self._waiting(rank) if adds else [], "values": values}
+
+    def bring(self, rank: int, left: list[list[torch.Tensor]]) -> None:
+        """Takes over the values that a program has left under way."""
+        self._fetchers[rank].bring(left)
+
     # accumulation -------------------------------------------------------------------------------------------------
 
-    def waiting(self, rank: int) -> list[torch.Tensor]:
+    def _waiting(self, rank: int) -> list[torch.Tensor]:
         """The gradients that wait on a rank, of all variables that train: zeros where none do yet."""
         is_holding = self.is_holding(rank)
         for leaf in self._leaves(rank):
@@ -213,7 +234,7 @@ class Traffic:
         """The gradients of all variables that train, as they are on a rank."""
         return [leaf.grad for leaf in self._leaves(rank)]
 
-    def put_gradients(self, rank: int, grads: Sequence[torch.Tensor | None]) -> None:
+    def _put_gradients(self, rank: int, grads: Sequence[torch.Tensor | None]) -> None:
         for leaf, grad in zip(self._leaves(rank), grads, strict=False):
             leaf.grad = grad
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,17 +24,30 @@ from unidist.keras.patching.compat import get_device, torch_core, tree
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 from unidist.keras.torch.context import Frame
+from unidist.keras.torch.params.param_groups import Fetcher
 from unidist.keras.torch.params.storage import Storage
 from unidist.keras.torch.step.graphs import prepared, take_unused, written_inputs
 from unidist.keras.torch.structures import emptied, filled, tensors
 
 Tensor = torch.Tensor
 # What stands for the variables in the trace that is going on.
-_stand_ins: ContextVar[Sequence[Tensor] | None] = ContextVar("unidist_stand_ins", default=None)
+_trace: ContextVar[_Trace | None] = ContextVar("unidist_trace", default=None)
 # How far a program's step may be from the eager one, in parts of the length of the step.
 TOLERANCE = 1e-3
 # Gradients below this part of the largest one are rounding.
 NOISE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A trace that is going on.
+
+    Attributes:
+        held: what stands for the variables. settle: waits for the values that are under way.
+    """
+
+    held: Sequence[Tensor]
+    settle: Callable[[], None]
 
 
 class StepProgram:
@@ -68,7 +82,7 @@ class StepProgram:
         self._slots = {id(one) for one in slots}
         self._owners = list(owners)
         self._losers: list[Any] = []  # the layers that added losses, once for each
-        self._out: Any = None
+        self._out: Any = None  # what it gives, and what it leaves under way
         self.sent: list[events.Event] = []
         self.graph: Any = None
         self.proofs = 0
@@ -79,38 +93,38 @@ class StepProgram:
         frame: Frame,
         step: Callable[[Frame, Any], Any],
         batch: Any,
-        waiting: Sequence[Tensor],
-        moving: Callable[[Frame, Sequence[Tensor]], AbstractContextManager[None]],
+        carried: Any,
+        moving: Callable[[Frame, Any], AbstractContextManager[Fetcher]],
     ) -> None:
         """Traces step(frame, batch). No value of a variable changes.
 
         Args:
-            waiting: the gradients that wait on this rank, which it adds to.
-            moving: of a frame and of what stands for those gradients, gives in what gradients and values move.
+            carried: what passes to the step beside variables and batch.
+            moving: of a frame and of what stands for `carried`, gives in what gradients and values move.
 
         Raises:
             CapabilityError: the step writes to a tensor that belongs to no placed variable.
             Exception: whatever the step raises where a tensor has no value.
         """
         count = len(self._storages)
-        rows = emptied(batch)
+        rows = emptied((batch, carried))
 
         def run(*values: Tensor) -> list[Tensor]:
-            left = iter(values[count:])
-            given = filled(rows, left)
+            given, own_carried = filled(rows, iter(values[count:]))
             with (
                 _at_work(frame) as own,
-                _standing_in(own, self._storages, values[:count]),
-                moving(own, list(left)),
+                _standing_in(own, self._storages, values[:count]) as held,
+                moving(own, own_carried) as fetcher,
+                _tracing(_Trace(held, fetcher.settle)),
             ):
-                out = step(own, given)
+                out = step(own, given), fetcher.left()
             losses = [(owner, x) for owner in self._owners for x in getattr(owner, "_losses", ()) if _is_fake(x)]
             self._losers = [owner for owner, _ in losses]
             self._out = out
             return [*tensors(out), *(loss for _, loss in losses)]
 
         with _put_back(self._owners), frame.world.backend.into_program() as self.sent:
-            values = [*self._values(self._storages), *tensors(batch), *waiting]
+            values = [*self._values(self._storages), *tensors((batch, carried))]
             self.graph = prepared(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*values))
         self._used = [self._storages[k] for k in take_unused(self.graph, count)]
         # What the outputs stand for is not kept: they belong to the trace.
@@ -129,24 +143,27 @@ class StepProgram:
     def is_compiled(self) -> bool:
         return self._compiled is not None
 
-    def __call__(self, batch: Any, waiting: Sequence[Tensor] = ()) -> Any:
-        """One step: variables and waiting gradients are written, and its outputs returned."""
-        out = self.run(batch, waiting)
+    def __call__(self, batch: Any, carried: Any) -> tuple[Any, list[list[Tensor]]]:
+        """One step, which writes variables and waiting gradients.
+
+        Returns its outputs, and the values that it leaves under way.
+        """
+        out = self.run(batch, carried)
         for event in self.sent if events.listening() else ():
             events.emit(event)
         return out
 
-    def run(self, batch: Any, waiting: Sequence[Tensor] = ()) -> Any:
+    def run(self, batch: Any, carried: Any) -> tuple[Any, list[list[Tensor]]]:
         """A step of which no ledger hears."""
         run = self.graph if self._compiled is None else self._compiled
         with torch.no_grad(), self._sending():
-            found = iter(run(*self._values(self._used), *tensors(batch), *waiting))
-        out = filled(self._out, found)
+            found = iter(run(*self._values(self._used), *tensors((batch, carried))))
+        out, left = filled(self._out, found)
         for owner in dict.fromkeys(self._losers):
             owner._losses.clear()
         for owner in self._losers:
             owner._losses.append(next(found))
-        return out
+        return out, left
 
     def _sending(self) -> AbstractContextManager[object]:
         group = self._world.mesh.group(self._world.mesh.axis_names, self._rank)
@@ -215,15 +232,20 @@ def _in_doubles(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, variables have these tensors as memory."""
+def _standing_in(frame: Frame, storages: Sequence[Storage], values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Inside, variables have these tensors as memory; gives what stands for them."""
     with contextlib.ExitStack() as stack:
-        own = [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in zip(storages, values, strict=True)]
-        token = _stand_ins.set(own)
-        try:
-            yield
-        finally:
-            _stand_ins.reset(token)
+        pairs = zip(storages, values, strict=True)
+        yield [stack.enter_context(one.standing_in(frame.rank, x)) for one, x in pairs]
+
+
+@contextlib.contextmanager
+def _tracing(trace: _Trace) -> Iterator[None]:
+    token = _trace.set(trace)
+    try:
+        yield
+    finally:
+        _trace.reset(token)
 
 
 @contextlib.contextmanager
@@ -260,12 +282,14 @@ def hooks() -> Iterator[Hook]:
 
 def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
     """Both branches in a program: of what they give and write, it takes one's."""
-    held = _stand_ins.get()
-    if held is None or not isinstance(pred, Tensor):
+    trace = _trace.get()
+    if trace is None or not isinstance(pred, Tensor):
         return original(pred, true_fn, false_fn)
+    trace.settle()
+    held = trace.held
     before = [x.detach().clone() for x in held]
-    if_true, written = _branch(true_fn, held, before)
-    if_false, other = _branch(false_fn, held, before)
+    if_true, written = _branch(true_fn, trace, before)
+    if_false, other = _branch(false_fn, trace, before)
     with torch.no_grad():
         for k in {**written, **other}:
             held[k].copy_(torch.where(pred, written.get(k, before[k]), other.get(k, before[k])))
@@ -274,7 +298,7 @@ def _cond(original: Any, pred: Any, true_fn: Callable[[], Any], false_fn: Callab
 
 def _scatter(original: Any, indices: Any, values: Any, shape: Any) -> Any:
     """Adds values at their indices by one operation, where Keras's loop reads each index."""
-    if _stand_ins.get() is None:
+    if _trace.get() is None:
         return original(indices, values, shape)
     indices, values = torch_core.convert_to_tensor(indices), torch_core.convert_to_tensor(values)
     depth = indices.shape[-1]
@@ -283,16 +307,15 @@ def _scatter(original: Any, indices: Any, values: Any, shape: Any) -> Any:
     return zeros.index_put(tuple(rows.unbind(-1)), given, accumulate=True)
 
 
-def _branch(
-    branch: Callable[[], Any], held: Sequence[Tensor], before: Sequence[Tensor]
-) -> tuple[Any, dict[int, Tensor]]:
+def _branch(branch: Callable[[], Any], trace: _Trace, before: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
     """Returns what a branch gives, and number -> value of the variables that it writes.
 
     They are put back.
     """
-    graph = _graph()
+    graph, held = _graph(), trace.held
     since = len(graph.nodes)
     out = branch()
+    trace.settle()
     changed = [k for k in written_inputs(graph, since) if k < len(held)]
     written = {k: held[k].detach().clone() for k in changed}
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,10 @@ from unidist.keras.records.layer_report import in_words, listed
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.cutting import of_places
 from unidist.keras.torch.params import placing, sharded_norms
+from unidist.keras.torch.params.param_groups import Fetcher
 from unidist.keras.torch.step.attributes import as_before
 from unidist.keras.torch.step.drawing import Generators
-from unidist.keras.torch.step.step_comm import Traffic
+from unidist.keras.torch.step.step_comm import Carried, Traffic
 from unidist.keras.torch.step.whole_step import StepProgram, is_close
 from unidist.keras.torch.structures import of_batch, tensors
 from unidist.keras.torch.world import RankWorld
@@ -90,21 +91,21 @@ class WholeSteps:
             self._had.add(kind)
             return eagerly(frame, batch)
         traffic = self._traffic()
-        traffic.settle()
         given = of_batch(_tensor, batch)
         waits = kind == "train" and traffic.accumulates()
         adds = waits or (kind == "train" and traffic.is_holding(frame.rank))
-        waiting = _Waiting(traffic, frame.rank, adds, waits)
+        passing = _Passing(traffic, frame.rank, kind == "train", adds, waits)
         key = (kind, details, frame.rows, adds, waits, self._trained(), _signature(given))
         program = self._programs.get(key)
         is_proven = program is not None and program.proofs >= PROVEN
         if self._is_apart:
             is_proven = self._all(is_proven)
         if program is not None and is_proven:
-            return self._run(program, given, waiting)
+            return self._run(program, given, passing)
+        traffic.settle()
         is_new, reason = program is None, ""
         if program is None:
-            program, reason = self._traced(frame, kind, step, given, waiting)
+            program, reason = self._traced(frame, kind, step, given, passing)
         is_traced = program is not None
         if is_new or self._is_apart:
             is_traced = self._all(is_traced)
@@ -112,7 +113,7 @@ class WholeSteps:
             self._refuse(kind, reason or "another process cannot trace it")
             return eagerly(frame, batch)
         self._programs[key] = program
-        out, reason = self._proven(frame, program, given, batch, waiting, eagerly)
+        out, reason = self._proven(frame, program, given, batch, passing, eagerly)
         if not self._all(not reason):
             self._refuse(kind, reason or "another process finds other numbers")
         return out
@@ -126,14 +127,14 @@ class WholeSteps:
             elif count:
                 yield f"{kind} step", f"a program for each shape of a batch: {count} by now"
 
-    def _run(self, program: StepProgram, given: Any, waiting: _Waiting) -> Any:
+    def _run(self, program: StepProgram, given: Any, passing: _Passing) -> Any:
         """Runs a program that is proven; the first time it is compiled, and else runs as it was traced."""
         if not program.is_compiled:
             program.compile()
-            if not self._traffic().is_holding(waiting.rank):
-                self._traffic().hold(waiting.rank, False)
+            if not self._traffic().is_holding(passing.rank):
+                self._traffic().hold(passing.rank, False)
             try:
-                out = waiting.run(program, given)
+                out = passing.run(program, given)
                 self.compiled += 1
                 return out
             except torch._dynamo.exc.TorchDynamoException as error:
@@ -141,7 +142,7 @@ class WholeSteps:
                 program.leave_uncompiled()
                 text = "jit_compile=True: torch.compile has failed, so programs of model %r run as they were traced: %s"
                 _log.warning(text, self._model.name, in_words(error))
-        return waiting.run(program, given)
+        return passing.run(program, given)
 
     def _trained(self) -> tuple[bool, ...]:
         """Returns whether each variable trains, in their order."""
@@ -150,7 +151,7 @@ class WholeSteps:
         return self._trainable[1]
 
     def _traced(
-        self, frame: Frame, kind: str, step: Step, given: Any, waiting: _Waiting
+        self, frame: Frame, kind: str, step: Step, given: Any, passing: _Passing
     ) -> tuple[StepProgram | None, str]:
         """Returns a program, or why there is none."""
         storages = [one for one in sharded_norms.placed if one.world is self._world]
@@ -162,12 +163,12 @@ class WholeSteps:
         program = StepProgram(frame, storages, weights, slots, self._owners())
         generators = Generators.now()
 
-        def moving(own: Frame, grads: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-            return self._traffic().traced(own, kind, grads, waiting.waits)
+        def moving(own: Frame, carried: Carried) -> AbstractContextManager[Fetcher]:
+            return self._traffic().traced(own, kind, carried, passing.waits)
 
         try:
             with as_before(parts_of(self._model)):
-                program.trace(frame, step, given, waiting.tensors(), moving)
+                program.trace(frame, step, given, passing.carried(), moving)
         # Whatever a step does where tensors have no values: it has just run where they have.
         except Exception as error:
             return None, _in_words(error)
@@ -183,7 +184,7 @@ class WholeSteps:
         return [*model._flatten_layers(), *model.metrics, *(part for part in parts if part is not None)]
 
     def _proven(
-        self, frame: Frame, program: StepProgram, given: Any, batch: Any, waiting: _Waiting, eagerly: Step
+        self, frame: Frame, program: StepProgram, given: Any, batch: Any, passing: _Passing, eagerly: Step
     ) -> tuple[Any, str]:
         """Runs a step eagerly, and the program beside it.
 
@@ -191,7 +192,7 @@ class WholeSteps:
         """
         program.proofs += 1
         copied = tree.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
-        grads = [grad.clone() for grad in waiting.tensors()]
+        grads = [grad.clone() for grad in passing.carried()["gradients"]]
         generators, before = Generators.now(), program.values()
         out = eagerly(frame, batch)
         self._traffic().settle()
@@ -199,7 +200,9 @@ class WholeSteps:
         program.put(before)
         generators.go_on()
         try:
-            again = program.run(copied, grads)
+            again, left = program.run(copied, {**passing.carried(), "gradients": grads})
+            passing.bring(left)
+            self._traffic().settle()
             apart = program.apart(before, wanted)
         except UnidistError:
             raise
@@ -212,7 +215,7 @@ class WholeSteps:
         outputs = zip(tensors(out), tensors(again), strict=True)
         if not all(_is_as_long(one, other) for one, other in outputs):
             apart.append("its outputs")
-        held = zip(self._traffic().gradients(frame.rank), grads, strict=True) if waiting.waits else ()
+        held = zip(self._traffic().gradients(frame.rank), grads, strict=True) if passing.waits else ()
         if not all(_is_as_long(torch.zeros_like(other) if one is None else one, other) for one, other in held):
             apart.append("the gradients that wait")
         return out, f"run again, it gives other numbers for {listed(apart)}" if apart else ""
@@ -228,23 +231,36 @@ class WholeSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Gradients that wait on a rank for those of later steps (gradient_accumulation_steps).
+class _Passing:
+    """Passes from step to step, on a rank, what is no value of a variable.
+
+    These are values that are still being joined, and gradients that wait for those of later steps
+    (gradient_accumulation_steps).
 
     Attributes:
-        adds: a step adds to what waits. waits: what it has then goes on to wait.
+        trains: whether the step does. Others pass nothing.
+        adds: the step adds to gradients that wait. waits: what it has then goes on to wait.
     """
 
     traffic: Traffic
     rank: int
+    trains: bool
     adds: bool
     waits: bool
 
-    def tensors(self) -> list[torch.Tensor]:
-        return self.traffic.waiting(self.rank) if self.adds else []
+    def carried(self) -> Carried:
+        if self.trains:
+            return self.traffic.carried(self.rank, adds=self.adds)
+        self.traffic.settle()
+        return {"gradients": [], "values": []}
+
+    def bring(self, left: list[list[torch.Tensor]]) -> None:
+        if self.trains:
+            self.traffic.bring(self.rank, left)
 
     def run(self, program: StepProgram, given: Any) -> Any:
-        out = program(given, self.tensors())
+        out, left = program(given, self.carried())
+        self.bring(left)
         if self.adds:
             self.traffic.hold(self.rank, self.waits)
         return out
