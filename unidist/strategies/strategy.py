@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from unidist.algebra import Axes, Layout, Mesh
 from unidist.errors import ArgumentError, MeshError
@@ -48,6 +49,7 @@ class Strategy:
         sequence_parallel: what stands between layers with cut kernels is cut too, along the sequence (dim 1).
         exact_random: layers draw one device's random numbers.
         per_tensor_rows: tensors of a batch that have other numbers of rows are cut each by its own.
+        remat: which layers backward computes again, as in unidist/keras/recomputing.py.
 
     Raises:
         MeshError: a data axis that the mesh has not. ValueError: an unknown stage.
@@ -63,6 +65,7 @@ class Strategy:
     sequence_parallel: bool = False
     exact_random: bool = False
     per_tensor_rows: bool = False
+    remat: str | Callable[[Any], bool] = field(default="none", compare=False)
 
     def __post_init__(self) -> None:
         self.mesh.check_axes(self.data_axes)

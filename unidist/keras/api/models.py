@@ -15,7 +15,7 @@ from unidist.drawing import Picture
 from unidist.drawing.graph import picture_of_layers
 from unidist.drawing.layers import of_description
 from unidist.errors import CapabilityError, LayoutError
-from unidist.keras import driver
+from unidist.keras import driver, recomputing
 from unidist.keras.api.variable_rows import Row
 from unidist.keras.records.layer_report import joined, numbered
 from unidist.keras.strategies.strategy import adopt
@@ -200,4 +200,4 @@ def describe(model: Any) -> Description:
         down - row: its inputs come cut
     """
     engine = _driver()
-    return Description(tuple(engine.rows(model)), joined(engine.reasons(model)))
+    return Description(tuple(engine.rows(model)), joined([*engine.reasons(model), *recomputing.marked(model)]))

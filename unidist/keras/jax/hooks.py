@@ -20,6 +20,7 @@ from unidist.keras.jax import (
     placing,
     processes,
     reading,
+    recomputing,
     redistribution,
     regions,
     saving,
@@ -114,4 +115,5 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
     yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
+    yield from recomputing.hooks()
     yield Hook(data_adapters, "get_data_adapter", reading.adapting, "process 0's data is everybody's")

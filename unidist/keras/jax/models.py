@@ -23,7 +23,7 @@ def parallelize(model: Any, distribution: Any) -> None:
     Raises:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
     """
-    model_record.check_rules(model, distribution)
+    model_record.adjust(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -44,7 +44,7 @@ def rows(model: Any) -> Iterator[Row]:
     """
     distribution = model_record.distribution_of(model)
     if distribution is not None and model.built:
-        model_record.check_rules(model, distribution)
+        model_record.adjust(model, distribution)
     yield from rows_of(model, _row)
 
 

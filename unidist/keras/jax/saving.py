@@ -58,7 +58,7 @@ def ready(model: Any) -> None:
     """Places a built model, its optimizer and its metrics, if it is distributed."""
     distribution = placing.distribution_of(model)
     if distribution is not None:
-        model_record.check_rules(model, distribution)
+        model_record.adjust(model, distribution)
         placing.place_model(model, distribution)
 
 

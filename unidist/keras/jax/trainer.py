@@ -202,7 +202,7 @@ def _making_and_compiling(original: Any) -> Any:
 def _check(model: Any) -> None:
     distribution = placing.current()
     if distribution is not None:
-        model_record.check_rules(model, distribution)
+        model_record.adjust(model, distribution)
         if placing.waits_for_plan(model, distribution):
             placing.place_model(model, distribution)
 

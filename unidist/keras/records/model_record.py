@@ -20,7 +20,7 @@ from keras import distribution as keras_distribution
 from unidist import session
 from unidist.backends import registry
 from unidist.errors import LayoutError
-from unidist.keras import fit_observer
+from unidist.keras import fit_observer, recomputing
 from unidist.keras.patching.compat import Trainer
 from unidist.keras.patching.patches import Hook
 from unidist.keras.records import variable_record
@@ -136,11 +136,18 @@ def distribution_of(model: Any) -> Any:
     return next(lain, None) or of(model).told
 
 
-def check_rules(model: Any, distribution: Any) -> None:
-    """Raises LayoutError, once for a built model, where strict rules match none of its variables."""
+def adjust(model: Any, distribution: Any) -> None:
+    """Adjusts a built model once to its distribution.
+
+    Strict rules are checked, and the layers that backward recomputes are marked.
+
+    Raises:
+        LayoutError: a strict rule matches none of its variables. CapabilityError: there is nothing to recompute.
+    """
     known, ours = of(model), adopt(distribution)
     if known.checked is not ours:
         ours.check_model([v.path for v in model.variables], [f"{x.path}/output" for x in model._flatten_layers()])
+        recomputing.mark(model, ours.strategy.remat)
         known.checked = ours
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 
 from unidist.errors import CapabilityError
+from unidist.keras import recomputing
+from unidist.keras.recomputing import Remat
 
 # Why TensorFlow cannot have an option, and what it does not go with in parts of sequences.
 _NOT_WITH = {
@@ -21,10 +23,12 @@ def options(
     sequence_parallel: bool = False,
     exact_random: bool = False,
     per_tensor_rows: bool = False,
+    remat: Remat = "none",
 ) -> dict[str, Any]:
     """The rest of a Strategy, as Keras's backend can have it."""
     if sequence_parallel:
         check_sequence_parallel()
+    recomputing.check(remat)
     by_carriers = {"exact_random": exact_random, "per_tensor_rows": per_tensor_rows}
     for name in filter(by_carriers.get, by_carriers):
         _check(name, sequence_parallel)
@@ -34,6 +38,7 @@ def options(
         "uneven": takes_uneven(),
         "joint": is_joint(),
         "sequence_parallel": sequence_parallel,
+        "remat": remat,
         **by_carriers,
     }
 

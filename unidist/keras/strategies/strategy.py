@@ -18,6 +18,7 @@ from unidist.keras import driver
 from unidist.keras.feed.dataset_shard import own_part
 from unidist.keras.patching import patches
 from unidist.keras.patching.compat import Distribution
+from unidist.keras.recomputing import Remat
 from unidist.keras.strategies.layout_maps import KerasRules, as_layout_map, mesh_of_map
 from unidist.keras.strategies.options import options, takes_uneven
 from unidist.planner.found import FoundLayouts
@@ -126,11 +127,15 @@ class DataParallel(UnidistDistribution):
         per_tensor_rows: a batch whose tensors have other numbers of rows, as nodes, edges and graphs, is cut tensor by
             tensor, each along its first dim. Layers and losses see wholes. By default each device computes all of such
             a batch on torch. On JAX each tensor is cut by itself in any case.
+        remat: which layers keep their inputs alone, and are computed again in backward: less memory, a third more
+            work. "block": layers that hold others, and of whose class several stand side by side, as transformers'
+            blocks. "attention": layers whose class ends in "Attention". A function of a layer: those that it is true
+            for. Numbers stay as they are, drawn ones too.
 
     Raises:
         MeshError: the mesh does not fit the devices.
-        ArgumentError: `zero` is no stage.
-        CapabilityError: `exact_random` or `per_tensor_rows` with Keras on TensorFlow.
+        ArgumentError: `zero` is no stage, or `remat` no choice.
+        CapabilityError: `exact_random`, `per_tensor_rows` or `remat` with Keras on TensorFlow.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -152,10 +157,13 @@ class DataParallel(UnidistDistribution):
         auto_shard_dataset: bool = True,
         exact_random: bool = False,
         per_tensor_rows: bool = False,
+        remat: Remat = "none",
     ) -> None:
         grid = _mesh_or_all(mesh, "data")
         axes = grid.axis_names if data_axis is None else grid.check_axes(data_axis)
-        more = options(auto_shard_dataset, zero, exact_random=exact_random, per_tensor_rows=per_tensor_rows)
+        more = options(
+            auto_shard_dataset, zero, exact_random=exact_random, per_tensor_rows=per_tensor_rows, remat=remat
+        )
         super().__init__(Strategy(grid, axes, replicated, **more))
 
 
@@ -179,12 +187,13 @@ class ModelParallel(UnidistDistribution):
             all_reduce, and norms, dropout and residual sums on a part of the activations (Korthikanti et al. 2022,
             arXiv:2205.05198). Keras on torch only.
         per_tensor_rows: see DataParallel.
+        remat: see DataParallel.
         exact_random: see DataParallel. Pairs of layers between which a layer draws are not used: they gather.
 
     Raises:
         MeshError: the mesh does not fit the devices. LayoutError: the layout map is for another mesh.
         CapabilityError: the backend in use cannot do it.
-        ArgumentError: `zero` is no stage.
+        ArgumentError: `zero` is no stage, or `remat` no choice.
 
     Example:
         >>> import keras, numpy as np, unidist
@@ -209,8 +218,9 @@ class ModelParallel(UnidistDistribution):
         sequence_parallel: bool = False,
         exact_random: bool = False,
         per_tensor_rows: bool = False,
+        remat: Remat = "none",
     ) -> None:
-        more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows)
+        more = options(auto_shard_dataset, zero, sequence_parallel, exact_random, per_tensor_rows, remat)
         if isinstance(layout_map, str):
             self._find(layout_map, _mesh_or_all(mesh, "model"), data_axis, model_axis, more)
             return

@@ -22,7 +22,7 @@ def parallelize(model: Any, distribution: Any) -> None:
         LayoutError: a rule does not fit a variable, or a strict one matches none.
         CapabilityError: a layout that DTensor has not.
     """
-    model_record.check_rules(model, distribution)
+    model_record.adjust(model, distribution)
     placing.place_model(model, distribution)
 
 
@@ -65,7 +65,7 @@ def _place(model: Any) -> None:
     """Places what was made under a scope on its mesh at its first use; this is one."""
     distribution = placing.distribution_of(model)
     if distribution is not None and model.built:
-        model_record.check_rules(model, distribution)
+        model_record.adjust(model, distribution)
         placing.place_model(model, distribution)
 
 

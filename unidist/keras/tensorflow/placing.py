@@ -251,7 +251,7 @@ def placed_under(model: Any) -> UnidistDistribution | None:
 
 def prepare(model: Any, distribution: UnidistDistribution) -> None:
     """Checks the rules of a built model, builds its optimizer and places all."""
-    model_record.check_rules(model, distribution)
+    model_record.adjust(model, distribution)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and hasattr(optimizer, "build"):
         optimizer.build(model.trainable_variables)

@@ -111,9 +111,10 @@ def _outward(losers: tuple[Any, ...], here: Frame, rest: Call, args: Any, kwargs
 
     def local(x: ShardedTensor) -> torch.Tensor:
         if id(x) not in known:
-            known[id(x)] = x.local if x.spec.states[0] == state else x.whole()
+            known[id(x)] = _in_rows(x, state)
+            # Not by this function: a function that holds itself holds `known` until Python looks for cycles.
             if (mask := get_keras_mask(x)) is not None:
-                set_keras_mask(known[id(x)], local(mask))
+                set_keras_mask(known[id(x)], _in_rows(mask, state))
         return known[id(x)]
 
     given = replaced((args, kwargs), ShardedTensor, lambda x: local(x) if features.carries_rows(x) else x)
@@ -123,6 +124,10 @@ def _outward(losers: tuple[Any, ...], here: Frame, rest: Call, args: Any, kwargs
         if id(x) in known and get_keras_mask(known[id(x)]) is None:
             set_keras_mask(x, None)
     return mapped(lambda x: wrapped(here, rows, x) if _is_of(rows.local, x) else x, out)
+
+
+def _in_rows(x: ShardedTensor, state: Any) -> torch.Tensor:
+    return x.local if x.spec.states[0] == state else x.whole()
 
 
 def _has_rows(x: ShardedTensor) -> bool:

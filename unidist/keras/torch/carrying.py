@@ -91,28 +91,31 @@ def taken_off(given: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The parts of the carriers in a structure, and what puts the layouts on such parts again."""
     layouts: list[Any] = []
 
-    def off(x: Any) -> Any:
-        if type(x) is not ShardedTensor:
-            layouts.append(None)
-            return x
-        part = off(x.local)
-        layouts.append((layouts.pop(), x.spec, get_keras_mask(x)))
-        return part
-
-    def on(x: Any, layout: Any) -> Any:
-        if layout is None:
-            return x
-        inner, spec, mask = layout
-        out = wrap(on(x, inner), spec)
-        if mask is not None:
-            set_keras_mask(out, mask)
-        return out
-
     def put_on(parts: Any) -> Any:
         left = iter(layouts)
-        return mapped(lambda x: on(x, next(left)), parts)
+        return mapped(lambda x: _on(x, next(left)), parts)
 
-    return mapped(off, given), put_on
+    return mapped(lambda x: _off(x, layouts), given), put_on
+
+
+# No functions within a function: one that calls itself holds what it has seen until Python looks for cycles.
+def _off(x: Any, layouts: list[Any]) -> Any:
+    if type(x) is not ShardedTensor:
+        layouts.append(None)
+        return x
+    part = _off(x.local, layouts)
+    layouts.append((layouts.pop(), x.spec, get_keras_mask(x)))
+    return part
+
+
+def _on(x: Any, layout: Any) -> Any:
+    if layout is None:
+        return x
+    inner, spec, mask = layout
+    out = wrap(_on(x, inner), spec)
+    if mask is not None:
+        set_keras_mask(out, mask)
+    return out
 
 
 def plain(value: Any) -> Any:

@@ -42,7 +42,7 @@ def rows(model: Any) -> list[Row]:
     """
     found = engine.engine_of(model)
     if found is not None and model.built:
-        model_record.check_rules(model, found.distribution)
+        model_record.adjust(model, found.distribution)
     optimizer = getattr(model, "optimizer", None)
     slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
     return [*(_row(v, "weights") for v in model.variables), *(_row(v, "slots") for v in slots)]

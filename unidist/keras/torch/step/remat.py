@@ -13,6 +13,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
 from unidist.keras.needs import recomputes
 from unidist.keras.patching.compat import StatelessScope, get_stateless_scope, global_state, torch_core
 from unidist.keras.patching.patches import Hook, calling
@@ -37,7 +39,10 @@ def _remat(original: Any, f: Callable[..., Any]) -> Callable[..., Any]:
         if frame is None or context.infers_shapes():
             return original(f)(*args, **kwargs)
         (args, kwargs), put_on = carrying.taken_off((args, kwargs))  # torch saves what it is given
-        return original(_Call(f, frame, put_on))(*args, **kwargs)
+        # torch would stop a recomputation by an exception. Keras's wrappers of calls make a cycle of it and of their
+        # frames, which holds what was computed until Python looks for cycles.
+        with set_checkpoint_early_stop(False):
+            return original(_Call(f, frame, put_on))(*args, **kwargs)
 
     return wrapped
 

@@ -1,0 +1,86 @@
+"""Models of blocks whose activations are recomputed in backward, and what the processes of their tests run."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import unidist
+from tests.support.runs import PAIR, Result, fresh, scope, strategy, told
+
+ROWS, BATCH, LENGTH, WIDTH = 14, 4, 5, 8
+
+
+class Block(layers.Layer):
+    """Draws, keeps state, adds a loss, and hides from attention what is masked."""
+
+    def __init__(self, wide: int = 2 * WIDTH, **options: Any) -> None:
+        super().__init__(**options)
+        self.supports_masking = True
+        self.mixing = layers.MultiHeadAttention(2, 4, dropout=0.3, seed=2)
+        self.norm, self.statistics = layers.LayerNormalization(), layers.BatchNormalization()
+        self.column, self.drop = layers.Dense(wide, "gelu", name="column"), layers.Dropout(0.2, seed=3)
+        self.row = layers.Dense(WIDTH, name="row")
+
+    def build(self, shape: Any) -> None:
+        self.mixing.build(shape, shape)
+        self.norm.build(shape)
+        self.statistics.build(shape)
+        self.column.build(shape)
+        self.row.build((*shape[:-1], self.column.units))
+
+    def call(self, x: Any) -> Any:
+        x = x + self.mixing(self.norm(x), self.norm(x))
+        found = self.row(self.drop(self.column(self.statistics(x))))
+        self.add_loss(0.01 * ops.mean(ops.square(found)))
+        return x + found
+
+
+def net(blocks: int = 3) -> Any:
+    given = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(12, WIDTH, mask_zero=True)(given)
+    for k in range(blocks):
+        x = Block(name=f"block_{k}")(x)
+    return keras.Model(given, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+
+
+def trained(kind: str | None, zero: int, remat: str) -> Result:
+    """Trains; `kind`: None for one device."""
+    fresh()
+    rng = np.random.default_rng(3)
+    x, y = rng.integers(0, 12, (ROWS, LENGTH)), rng.normal(size=(ROWS, 2)).astype("float32")
+    exact = kind is not None
+    chosen = strategy(kind, PAIR, zero=zero, exact_random=True, remat=remat) if exact else None
+    with scope(chosen), unidist.ledger() as book:
+        model = net()
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", metrics=["mae"])
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    again = [path for path, why in (unidist.describe(model).why.items() if exact else ()) if "recomputed" in why]
+    return {"history": history, "_sent": len(book.events), "_again": again, **told(model)}
+
+
+def peak(remat: str) -> tuple[int, int]:
+    """The bytes of tensors in a step of eight wide blocks that live at most at once, and behind it; Keras on torch."""
+    from tests.support.saving import Held
+
+    fresh()
+    with unidist.DataParallel(remat=remat).scope():
+        given = keras.Input((LENGTH, WIDTH))
+        out = given
+        for _ in range(8):
+            out = Block(wide=64 * WIDTH)(out)
+        model = keras.Model(given, layers.Dense(2)(layers.Flatten()(out)))
+        model.compile("sgd", "mse")
+    x, y = np.zeros((128, LENGTH, WIDTH), "float32"), np.zeros((128, 2), "float32")
+    model.train_on_batch(x, y)
+    gc.disable()
+    try:
+        with Held() as held:
+            model.train_on_batch(x, y)
+            return held.most, held.now
+    finally:
+        gc.enable()
