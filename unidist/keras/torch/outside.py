@@ -1,14 +1,14 @@
 """The simulator's program outside of steps: a whole parameter for each variable, for ranks to follow.
 
 On one device a program may read a variable, differentiate by it, keep its gradient, and write into its tensor. So does
-the main thread here, whatever its ranks store. Before they run, they get what it has written, and behind it has what
-they have made. Nothing is held for variables that it never looked at.
+the main thread here, whatever its ranks store. Where ranks run, they get what it has written of a variable as they
+reach it, and behind it has what they have made of that. So a step costs what it reaches, however many models live.
+Nothing is held for variables that the program never looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from unidist.algebra import Sharding
+from unidist.keras.torch import context, transforms
 
 if TYPE_CHECKING:
     from unidist.keras.torch.params.storage import Storage
 
-_looked_at: weakref.WeakSet[Storage] = weakref.WeakSet()
-_ranks_run = False
+# What the ranks have reached; None where none run.
+_reached: set[Storage] | None = None
 
 
 @dataclass
@@ -52,41 +53,57 @@ def look(storage: Storage) -> torch.nn.Parameter:
     if not outside.is_looked_at:
         outside.parameter.untyped_storage().resize_(outside.parameter.nbytes)
         outside.is_looked_at = True
-        _looked_at.add(storage)
         take(storage)
     return outside.parameter
 
 
-def move(before: Storage, now: Storage) -> None:
-    """The parameter that was looked at is of another storage of the variable."""
-    _looked_at.discard(before)
-    _looked_at.add(now)
-    take(now)
-
-
 def can_look(storage: Storage) -> bool:
     """Returns whether no rank runs, and the variable has one value: no sum of what the ranks have."""
-    return not _ranks_run and not storage.shardings.stored.layout.partial
+    return _reached is None and not storage.shardings.stored.layout.partial
 
 
 def is_ahead(storage: Storage) -> bool:
     """Returns whether the program's parameter counts, and not the ranks': looked at, and no rank runs."""
-    return storage.outside.is_looked_at and not _ranks_run
+    return _reached is None and storage.of_program is not None and storage.of_program.is_looked_at
 
 
 @contextlib.contextmanager
 def ranks_running() -> Iterator[None]:
     """Inside the ranks run."""
-    global _ranks_run
-    for storage in list(_looked_at):
-        give(storage)
-    _ranks_run = True
+    global _reached
+    reached: set[Storage] = set()
+    _reached = reached
     try:
         yield
     finally:
-        _ranks_run = False
-        for storage in list(_looked_at):
+        _reached = None
+        for storage in reached:
             take(storage)
+
+
+def reach(storage: Storage) -> None:
+    """A rank is about to use a variable: all ranks get what the program has made of it before."""
+    if _reached is None or storage.of_program is None or not storage.of_program.is_looked_at or storage in _reached:
+        return
+    _reached.add(storage)
+    with context.left(), transforms.left():
+        give(storage)
+
+
+def settle(storage: Storage) -> None:
+    """The ranks get what the program has made of a variable, whether they run or not."""
+    if is_ahead(storage):
+        give(storage)
+    else:
+        reach(storage)
+
+
+def whole(storage: Storage) -> torch.Tensor:
+    """The whole value where no rank is at work."""
+    if is_ahead(storage):
+        return storage.outside.parameter
+    reach(storage)
+    return assembled(storage.shards, storage.shardings.stored)
 
 
 def follow_torch(storage: Storage) -> bool:

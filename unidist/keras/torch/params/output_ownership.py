@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from unidist.keras.patching.compat import get_keras_mask, set_keras_mask, tree
+from unidist.keras.torch import transforms
 from unidist.keras.torch.context import Frame
-from unidist.keras.torch.params.saved import is_in_transforms
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -19,7 +19,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def owned(frame: Frame, given: Any) -> Any:
     """Returns what a layer gives, in memory that is not let go."""
     fetcher = frame.fetcher
-    if fetcher is None or is_in_transforms():
+    if fetcher is None or transforms.are_at_work():
         return given
 
     def own(x: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from unidist import events
 from unidist.algebra import Axes
-from unidist.keras.torch.params import saved
+from unidist.keras.torch import outside, transforms
 from unidist.keras.torch.params.compute_dtype import without_memory
 from unidist.keras.torch.params.flat_buffer import Cut, FlatBuffer, Moving
 from unidist.keras.torch.params.storage import Storage
@@ -72,6 +72,8 @@ class Unit:
 
     def start(self) -> None:
         """Starts to gather. S -> I over the axes; sends (n-1)/n of the unit's bytes."""
+        for storage in self.storages:
+            outside.reach(storage)
         with torch.no_grad(), events.for_purpose("parameters"):
             self._give_memory(self.buffer.loose)
             # `.data`: what backward saved of them must not look as if it had been changed.
@@ -126,7 +128,7 @@ class Unit:
 
         It is freed and made anew with the leaf.
         """
-        if torch.is_grad_enabled() and not saved.is_in_transforms():
+        if torch.is_grad_enabled() and not transforms.are_at_work():
             self._casts.append((leaf, cast.data))
             self.fetcher.by_memory[cast.untyped_storage()._cdata] = self
 
@@ -178,7 +180,7 @@ class Unit:
             self.finish()
             return
         self.fetcher.note(storage, self.is_low)
-        if not self.users or saved.is_in_transforms():
+        if not self.users or transforms.are_at_work():
             self.is_pinned = True
         if self.is_lent and self._versions != [part._version for part in self.parts]:
             self.finish()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from unidist.keras.patching.layer_calls import Call, Stage
+from unidist.keras.torch import transforms
 from unidist.keras.torch.calls import around_call
 from unidist.keras.torch.context import Frame
 from unidist.keras.torch.params import output_ownership, saved
@@ -111,7 +112,7 @@ class Fetcher:
 
     def fetch(self, unit: Unit) -> None:
         """Makes a unit's values be there, frees those that are not in use, and starts the next."""
-        with saved.outside_of_transforms():
+        with transforms.left():
             self._fetch(unit)
 
     def _fetch(self, unit: Unit) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch import pyfunctorch
 
 if TYPE_CHECKING:
     from unidist.keras.torch.params.param_groups import Fetcher
@@ -40,22 +39,6 @@ def besides(fetcher: Fetcher) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def is_in_transforms() -> bool:
-    """Returns whether torch.func is computing.
-
-    Its tensors have no memory of their own, and none of what it reads may go.
-    """
-    found: bool = torch._C._are_functorch_transforms_active()
-    return found
-
-
-def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Inside torch.func's transforms, which a layer has begun, see nothing of what is computed."""
-    if not is_in_transforms():
-        return contextlib.nullcontext()
-    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ class Storage:
         is_whole: whether layers see the whole value on every rank.
         is_kept: whether what layers compute with is what is stored.
         is_overwritten: whether its gradient is its next value.
+        of_program: what the simulator's program has of it; None until it is asked for.
         units: what gathers it, by rank. lows: its gathered value in the dtype of computation, where it has one.
     """
 
@@ -81,7 +82,7 @@ class Storage:
         self.states: dict[int, torch.nn.Parameter] = {}
         self.units: dict[int, Unit] = {}
         self.lows: dict[int, LowValue] = {}
-        self._outside: outside.Outside | None = None
+        self.of_program: outside.Outside | None = None
         sharded_norms.watch(self)
         held = shardings.held.layout
         self.is_sharded = bool(held.dims)
@@ -180,14 +181,16 @@ class Storage:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All that torch may see of it."""
-        of_program = [self._outside.parameter] if self._outside is not None else []
-        return [*self.shards.values(), *self.leaves.values(), *self.states.values(), *of_program]
+        seen = [self.of_program.parameter] if self.of_program is not None else []
+        return [*self.shards.values(), *self.leaves.values(), *self.states.values(), *seen]
 
     def forget_gradients(self, rank: int) -> None:
+        outside.reach(self)
         self.shards[rank].grad = self.leaves[rank].grad = self.states[rank].grad = None
 
     def assign(self, value: torch.Tensor) -> None:
         """Writes a whole value into each rank's shard (of the rank at work alone, in a frame)."""
+        outside.reach(self)
         frame = context.frame()
         with torch.no_grad():
             for rank in self.world.ranks if frame is None else (frame.rank,):
@@ -197,7 +200,7 @@ class Storage:
                 self.shards[rank].copy_(self._shard_of(value, rank))
                 for unit in [] if self.is_kept else units:
                     unit.write(self, value[self.sharding.slices(rank)])
-            if frame is None and self._is_ahead():
+            if frame is None and outside.is_ahead(self):
                 self.outside.parameter.copy_(value)
 
     def assign_parts(self, part: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
@@ -218,8 +221,7 @@ class Storage:
 
     def settled(self, rank: int) -> torch.nn.Parameter:
         """The stored value, when what the last update sent has come."""
-        if self._is_ahead():
-            outside.give(self)
+        outside.settle(self)
         if self.is_kept and rank in self.units:
             self.units[rank].finish()
         return self.shards[rank]
@@ -241,7 +243,7 @@ class Storage:
         for rank in self.units:
             for unit in self.gathered_by(rank):
                 unit.free()
-        if self._is_ahead():
+        if outside.is_ahead(self):
             outside.take(self)
 
     # reading ------------------------------------------------------------------------------------------------------
@@ -267,6 +269,7 @@ class Storage:
 
     def rank_at_work(self, frame: Frame | None) -> int:
         """Returns the rank of a frame; outside of frames this process's (first) one."""
+        outside.reach(self)
         return self.world.ranks[0] if frame is None else frame.rank
 
     def own(self, frame: Frame | None) -> torch.nn.Parameter:
@@ -280,18 +283,15 @@ class Storage:
     @property
     def outside(self) -> outside.Outside:
         """The parameter and gradient that the simulator's program has of it."""
-        if self._outside is None:
-            self._outside = outside.Outside.like(self.shards[self.world.ranks[0]], self.shardings.stored.shape)
-        return self._outside
-
-    def _is_ahead(self) -> bool:
-        return self._outside is not None and outside.is_ahead(self)
+        if self.of_program is None:
+            self.of_program = outside.Outside.like(self.shards[self.world.ranks[0]], self.shardings.stored.shape)
+        return self.of_program
 
     def follow(self, before: Storage) -> None:
         """It is the same variable's: the program goes on with the parameter that it has."""
-        self._outside = before._outside
-        if self._outside is not None and self._outside.is_looked_at:
-            outside.move(before, self)
+        self.of_program = before.of_program
+        if outside.is_ahead(self):
+            outside.take(self)
 
     def leaf(self, rank: int) -> torch.nn.Parameter:
         """Returns where a rank's gradient arrives; its value need not be there."""
@@ -325,7 +325,7 @@ class Storage:
             return held if self.is_whole else self._moved(held, self.sharding, differentiable)
         stored = self.shardings.stored
         if frame is None and self.world.is_virtual:
-            return self.outside.parameter if self._is_ahead() else outside.assembled(self.shards, stored)
+            return outside.whole(self)
         shard = self.settled(self.rank_at_work(frame))
         if not stored.layout.dims and not stored.layout.partial:
             return shard
