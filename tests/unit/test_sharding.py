@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from unidist.algebra import Layout, Mesh, Sharding, chunk
 from unidist.errors import LayoutError
+from unidist.propagation.layouts import chunked
 from unidist.testing import samples
 
 MESH = Mesh({"a": 2, "b": 3, "c": 2}, devices=[7, 0, 11, 3, 2, 5, 1, 4, 10, 6, 9, 8])
@@ -100,3 +101,9 @@ def test_what_is_sent_to_another_process_is_known_there() -> None:
         assert sent == value
         assert hash(sent) == hash(value)
         assert set(vars(pickle.loads(pickle.dumps(value)))) == {field.name for field in fields(value)}
+
+
+def test_ranks_share_what_names_a_size_for_each_of_them() -> None:
+    """Each of a thousand ranks would make a thousand sizes, in each step."""
+    assert chunk(4099, 1024) is chunk(4099, 1024)
+    assert chunked(0, 4099, 1024) is chunked(0, 4099, 1024)

@@ -17,6 +17,7 @@ Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]
 
 
+@lru_cache(maxsize=256)
 def chunk(size: int, parts: int) -> tuple[tuple[int, int], ...]:
     """Returns (start, length) of each part of a dim, with torch.chunk's sizes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Final, NamedTuple
 
@@ -31,6 +32,7 @@ State = Cut | str
 States = tuple[State, ...]
 
 
+@lru_cache(maxsize=256)
 def chunked(dim: int, size: int, places: int) -> Cut:
     """torch.chunk's sizes: ceil-sized, the last places may hold less or nothing."""
     return Cut(dim, tuple(length for _, length in chunk(size, places)))
