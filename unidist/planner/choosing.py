@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unidist.algebra import Axes, Layout, Mesh
-from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim, low_rank_layouts, meeting
+from unidist.planner.facts import Facts, LayerFact, Reach, VariableFact, cut_dim, low_rank_layouts, meetings
 
 # What no pair asks for is cut only where it pays: above this size, or this part of the model.
 LARGE_BYTES = 1 << 20
@@ -63,6 +63,10 @@ class Chooser:
         for reach in self.facts.reaches:
             if reach.target is not None:
                 feeders.setdefault(reach.target, []).append(reach)
+        widest: dict[int, int] = {}
+        for (row, _), reaches in feeders.items():
+            widest[row] = max(widest.get(row, 0), *(self._bytes(reach.source) for reach in reaches))
+        met = meetings(self.facts)
         for (row, dim), reaches in sorted(feeders.items()):
             layer = self.facts.layers[row]
             free = {reach.source: reach for reach in reaches if self._is_free(self.facts.layers[reach.source])}
@@ -70,7 +74,7 @@ class Chooser:
             if free and self._is_free(layer) and self._divides(layer.kernel, dim):
                 self.paired |= {row, *free}
                 self._pair(layer, dim, list(free.values()))
-                self._beside(row, layer)
+                self._beside(layer, met[row], widest[row])
 
     def _is_free(self, layer: LayerFact) -> bool:
         return layer.kernel not in self.choices and not layer.read_elsewhere
@@ -84,15 +88,17 @@ class Chooser:
         if row.bias is not None:
             self.choices[row.bias] = Choice(Layout(), "replicated: added once to the sum")
 
-    def _beside(self, row: int, layer: LayerFact) -> None:
+    def _beside(self, layer: LayerFact, sources: list[int], widest: int) -> None:
         """Cuts small products that meet a pair without dividing, as keys and values of few heads.
 
         Each device needs all their outputs beside its own heads. They are cut by the outputs that do divide, as the
         features of a head: with their gradients' sum that sends what replicas would.
+
+        Args:
+            layer: the second of the pair. sources: whose outputs it works with. widest: bytes of the largest of those
+                that are joined with it.
         """
-        columns = {r.source for r in self.facts.reaches if r.target is not None and r.target[0] == row}
-        widest = max((self._bytes(column) for column in columns), default=0)
-        for source in meeting(self.facts, row):
+        for source in sources:
             other = self.facts.layers[source]
             dims = [dim for dim in sorted(other.outputs, reverse=True) if self._divides(other.kernel, dim)]
             if dims and other.kernel not in self.choices and 2 * self._bytes(source) <= widest:

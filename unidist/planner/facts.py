@@ -181,10 +181,13 @@ class Facts:
     neighbours: tuple[tuple[int, ...], ...] = ()
 
 
-def meeting(facts: Facts, row: int) -> list[int]:
-    """Returns the layers whose outputs a product works with, not slice by slice: pairs meet them whole."""
-    found = [r.source for r in facts.reaches if row in r.spread or any(arrival == row for arrival, _ in r.arrivals)]
-    return list(dict.fromkeys(found))
+def meetings(facts: Facts) -> dict[int, list[int]]:
+    """Returns for each product the layers whose outputs it works with as wholes, not slice by slice."""
+    found: dict[int, dict[int, None]] = {}
+    for reach in facts.reaches:
+        for row in (*reach.spread, *(arrival for arrival, _ in reach.arrivals)):
+            found.setdefault(row, {})[reach.source] = None
+    return {row: list(sources) for row, sources in found.items()}
 
 
 def low_rank_layouts(kernel: Layout, ndim: int) -> tuple[Layout, Layout]:

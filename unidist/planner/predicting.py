@@ -21,7 +21,7 @@ from unidist.algebra import Axes, Layout, Mesh
 from unidist.algebra.step import ring_bytes
 from unidist.events import Event
 from unidist.ledger import Ledger
-from unidist.planner.facts import Amount, Facts, LayerFact, local_bytes, meeting
+from unidist.planner.facts import Amount, Facts, LayerFact, local_bytes, meetings
 from unidist.planner.fetching import UNIT_BYTES, Member, fetches, units
 from unidist.strategies import VariableLayouts
 
@@ -47,7 +47,8 @@ def roles(facts: Facts, layouts: list[Layout]) -> list[Role]:
     found = [_role(layer, layouts[layer.kernel]) for layer in facts.layers]
     joined = pairs(facts, layouts)
     paired = {k for row, columns in joined.items() for k in (row, *columns)}
-    meets = {k: found[row].axes for row in joined for k in meeting(facts, row) if k not in paired}
+    met = meetings(facts)
+    meets = {k: found[row].axes for row in joined for k in met.get(row, ()) if k not in paired}
     return [Role(role.name, role.axes, k in paired, meets.get(k, ())) for k, role in enumerate(found)]
 
 

@@ -27,7 +27,8 @@ class SeenTensor:
     """`behind`: where the tensor has NaN, the candidate that gave such last; else None.
 
     `total`: the sum of its values, and `source`: the candidate that gave NaN last. Some kernels lose a NaN: torch's
-    attention does on some processors.
+    attention does on some processors. `goes_along`: it is a mask, or numbers, and is behind what the one of its shape
+    before it is behind.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class SeenTensor:
     behind: int | None
     total: float | None = None
     source: int | None = None
+    goes_along: bool = False
 
     def after(self, clean: SeenTensor) -> int | None:
         """Returns the candidate whose NaN has changed this tensor, which was `clean` in a run without any."""

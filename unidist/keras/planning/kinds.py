@@ -34,7 +34,7 @@ class Kinds:
         if found is None:
             kind = (
                 type(layer),
-                tuple((name, self._described(value)) for name, value in sorted(_own(layer)) if _counts(name)),
+                tuple((name, self.described(value)) for name, value in sorted(_own(layer)) if _counts(name)),
                 tuple((tuple(v.shape), v.dtype, v.trainable) for v in layer.variables),
                 str(layer.dtype_policy.name),
                 tuple(self.of(child) for child in children(layer)),
@@ -42,7 +42,7 @@ class Kinds:
             found = self._of[id(layer)] = self._numbers.setdefault(kind, len(self._numbers))
         return found
 
-    def _described(self, value: Any) -> Any:
+    def described(self, value: Any) -> Any:
         """Something that is equal for equal values and can be hashed."""
         if isinstance(value, _PLAIN):
             return type(value), value
@@ -50,16 +50,16 @@ class Kinds:
             # Layers and variables count where they are tracked; a seed changes no path.
             return type(value)
         if isinstance(value, (list, tuple)):
-            return type(value), tuple(self._described(x) for x in value)
+            return type(value), tuple(self.described(x) for x in value)
         if isinstance(value, (set, frozenset)):
-            return type(value), frozenset(self._described(x) for x in value)
+            return type(value), frozenset(self.described(x) for x in value)
         if isinstance(value, dict):
-            return type(value), tuple((self._described(k), self._described(x)) for k, x in value.items())
+            return type(value), tuple((self.described(k), self.described(x)) for k, x in value.items())
         if isinstance(value, _ON_VARIABLES):
             return type(value)
         if dataclasses.is_dataclass(value):
             fields = dataclasses.fields(value)
-            return type(value), tuple(self._described(getattr(value, field.name)) for field in fields)
+            return type(value), tuple(self.described(getattr(value, field.name)) for field in fields)
         return type(value), id(value)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from unidist.keras.planning.candidates import Candidate, children, inside
-from unidist.keras.planning.kinds import Kinds
+from unidist.keras.planning.candidates import Candidate, children
 from unidist.keras.planning.trial_runs import Change, Runner, Trace, _numpy
 from unidist.planner.facts import Reach
 
@@ -44,11 +43,9 @@ class Reacher:
         self.runner = runner
         self.model = model
         self.parts = parts
-        self._index = {id(c.layer): k for k, c in enumerate(runner.candidates)}
-        self._members: dict[int, list[int]] = {}
         self._places: dict[int, dict[int, int]] = {}
         self._clean: dict[int, Trace] = {id(model): run}
-        self._kinds = Kinds()
+        self._kinds = runner.kinds
         self._answers: dict[Any, Answer] = {}
         self._around: dict[int, list[Any]] = {}
         self._to_the_end = False
@@ -81,7 +78,7 @@ class Reacher:
         if id(layer) in self.runner.captured:
             outer = [*outer, layer]
         for child in children(layer):
-            index = self._index.get(id(child))
+            index = self.runner.index.get(id(child))
             if index is None:
                 self._find_around(child, outer)
             elif outer:
@@ -92,7 +89,7 @@ class Reacher:
         answer = Answer()
         members: list[int] = []
         for level in range(len(around) - 1, -1, -1):
-            members = self._members_of(around[level])
+            members = self.runner.members_of(around[level])
             answer = self._answer(around, level, index, dim)
             if not answer.left or answer.spread:
                 break
@@ -180,13 +177,8 @@ class Reacher:
     def _places_in(self, layer: Any) -> dict[int, int]:
         """Candidate -> its place in a layer."""
         if id(layer) not in self._places:
-            self._places[id(layer)] = {member: place for place, member in enumerate(self._members_of(layer))}
+            self._places[id(layer)] = {member: place for place, member in enumerate(self.runner.members_of(layer))}
         return self._places[id(layer)]
-
-    def _members_of(self, layer: Any) -> list[int]:
-        if id(layer) not in self._members:
-            self._members[id(layer)] = [self._index[id(x)] for x in inside(layer) if id(x) in self._index]
-        return self._members[id(layer)]
 
 
 def _differs(a: Any, b: Any, clean: Trace) -> bool:

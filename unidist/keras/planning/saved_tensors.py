@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -52,7 +53,7 @@ class Saved(Seen):
 
     def weight(self, x: Any, variable: Any) -> Any:
         """A variable's value, as the run reads it."""
-        self._note(x, id(variable))
+        self.count(x, id(variable))
         self.read.append(id(variable))
         return x.requires_grad_(variable.trainable and x.is_floating_point())
 
@@ -105,39 +106,60 @@ class Saved(Seen):
 
     def _pack(self, x: Any) -> None:
         """Takes the place of what autograd would keep: no backward comes."""
-        self._keep(x, self._behind(x))
+        self._keep(x, self._behind(x), goes_along=not _is_float(x))
 
-    def _keep(self, x: Any, behind: int | None) -> None:
-        memory, variable = self._memory.get(_address(x), (None, None))
-        is_known = memory is not None and memory() is x.untyped_storage()
-        if is_known and variable is not None:
-            self.weights.append(variable)
-        elif not is_known and x.ndim:
-            self._note(x)
+    def _keep(self, x: Any, behind: int | None, *, goes_along: bool = False) -> None:
+        counted = self.counted(x)
+        if counted is not False and counted is not True:
+            self.weights.append(counted)
+        elif not counted and x.ndim:
+            self.count(x)
             dtype = keras.backend.standardize_dtype(x.dtype)
-            is_compared = self.marking and not x.is_meta and is_float_dtype(dtype)
-            total = float(x.detach().double().sum()) if is_compared else None
-            self.tensors.append(SeenTensor(_shape(x), dtype, behind, total, self.source))
+            self.tensors.append(SeenTensor(held_shape(x), dtype, behind, self.total(x), self.source, goes_along))
 
-    def _note(self, x: Any, variable: int | None = None) -> None:
+    def counted(self, x: Any) -> bool | int:
+        """Returns whether a tensor's memory was counted; a weight's variable by its id."""
+        memory, variable = self._memory.get(_address(x), (None, None))
         # An address is other memory's as soon as its own is gone.
+        is_known = memory is not None and memory() is x.untyped_storage()
+        return is_known if variable is None or not is_known else variable
+
+    def count(self, x: Any, variable: int | None = None) -> None:
         self._memory[_address(x)] = weakref.ref(x.untyped_storage()), variable
+
+    def total(self, x: Any) -> float | None:
+        """The sum of a tensor's values, where runs are compared by it."""
+        is_compared = self.marking and not x.is_meta and _is_float(x)
+        return float(x.detach().double().sum()) if is_compared else None
 
     def _behind(self, x: Any) -> int | None:
         if not self.marking or self.source is None or x.is_meta:
             return None
-        if is_float_dtype(keras.backend.standardize_dtype(x.dtype)):
+        if _is_float(x):
             return self.source if bool(x.isnan().any()) else None
-        # A mask, as of a dropout, is cut as what it masks.
-        masked = (one.behind for one in reversed(self.tensors) if one.shape == _shape(x))
-        return next(masked, None)
+        return self._behind_last(held_shape(x))
+
+    def _behind_last(self, shape: tuple[int, ...]) -> int | None:
+        """Returns what a mask of a shape is behind: it is cut as what it masks."""
+        return next((one.behind for one in reversed(self.tensors) if one.shape == shape), None)
+
+    def again(self, one: SeenTensor, candidate: Callable[[int | None], int | None]) -> None:
+        """Notes a tensor as one that was kept before, of a layer with other candidates."""
+        behind, source = None if one.behind is None else candidate(one.behind), candidate(one.source)
+        if one.goes_along and source is not None:
+            behind = self._behind_last(one.shape)
+        self.tensors.append(replace(one, behind=behind, source=source))
+
+
+def _is_float(x: Any) -> bool:
+    return is_float_dtype(keras.backend.standardize_dtype(x.dtype))  # type: ignore[no-any-return]
 
 
 def _address(x: Any) -> int:
     return int(x.untyped_storage()._cdata)
 
 
-def _shape(x: Any) -> tuple[int, ...]:
+def held_shape(x: Any) -> tuple[int, ...]:
     """The shape of all that a tensor's memory holds."""
     base = x if x._base is None else x._base
     shape = tuple(1 if stride == 0 else n for n, stride in zip(base.shape, base.stride(), strict=True))

@@ -25,7 +25,9 @@ from unidist.keras.patching.layer_calls import Call, Stage, around
 from unidist.keras.planning.activations import Seen, keeps_what_it_takes
 from unidist.keras.planning.candidates import Candidate, einsum_shape
 from unidist.keras.planning.candidates import inside as within
+from unidist.keras.planning.kinds import Kinds
 from unidist.keras.planning.random_values import RandomValues
+from unidist.keras.planning.repeated_calls import Repeats
 from unidist.keras.planning.saved_tensors import Saved
 
 
@@ -74,13 +76,17 @@ class Runner:
 
     def __init__(self, candidates: list[Candidate], others: list[Any]) -> None:
         """`others`: the model's layers that are no candidates."""
-        known = {id(found.layer) for found in candidates}
         self.candidates = candidates
-        self.composites = [layer for layer in others if any(id(one) in known for one in within(layer))]
+        self.index = {id(found.layer): k for k, found in enumerate(candidates)}
+        self.composites = [layer for layer in others if any(id(one) in self.index for one in within(layer))]
         self.keeping = [layer for layer in others if keeps_numbers(layer)]
         self.others = others
         self.captured: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.read_elsewhere: set[int] = set()
+        self.kinds = Kinds()
+        self._members: dict[int, list[int]] = {}
+        self._totals: dict[int, list[float | None]] = {}
+        self._repeats: Repeats | None = None
         self._owners = {id(v): k for k, c in enumerate(candidates) for v in c.variables}
         self._random: dict[tuple[int, int, tuple[int, ...]], Any] = {}
         self._values: dict[int, Any] = {}
@@ -134,15 +140,24 @@ class Runner:
         if capture:
             # Of a run that failed before, as on other rows, nothing counts.
             self.captured.clear()
+        on_torch = keras.config.backend() == "torch"
         if saved:
             self._trace.seen = Saved(marked is not None)
-        elif capture or measure or marked:
+        elif not on_torch and (capture or measure or marked):
             self._trace.seen = Seen(bool(marked))
         keeping = contextlib.nullcontext() if self._saved is None else self._saved.watching()
         with keeping, RandomValues(self._values, self._owners, self.read_elsewhere.add, self._saved) as scope:
+            repeats = Repeats(self._trace, self._marked, self.kinds, self.members_of, self._totals, scope)
+            self._repeats = repeats if on_torch and (measure or saved) else None
             outputs = layer(*args, **kwargs)
         self._trace.outputs += [t for t in tree.flatten((outputs, scope.losses)) if is_tensor(t)]
         return self._trace
+
+    def members_of(self, layer: Any) -> list[int]:
+        """The candidates in a layer."""
+        if id(layer) not in self._members:
+            self._members[id(layer)] = [self.index[id(x)] for x in within(layer) if id(x) in self.index]
+        return self._members[id(layer)]
 
     @property
     def _saved(self) -> Saved | None:
@@ -159,8 +174,7 @@ class Runner:
             trace = self.run(layer, args, kwargs, capture=capture)
         # What is no number differs from itself: a whole run shows it wherever it is.
         if graph.is_whole(record) and not any(map(has_no_number, (*trace.outputs, *chain(*trace.taken.values())))):
-            numbers = {id(found.layer): k for k, found in enumerate(self.candidates)}
-            trace.inside = [[numbers[x] for x in layers if x in numbers] for layers in graph.inside]
+            trace.inside = [[self.index[x] for x in layers if x in self.index] for layers in graph.inside]
             trace.graph, trace.record = graph, record
         return trace
 
@@ -210,7 +224,7 @@ class Runner:
         # What a layer is called with inside a program, as a recurrent layer's cell, is worth nothing outside.
         if self._capturing and not any(map(jax_utils.is_in_jax_tracing_scope, tree.flatten((args, kwargs)))):
             self.captured.setdefault(id(layer), (args, kwargs))
-        return rest(*args, **kwargs)
+        return rest(*args, **kwargs) if self._repeats is None else self._repeats.call(layer, rest, args, kwargs)
 
     def _random_output(self, index: int, rest: Call, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = self.candidates[index]
