@@ -63,15 +63,12 @@ class Masked(Block):
 
 
 class Half(layers.Layer):
-    """Half of a pair: a NaN of the first one's product leaves it, and comes to the second one."""
-
-    def __init__(self, width: int, **named: Any) -> None:
-        super().__init__(**named)
-        self.product = layers.Dense(width, "gelu" if width > WIDTH else None)
+    """Is first of a pair with the next one, and second of one with the one before: NaN leaves it, and comes to it."""
 
     def build(self, shape: Any) -> None:
+        self.product = layers.Dense(WIDTH, "gelu")
         self.product.build(shape)
-        self.bias = self.add_weight(shape=(self.product.units,), name="bias")
+        self.bias = self.add_weight(shape=(WIDTH,), name="bias")
 
     def call(self, x: Any) -> Any:
         return self.product(x * 1.5) ** 2 + self.bias
@@ -84,11 +81,13 @@ class Viewing(Block):
 
 
 class Gathering(Block):
-    """Keeps whole numbers for its backward, of a shape that the block before has kept."""
+    """Keeps whole numbers for its backward, of the shape of what the block before has kept last."""
 
     def call(self, x: Any) -> Any:
-        order = ops.flip(ops.argsort(ops.stop_gradient(x), axis=-1), -1)
-        return x + self.down(self.up(ops.take_along_axis(self.norm(x), order, axis=-1)))
+        wide = ops.concatenate([x, x], axis=-1)
+        order = ops.flip(ops.argsort(ops.stop_gradient(wide), axis=-1), -1)
+        picked = ops.take_along_axis(wide, order, axis=-1)
+        return x + self.down(self.up(self.norm(picked[..., :WIDTH])))
 
 
 class Counting(Block):
@@ -105,8 +104,10 @@ class Counting(Block):
 
 def stack(kind: Callable[..., Any], count: int = BLOCKS, between: Callable[[int], Any] = lambda k: None) -> keras.Model:
     keras.utils.clear_session()
-    x = inputs = keras.Input((None, WIDTH))
-    table = layers.Dense(WIDTH, "sigmoid")(x) if kind is Masked else None
+    inputs = keras.Input((None, WIDTH))
+    # As what a block gives is: not what a product has made itself.
+    x = layers.Dense(WIDTH)(inputs) * 1.0
+    table = layers.Dense(WIDTH)(inputs) if kind is Masked else None
     for k in range(count):
         block = between(k) or kind()
         x, *_ = block(x, table) if table is not None else (block(x),)
@@ -118,10 +119,6 @@ def different(k: int) -> Any:
     return Dropping() if k % 2 else None
 
 
-def halved(k: int) -> Any:
-    return Half(16 if k % 2 else WIDTH)
-
-
 def twice(kind: Callable[[], Any]) -> Callable[[int], Any]:
     blocks: list[Any] = []
     return lambda k: blocks[-1] if k % 2 else blocks.append(kind()) or blocks[-1]
@@ -131,7 +128,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     **{kind.__name__: lambda kind=kind: stack(kind) for kind in (Block, Dropping, Masked, Viewing)},
     **{kind.__name__: lambda kind=kind: stack(kind) for kind in (Gathering, Counting)},
     "two kinds in turn": lambda: stack(Block, between=different),
-    "halves": lambda: stack(Block, between=halved),
+    "halves": lambda: stack(Half, between=lambda k: Norm() if k == 2 else None),
     "called twice": lambda: stack(Block, between=twice(Dropping)),
 }
 
@@ -171,6 +168,6 @@ def calls_of_a_plan(count: int) -> int:
 
 
 def test_a_block_more_is_called_to_be_kept_to_be_changed_and_for_what_it_sends() -> None:
-    """Once more it is called without values, for what a step sends."""
+    """It is run to be kept, for three changes that arrive in it, and for what a step sends."""
     few, many = calls_of_a_plan(4), calls_of_a_plan(12)
-    assert many - few <= 4 * 8
+    assert many - few <= 5 * 8
