@@ -160,9 +160,9 @@ class World:
         for x, gradient in zip(given, gradients, strict=True):
             found: Any = x.grad
             if gradient is None:
-                assert found is None or not _whole(found).any(), "a gradient, plainly none"
+                assert found is None or not whole(found).any(), "a gradient, plainly none"
             else:
-                found = torch.zeros_like(gradient) if found is None else _whole(found)
+                found = torch.zeros_like(gradient) if found is None else whole(found)
                 close(found, gradient, tolerance, "gradient")
         if spaces[0].rank == 0:
             for space in spaces:
@@ -181,7 +181,7 @@ class World:
         return out
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
     return x.whole() if isinstance(x, ShardedTensor) else x
 
 

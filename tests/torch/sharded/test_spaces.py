@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.utils._pytree import tree_leaves
 
 from unidist import events
 from unidist.algebra import Mesh
@@ -13,7 +16,7 @@ from unidist.backends.sim.ranks import VirtualRanks
 from unidist.backends.sim.world import VirtualWorld
 from unidist.backends.torch.sharded import Space, distribute, wrap
 from unidist.backends.torch.sharded.tensor import moved
-from unidist.propagation.layouts import WHOLE, chunked
+from unidist.propagation.layouts import PARTIAL, WHOLE, chunked
 
 
 def spaces() -> Any:
@@ -106,6 +109,67 @@ def test_moves_of_rows_join_features() -> None:
         row, column = outer.places[0] * 2, inner.places[0] * 4
         torch.testing.assert_close(part.local.grad, plain.grad[row : row + 2, column : column + 4])
 
+    backend.run(program)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    "compute",
+    [lambda row, x: torch.where(row.expand(4, 8) > 0, x, 0.0), lambda row, x: row.expand(4, 8).max(1)],
+    ids=["where", "max"],
+)
+def test_what_is_made_of_a_view_that_needed_all_features_is_plain(compute: Any, gradient: bool) -> None:
+    """A dim of one feature that is broadcast is gathered: the view of it stays a carrier, and nothing behind it."""
+    backend, made = spaces()
+    row, x = torch.tensor([[1.0], [-1.0], [2.0], [-3.0]]), torch.arange(32.0).reshape(4, 8).cos()
+
+    def program(rank: int) -> None:
+        _, space = made()
+        cut = distribute(row, space.spec((chunked(1, 1, 2),), (4, 1)))
+        given = x.clone().requires_grad_(gradient)
+        for found, wanted in zip(tree_leaves(compute(cut, given)), tree_leaves(compute(row, x)), strict=True):
+            assert type(found) is torch.Tensor
+            torch.testing.assert_close(found.detach(), wanted)
+
+    backend.run(program)
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, F.dropout, F.dropout1d, torch.bernoulli], ids=lambda draw: draw.__name__
+)
+def test_what_is_drawn_for_sums_of_features_is_plain(draw: Any) -> None:
+    backend, made = spaces()
+
+    def program(rank: int) -> Any:
+        _, space = made()
+        x: Any = distribute(torch.full((4, 8), 0.5), space.spec((PARTIAL,), (4, 8)))
+        found = draw(x)
+        assert type(found) is torch.Tensor
+        return found
+
+    one, other, *_ = backend.run(program)
+    assert torch.equal(one, other)
+
+
+def test_heads_that_each_rank_computes_are_cut_for_nothing() -> None:
+    """They are whole with a partial gradient, and so is what is made of them, until plain tensors are beside them."""
+    backend, made = spaces()
+    plain = torch.ones(4, 3, requires_grad=True)
+
+    def program(rank: int) -> None:
+        _, space = made()
+        heads = distribute(torch.ones(4, 3), space.whole((4, 3)))
+        heads.local.requires_grad_()
+        others = distribute(torch.arange(6.0), space.spec((chunked(0, 6, 2),), (6,)))
+        with events.listen(sent.append):
+            y: Any = heads.repeat_interleave(2, 1) * others
+            y.sum().backward()
+        assert not sent
+        own = torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 9.0]])[space.places[0]]
+        torch.testing.assert_close(heads.local.grad, own.expand(4, 3))
+        assert type(heads * plain) is torch.Tensor
+
+    sent: list[events.Event] = []
     backend.run(program)
 
 

@@ -30,18 +30,21 @@ class Plan:
         composed: is called with the arguments, in place of all this.
         mixed: whether there are carriers of several spaces.
         leaves: whether wholes that it gives are made plain, in an invariant space.
+        fanned: whether those with a gradient are not: all that it is of is whole with a partial gradient, as heads that
+            each rank computes.
         passes: whether the operation on the parts may be given carriers of another space: it makes a view, or writes.
         native: whether all is to be made whole in an invariant space, so that torch goes on with plain tensors.
     """
 
     __slots__ = (
-        "aliases", "composed", "gathers", "leaves", "local", "mixed", "native", "out", "passes", "places", "ready",
-        "spec", "unknown", "wants",
+        "aliases", "composed", "fanned", "gathers", "leaves", "local", "mixed", "native", "out", "passes", "places",
+        "ready", "spec", "unknown", "wants",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.wants: tuple[States, ...] | None = ()
-        self.ready = self.aliases = self.unknown = self.mixed = self.leaves = self.native = self.passes = False
+        self.ready = self.aliases = self.unknown = self.mixed = self.native = self.passes = False
+        self.leaves = self.fanned = False
         self.out: States = ()
         self.local: Local | None = None
         self.places: tuple[int, ...] | None = None
@@ -69,11 +72,12 @@ def make_plan(
     found = binding.TABLE.get(func)
     whole = (WHOLE,) * len(space.sizes)
     bound = found(Call(func, args, kwargs, space)) if found is not None else None
+    plan.fanned = all(x.spec.whole if type(x) is ShardedTensor else not x.requires_grad for x in tensors)
     if isinstance(bound, Composed):
         if in_place:
             plan.wants = None
         plan.composed = None if in_place else bound.run
-        plan.leaves = space.invariant and any(not x.spec.whole for x in tensors if type(x) is ShardedTensor)
+        plan.leaves = space.invariant
         return plan
     decision = None if bound is None else _decide(space, bound, tensors, in_place)
     if in_place and decision is None and not all(x.spec.whole for x in tensors if type(x) is ShardedTensor):
@@ -95,12 +99,10 @@ def make_plan(
     is_cut = any(isinstance(state, Cut) for states in have for state in states)
     if not plan.ready and (is_cut if decision is None else decision.gathers):
         plan.gathers = name_of(func)
-    if space.invariant and any(state != whole for state in have):
+    if space.invariant:
         plan.ready = plan.ready and all(type(x) is ShardedTensor for x in tensors)
         plan.leaves = not in_place and plan.out == whole
-        plan.native = plan.leaves and all(states == whole for states in plan.wants)
-    elif space.invariant:
-        plan.ready = False  # plain tensors beside carriers of wholes
+        plan.native = plan.leaves and not plan.fanned and all(states == whole for states in plan.wants)
     return plan
 
 

@@ -52,19 +52,19 @@ def drawn(space: Space, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draws for a whole, in the layout of the first argument, whose values are not read."""
-    x = args[0]
     if func in VALUES or space_of((args[1:], kwargs)) is not None:
         return _whole(func, args, kwargs)
-    with drawn(x.spec.space, kwargs) as rest:
+    x, spec = args[0], args[0].spec.joined
+    with drawn(spec.space, kwargs) as rest:
         whole = func(x.local.new_empty(x.shape), *args[1:], **rest)
-    return distribute(whole, x.spec.joined)
+    return as_whole(spec.space, whole) if spec.whole else distribute(whole, spec)
 
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0] if args else kwargs["input"]
     spec = x.spec.joined
     rest = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
-    if func in PRODUCTS:
+    if func in PRODUCTS and not spec.whole:
         part = moved(x, spec.states)
         with drawn(spec.space, rest):
             kept = func(part.new_ones(spec.shape), *args[1:3], **rest)
