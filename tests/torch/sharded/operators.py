@@ -23,10 +23,12 @@ _RANDOM = """
 """
 _EMPTY = "empty empty_like empty_permuted empty_strided new_empty new_empty_strided"
 _STRIDES = "as_strided as_strided_copy as_strided_scatter"
+_MEMORY = "resize_ resize_as_"
 LEFT_OUT = {
     **dict.fromkeys(_RANDOM.split(), "draws random numbers"),
     **dict.fromkeys(_EMPTY.split(), "is not initialized"),
     **dict.fromkeys(_STRIDES.split(), "reads memory by strides, which a part has its own of"),
+    **dict.fromkeys(_MEMORY.split(), "gives a tensor other memory in place, which is refused by name"),
 }
 # Of other operations the samples that draw, with the numbers of a seed of their own: ranks come to them apart.
 SAMPLES_LEFT_OUT: dict[str, Callable[[Any], bool]] = {
@@ -78,9 +80,8 @@ def _case(op: Any, sample: Any, skipped: Counter[str]) -> Case | None:
         first, args, kwargs = tree_unflatten(values, tree)
         return op.op(first, *args, **kwargs)
 
-    try:
-        case = Case(name(op), function, inputs)
-    except Exception:
+    case = _plain(name(op), function, inputs)
+    if case is None:
         skipped["the plain call fails"] += 1
         return None
     found = [y for y in (*case.want[0], *case.want[1]) if y is not None]
@@ -88,3 +89,18 @@ def _case(op: Any, sample: Any, skipped: Counter[str]) -> Case | None:
         skipped["results or gradients that are not strided"] += 1
         return None
     return case
+
+
+def _plain(of: str, function: Callable[..., Any], inputs: list[torch.Tensor]) -> Case | None:
+    """With the gradients that torch has: of all inputs, or of each that has one alone."""
+    every = frozenset(range(len(inputs)))
+
+    def tried(constant: frozenset[int]) -> Case | None:
+        try:
+            return Case(of, function, inputs, constant)
+        except Exception:
+            return None
+
+    if (case := tried(frozenset())) is not None or tried(every) is None:
+        return case
+    return tried(frozenset(k for k in every if tried(every - {k}) is None)) or tried(every)

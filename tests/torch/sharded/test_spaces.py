@@ -46,6 +46,46 @@ def test_writes_into_parts_that_are_carriers() -> None:
     backend.run(program)
 
 
+def test_statistics_of_rows_whose_features_are_cut() -> None:
+    """What a function writes into what was made for it goes back into a part that is a carrier."""
+    backend, made = spaces()
+    x, wanted = torch.arange(24.0).reshape(4, 6).cos(), torch.arange(6.0)
+    plain = F.batch_norm(x, wanted, torch.ones(6), training=True)
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        rows, whole = outer.spec((chunked(0, 4, 2),), (4, 6)), outer.spec((chunked(0, 6, 2),), (6,))
+        mean = distribute(torch.arange(6.0), whole).local
+        cut: Any = wrap(distribute(mean, inner.spec((PARTIAL,), (3,))), whole)
+        part = distribute(distribute(x, rows).local, inner.spec((chunked(1, 6, 2),), (2, 6)))
+        found: Any = F.batch_norm(wrap(part, rows), cut, torch.ones(6), training=True)
+        torch.testing.assert_close(found.whole(), plain)
+        torch.testing.assert_close(cut.whole(), wanted)
+
+    backend.run(program)
+
+
+def test_a_leaf_that_was_written_to_where_it_is_whole_stays_a_leaf() -> None:
+    """A table whose columns are cut, in a step over rows, is brought to a norm before it is read."""
+    backend, made = spaces()
+    places, wanted = torch.tensor([[0, 1], [1, 3]]), torch.arange(20.0).reshape(4, 5).requires_grad_()
+    F.embedding(places, wanted, max_norm=1.0).square().sum().backward()
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        table = distribute(torch.arange(20.0).reshape(4, 5), inner.spec((chunked(1, 5, 2),), (4, 5)))
+        table.local.requires_grad_()
+        rows: Any = distribute(places, outer.spec((chunked(0, 2, 2),), (2, 2)))
+        found: Any = F.embedding(rows, wrap(table, outer.whole((4, 5))), max_norm=1.0)
+        found.square().sum().backward()
+        torch.testing.assert_close(table.whole().detach(), wanted.detach())
+        assert wanted.grad is not None
+        own = outer.all_reduce(table.local.grad, (0,))
+        torch.testing.assert_close(own, wanted.grad.split((3, 2), 1)[inner.places[0]])
+
+    backend.run(program)
+
+
 def test_what_was_only_broadcast_is_joined_once() -> None:
     backend, made = spaces()
 

@@ -170,6 +170,17 @@ def plain_in(space: Space, x: torch.Tensor, want: States) -> torch.Tensor:
     return carried(space, x, (WHOLE,) * len(want), want)
 
 
+def renewed(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns what a rank holds of a tensor that was written to.
+
+    A leaf stays one: what is written to it is written past autograd.
+    """
+    if not (part.is_leaf and part.requires_grad):
+        return value
+    part.detach().copy_(value.detach())
+    return part
+
+
 # invariant spaces -----------------------------------------------------------------------------------------------------
 
 # On a plain tensor: what it was fanned out to, by space and lines.

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from unidist import events
-from unidist.backends.torch.sharded.moving import carried, plain_in, unshared
+from unidist.backends.torch.sharded.moving import carried, plain_in, renewed, unshared
 from unidist.backends.torch.sharded.space import Space, Spec
 from unidist.errors import CapabilityError, LayoutError
 from unidist.propagation.layouts import PARTIAL, WHOLE, States, cut_dims
@@ -250,7 +250,7 @@ def _follow(x: ShardedTensor, aside: Aside) -> None:
     _, out = aside.moved.get(_LEFT, (-1, None))
     if out is None or version(out) == aside.written or shares(out, x.local):
         return
-    x.local = plain_in(x.spec.space, out, x.spec.states)
+    x.local = renewed(x.local, plain_in(x.spec.space, out, x.spec.states))
     aside.moved, aside.joined, aside.written = {_LEFT: (version(x.local), out)}, None, version(out)
 
 

@@ -95,11 +95,11 @@ def put(target: Any, value: Any) -> None:
     if type(target) is not ShardedTensor:
         target.copy_(value.whole() if type(value) is ShardedTensor else value)
         return
-    states = target.spec.states
-    if type(value) is ShardedTensor:
+    space, states = target.spec.space, target.spec.states
+    if type(value) is ShardedTensor and value.spec.space is space:
         part = moved(current(value) if value.aside is not None else value, states)
     else:
-        part = plain_in(target.spec.space, value, states)
+        part = plain_in(space, value, states)
     target.local.copy_(part)
 
 
