@@ -11,14 +11,14 @@ import torch
 from keras import layers, ops
 
 import unidist
-from tests.support.runs import Result, fresh, scope, told
+from tests.support.runs import Result, fresh, scope, strategy, told
 
 ROWS, BATCH, WIDTH = 13, 6, 6  # the last batch has one row
 
 
 def stack() -> Any:
     return keras.Sequential(
-        [keras.Input((WIDTH,)), layers.Dense(8, activation="relu"), layers.LayerNormalization(), layers.Dense(3)]
+        [keras.Input((WIDTH,)), layers.Dense(12, activation="relu"), layers.LayerNormalization(), layers.Dense(3)]
     )
 
 
@@ -90,9 +90,9 @@ def data(name: str) -> tuple[Any, Any]:
 
 
 def distribution(kind: str | None, zero: int) -> Any:
-    if kind == "found":
+    if kind == "found 2x2":
         return unidist.ModelParallel(unidist.Mesh({"data": 2, "model": 2}))
-    return None if kind is None else unidist.DataParallel(zero=zero)
+    return strategy(kind, zero=zero)
 
 
 def trained(kind: str | None, zero: int, name: str) -> Result:

@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, ops
 
 import unidist
-from tests.support.runs import Result, fresh
+from tests.support.runs import Result, fresh, strategy
 
 ROWS, BATCH, GROUPS, FEATURES, CLASSES = 28, 14, 7, 6, 4
 Scope = Callable[[], Any]
@@ -175,20 +175,29 @@ CASES: dict[str, Callable[[Run, Scope], None]] = {
 }
 
 
-def in_turn(shape: dict[str, int] | None, name: str) -> Result:
-    """What the trainings of a case say, and the weights of the first model. `shape`: of the mesh; None: one device."""
+def in_turn(where: dict[str, int] | str | None, name: str, zero: int = 0) -> Result:
+    """What the trainings of a case say, and the weights of the first model.
+
+    Args:
+        where: the mesh on which layouts are found, or a kind of strategy; None: one device.
+        name: of the case.
+        zero: of the strategy.
+    """
     fresh()
     run = Run()
-    if shape is None:
+    if where is None:
         CASES[name](run, contextlib.nullcontext)
         return {**run.said, "weights": {v.path: np.asarray(v) for v in run.models[0].weights}}
     with unidist.ledger() as book:
-        CASES[name](run, lambda: unidist.ModelParallel(unidist.Mesh(shape)).scope())
+        if isinstance(where, str):
+            CASES[name](run, lambda: strategy(where, zero=zero).scope())
+        else:
+            CASES[name](run, lambda: unidist.ModelParallel(unidist.Mesh(where), zero=zero).scope())
     first = unidist.describe(run.models[0])
     return {
         **run.said,
         "weights": unidist.gather_weights(run.models[0]),
         "sharded": sum(row.is_sharded for row in first.rows),
         "paired": sum("inputs come cut" in why for why in first.why.values()),
-        "sent": book.bytes(),
+        "_sent": book.bytes(),
     }

@@ -79,7 +79,7 @@ def test_trainers_work_with_the_same_layers_in_turn(setting: str, case: str, exp
     for found in worlds.get(setting).call("tests.keras.trainers:in_turn", MESHES[setting], case):
         same(found, wanted)
         assert found["sharded"]
-        assert found["sent"]
+        assert found["_sent"]
         assert found["paired"] or setting == "jax-4"
 
 

@@ -19,7 +19,7 @@ IN_PROCESSES = unless_all(("attention", "mixing", "accumulating"), CASES)
 OVER_HOROVOD = unless_all(("attention",), CASES)
 PLACES = [
     *(("torch-2", "dp", zero, case) for zero in (0, 3) for case in IN_PROCESSES),
-    *(("torch-4", "found", 0, case) for case in unless_all(("attention",), CASES)),
+    *(("torch-4", "found 2x2", 0, case) for case in unless_all(("attention",), CASES)),
     *(("horovod-2", "dp", zero, case) for zero in (0, 3) for case in OVER_HOROVOD),
 ]
 
@@ -46,7 +46,7 @@ def test_it_trains_as_one_device_in_the_simulator(
 
 @pytest.mark.parametrize("case", unless_all(("attention", "own step"), CASES))
 def test_it_trains_as_one_device_where_layouts_are_found(case: str, expected: Any, worlds: Worlds) -> None:
-    compare(worlds.get("sim-torch").call(RUN, "found", 0, case)[0], expected(case))
+    compare(worlds.get("sim-torch").call(RUN, "found 2x2", 0, case)[0], expected(case))
 
 
 @pytest.mark.parametrize(("setting", "kind", "zero", "case"), PLACES)

@@ -66,8 +66,10 @@ SETTINGS = {
         Setting("sim-torch", "torch", "sim", devices=4, specs=FOUR),
         Setting("sim-jax", "jax", "sim", devices=4, specs=FOUR),
         Setting("torch-2", "torch", "torch", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
+        Setting("torch-3", "torch", "torch", 3, launcher="torchrun"),
         Setting("torch-4", "torch", "torch", 4, launcher="torchrun", specs=FOUR),
         Setting("horovod-2", "torch", "horovod", 2, launcher="torchrun", specs=(DATA_2, MODEL_2)),
+        Setting("horovod-3", "torch", "horovod", 3, launcher="torchrun"),
         Setting("horovod-4", "torch", "horovod", 4, launcher="torchrun", specs=FOUR),
         Setting(
             *("horovod-2-tensorflow", "tensorflow", "horovod", 2),

@@ -22,11 +22,14 @@ PAIR: dict[str, tuple[str | None, ...]] = {
 
 
 def strategy(kind: str | None, rules: Any = PAIR, **options: Any) -> Any:
-    """None: no distribution; "dp": all data; "mp": all model; "2x2"; "2x2 across": the model axis spans processes."""
+    """None: no distribution; "dp": all data; "mp": all model; "2x2"; "2x2 across": the model axis spans processes;
+    "found": all model, without rules."""
     if kind is None:
         return None
     if kind == "dp":
         return unidist.DataParallel(**options)
+    if kind == "found":
+        return unidist.ModelParallel(unidist.Mesh({"model": len(unidist.list_devices())}), **options)
     shape = {"model": 4} if kind == "mp" else {"data": 2, "model": 2}
     mesh = unidist.Mesh(shape, [0, 2, 1, 3] if kind == "2x2 across" else [0, 1, 2, 3])
     return unidist.ModelParallel(mesh, unidist.LayoutMap(mesh, rules), **options)

@@ -144,7 +144,7 @@ class Graphs(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.nodes, self.normal, self.last = layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dense(1)
+        self.nodes, self.normal, self.last = layers.Dense(12, "relu"), layers.BatchNormalization(), layers.Dense(1)
 
     def call(self, inputs, training=None):
         nodes = self.normal(self.nodes(inputs["nodes"]), training=training)
