@@ -64,6 +64,8 @@ def choose(rule: Rule, operands: Sequence[Operand], sizes: tuple[int, ...], in_p
         in_place: the first operand is written to, so it and the result keep its layout. None where no option does.
     """
     shapes = [operand.shape for operand in operands]
+    # A rank that has no rows of an outer layout chooses as those that have some.
+    operands = [one._replace(shape=tuple(max(1, n) for n in one.shape)) for one in operands]
     best: Decision | None = None
     for combination in product(*(_options(rule, operands, shapes, axis) for axis in range(len(sizes)))):
         wants = tuple(tuple(option.wants[k] for option in combination) for k in range(len(operands)))

@@ -125,6 +125,21 @@ def test_features_beside_rows() -> None:
     backend.run(program)
 
 
+def test_who_has_no_rows_lays_features_out_as_who_has_some() -> None:
+    """One row on two ranks: a stack with cut features, whose parts meet again over the rows."""
+    backend, made = spaces()
+    x = torch.arange(8.0).reshape(1, 2, 4).requires_grad_()
+
+    def program(rank: int) -> None:
+        outer, inner = made()
+        rows: Any = distribute(x, outer.spec((chunked(0, 1, 2),), x.shape))
+        cut = wrap(distribute(x, inner.spec((chunked(2, 4, 2),), x.shape)), outer.whole(x.shape))
+        found: Any = torch.stack([x, rows, cut], -1)
+        assert torch.equal(found.whole(), torch.stack([x] * 3, -1))
+
+    backend.run(program)
+
+
 def test_moves_of_rows_join_features() -> None:
     """Of rows whose features are cut: an extreme, a cumulative sum over rows, and a cast that rounds in backward."""
     backend, made = spaces()
