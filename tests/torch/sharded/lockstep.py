@@ -83,17 +83,21 @@ def uneven(n: int, places: int) -> list[int]:
     return sizes
 
 
-def summands(x: Tensor, places: int, seed: int) -> list[Tensor]:
-    """Parts that add up to x exactly, in their order, so that no rounding hides a fault."""
+def summands(x: Tensor, places: int, seed: int, at_one_place: bool = False) -> list[Tensor]:
+    """Parts that add up to x exactly, in their order, so that no rounding hides a fault.
+
+    `at_one_place`: each number is whole at one of them. Of parts of parts the sums of some would round.
+    """
     if places == 1:
         return [x]
     if not (x.is_floating_point() or x.is_complex()):
         return [x - 3, torch.full_like(x, 3), *[torch.zeros_like(x)] * (places - 2)]
     patterns = [(2.0, -1.0), (0.5, 0.5), (0.0, 1.0), (1.0, 0.0)]
     if places > 2:
-        patterns = [(4.0, -2.0, -1.0), (0.5, 0.25, 0.25), (0.0, 0.0, 1.0), (2.0, -1.0, 0.0)]
-    which = torch.randint(len(patterns), x.shape, generator=torch.Generator().manual_seed(seed))
-    which = torch.where(torch.isfinite(x), which, len(patterns) - 1 if places == 2 else 2)
+        patterns = [(4.0, -2.0, -1.0), (0.5, 0.25, 0.25), (2.0, -1.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    first, generator = len(patterns) - 2 if at_one_place else 0, torch.Generator().manual_seed(seed)
+    which = torch.randint(first, len(patterns), x.shape, generator=generator)
+    which = torch.where(torch.isfinite(x), which, len(patterns) - 1)
     parts = []
     for place in range(places):
         factors = torch.tensor([p[place] if place < len(p) else 0.0 for p in patterns], dtype=torch.float64)[which]
@@ -105,7 +109,7 @@ def part(x: Tensor, layout: States, space: Space, seed: int) -> Tensor:
     """This rank's share of a tensor in a layout."""
     for axis, state in enumerate(layout):
         if state == PARTIAL:
-            x = summands(x, space.sizes[axis], seed + axis)[space.places[axis]]
+            x = summands(x, space.sizes[axis], seed + axis, PARTIAL in layout[:axis])[space.places[axis]]
     cut: States = tuple(state if isinstance(state, Cut) else WHOLE for state in layout)
     return carried(space, x, (WHOLE,) * len(cut), cut)
 
