@@ -91,29 +91,25 @@ def planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: 
         plan = make_plan(space, func, args, kwargs, tensors, flat, in_place)
         if known:
             space.keep(held, plan)
+    leaves = plan.leaves and not (plan.fanned and any(type(x) is ShardedTensor and x.requires_grad for x in tensors))
     if plan.composed is not None:
         out = plan.composed(*args, **kwargs)
-        return _left(plan, out) if plan.leaves else out
+        return replaced(out, ShardedTensor, _left_whole) if leaves else out
     if plan.mixed:
         return _across(func, args, kwargs, tensors, in_place)
     if plan.wants is None:
         return NotImplemented
-    if plan.native and any(x.requires_grad for x in tensors):
+    if leaves and plan.native and any(x.requires_grad for x in tensors):
         with nullcontext() if plan.gathers is None else space.gathering(plan.gathers):
             given = replaced((args, kwargs), ShardedTensor, left)
         return func(*given[0], **given[1])
     out = _run(space, plan, func, args, kwargs, tensors, plan.ready and not marked)
-    return _left(plan, out) if plan.leaves else out
+    return replaced(out, ShardedTensor, _left_whole) if leaves else out
 
 
-def _left(plan: Plan, out: Any) -> Any:
-    """Makes wholes plain, but no views: what is written into these goes back."""
-
-    def leave(x: ShardedTensor) -> Any:
-        stays = not x.spec.whole or origin_of(x) is not None or (plan.fanned and x.requires_grad)
-        return x if stays else left(x)
-
-    return replaced(out, ShardedTensor, leave)
+def _left_whole(x: ShardedTensor) -> Any:
+    """A whole as a plain tensor, but for a view: what is written into that goes back."""
+    return left(x) if x.spec.whole and origin_of(x) is None else x
 
 
 def _across(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], in_place: bool) -> Any:

@@ -30,8 +30,8 @@ class Plan:
         composed: is called with the arguments, in place of all this.
         mixed: whether there are carriers of several spaces.
         leaves: whether wholes that it gives are made plain, in an invariant space.
-        fanned: whether those with a gradient are not: all that it is of is whole with a partial gradient, as heads that
-            each rank computes.
+        fanned: whether all its carriers are whole. Where one has a gradient, that is partial, as of heads that each
+            rank computes: what is made of them is not made plain.
         passes: whether the operation on the parts may be given carriers of another space: it makes a view, or writes.
         native: whether all is to be made whole in an invariant space, so that torch goes on with plain tensors.
     """
@@ -72,7 +72,7 @@ def make_plan(
     found = binding.TABLE.get(func)
     whole = (WHOLE,) * len(space.sizes)
     bound = found(Call(func, args, kwargs, space)) if found is not None else None
-    plan.fanned = all(x.spec.whole if type(x) is ShardedTensor else not x.requires_grad for x in tensors)
+    plan.fanned = all(x.spec.whole for x in tensors if type(x) is ShardedTensor)
     if isinstance(bound, Composed):
         if in_place:
             plan.wants = None
@@ -102,7 +102,7 @@ def make_plan(
     if space.invariant:
         plan.ready = plan.ready and all(type(x) is ShardedTensor for x in tensors)
         plan.leaves = not in_place and plan.out == whole
-        plan.native = plan.leaves and not plan.fanned and all(states == whole for states in plan.wants)
+        plan.native = plan.leaves and all(states == whole for states in plan.wants)
     return plan
 
 
