@@ -9,6 +9,7 @@ import pytest
 
 from tests.parity.worlds import Alone, Worlds
 from tests.support.comparing import same
+from tests.support.sampling import unless_all
 
 pytestmark = pytest.mark.processes
 
@@ -24,6 +25,8 @@ PLACES = [
     *(("torch-2", "dp", zero, "images", seed) for zero, seed in ((0, 5), (0, None), (3, 5))),
     *(("torch-2", "dp", 0, case, 5) for case in ("recurrent", "attention")),
     ("horovod-2", "dp", 0, "images", 5),
+    # Three devices, whose parts of a batch are of different lengths.
+    *((setting, "dp", 0, "images", 5) for setting in unless_all((), ("torch-3", "horovod-3"))),
     *(("jax-4", kind, zero, "images", 5) for kind, zero in (("dp", 0), ("dp", 3), ("2x2", 0))),
 ]
 
