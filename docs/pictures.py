@@ -55,6 +55,22 @@ def column_then_row() -> Picture:
     return draw(shardings, title="A pair of Dense layers on four devices")
 
 
+def way_through_a_loss() -> Picture:
+    """A tensor's way through a loss on two ranks: rows, a mean joined where it is used, summands, a gradient."""
+    mesh = Mesh({"data": 2})
+    found = {
+        "x: each rank holds its rows": (Layout("data"), (6, 8)),
+        "h = Dense(x): native, on own rows": (Layout("data"), (6, 12)),
+        "mean(h, 0): each rank has a summand": (Layout(partial="data"), (1, 12)),
+        "h - mean(h, 0): the mean is joined, h stays": (Layout("data"), (6, 12)),
+        "the loss: a summand of the global mean": (Layout(partial="data"), (1, 4)),
+        "the kernel's gradient: a summand": (Layout(partial="data"), (8, 12)),
+        "behind the reducer": (Layout(), (8, 12)),
+    }
+    shardings = {name: unidist.algebra.Sharding(mesh, layout, shape) for name, (layout, shape) in found.items()}
+    return draw(shardings, title="A tensor's way through a loss, on two ranks")
+
+
 def mesh_2x2_batch_and_weights() -> Picture:
     """A mesh of 2 x 2: the batch is cut over "data", a kernel over "model", and replicas are named."""
     found = {
@@ -147,6 +163,7 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
     one_rule,
     data_parallel_rows,
     column_then_row,
+    way_through_a_loss,
     mesh_of_8,
     mesh_2x2_batch_and_weights,
     uneven_rows,
