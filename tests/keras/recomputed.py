@@ -18,12 +18,12 @@ ROWS, BATCH, LENGTH, WIDTH = 14, 4, 5, 8
 class Block(layers.Layer):
     """Draws, keeps state, adds a loss, and hides from attention what is masked."""
 
-    def __init__(self, wide: int = 2 * WIDTH, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.supports_masking = True
         self.mixing = layers.MultiHeadAttention(2, 4, dropout=0.3, seed=2)
         self.norm, self.statistics = layers.LayerNormalization(), layers.BatchNormalization()
-        self.column, self.drop = layers.Dense(wide, "gelu", name="column"), layers.Dropout(0.2, seed=3)
+        self.column, self.drop = layers.Dense(2 * WIDTH, "gelu", name="column"), layers.Dropout(0.2, seed=3)
         self.row = layers.Dense(WIDTH, name="row")
 
     def build(self, shape: Any) -> None:
@@ -63,6 +63,21 @@ def trained(kind: str | None, zero: int, remat: str) -> Result:
     return {"history": history, "_sent": len(book.events), "_again": again, **told(model)}
 
 
+class Wide(layers.Layer):
+    """Ends within one of its layers, when backward has computed again what it needs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.up, self.down = layers.Dense(64 * WIDTH, "gelu"), layers.Dense(WIDTH)
+
+    def build(self, shape: Any) -> None:
+        self.up.build(shape)
+        self.down.build((*shape[:-1], self.up.units))
+
+    def call(self, x: Any) -> Any:
+        return x + self.down(self.up(x))
+
+
 def peak(remat: str) -> tuple[int, int]:
     """The bytes of tensors in a step of eight wide blocks that live at most at once, and behind it; Keras on torch."""
     from tests.support.saving import Held
@@ -72,7 +87,7 @@ def peak(remat: str) -> tuple[int, int]:
         given = keras.Input((LENGTH, WIDTH))
         out = given
         for _ in range(8):
-            out = Block(wide=64 * WIDTH)(out)
+            out = Wide()(out)
         model = keras.Model(given, layers.Dense(2)(layers.Flatten()(out)))
         model.compile("sgd", "mse")
     x, y = np.zeros((128, LENGTH, WIDTH), "float32"), np.zeros((128, 2), "float32")
