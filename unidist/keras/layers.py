@@ -82,3 +82,8 @@ def own_call(layer: Any) -> str:
     if computes_as(layer) is not None:
         return ""
     return next((base.__name__ for base in type(layer).__mro__ if base in COMPUTING and base is not BaseConv), "")
+
+
+def children(layer: Any) -> list[Any]:
+    """The layers directly inside a layer, each once."""
+    return list({id(x): x for x in layer._flatten_layers(include_self=False, recursive=False)}.values())

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from unidist.errors import ArgumentError, CapabilityError
+from unidist.keras.layers import children
 from unidist.keras.patching.compat import RematMode
 
 # What `remat=` may be: "none", "block", "attention", or a function of a layer.
@@ -65,9 +66,9 @@ def marked(model: Any) -> Iterator[tuple[str, str]]:
 
 def _chosen(parent: Any, remat: Remat) -> Iterator[Any]:
     """The outermost layers within a layer that are chosen."""
-    children = _children(parent)
-    counts = Counter(type(child) for child in children if _children(child) and child.weights)
-    for child in children:
+    within = children(parent)
+    counts = Counter(type(child) for child in within if children(child) and child.weights)
+    for child in within:
         if callable(remat):
             is_one = remat(child)
         elif remat == "block":
@@ -78,7 +79,3 @@ def _chosen(parent: Any, remat: Remat) -> Iterator[Any]:
             yield child
         else:
             yield from _chosen(child, remat)
-
-
-def _children(layer: Any) -> list[Any]:
-    return list(layer._flatten_layers(recursive=False, include_self=False))

@@ -105,11 +105,7 @@ class Traced:
         return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x, transport.size, transport.name))
 
     def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
-        if _is_exchanged(x, transport):
-            parts = _waited(_exchanged(x, transport)).chunk(transport.size)
-            return functools.reduce(FOLD[op], parts)
-        name = self._NAMES[op]
-        return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x, name, transport.size, transport.name))
+        return _folded(_waited(_scattered(x, self._NAMES[op], transport)), op, x.shape[0] // transport.size)
 
     def all_to_all(
         self, x: torch.Tensor, transport: Transport, received: Sequence[int], sent: Sequence[int]
@@ -129,10 +125,8 @@ def begin(op: str, x: torch.Tensor, transport: Transport) -> torch.Tensor:
     functional = torch.ops._c10d_functional
     if op == "all_gather":
         begun = functional.all_gather_into_tensor(x, transport.size, transport.name)
-    elif op == "reduce_scatter" and _is_exchanged(x, transport):
-        begun = _exchanged(x, transport)
     elif op == "reduce_scatter":
-        begun = functional.reduce_scatter_tensor(x, "sum", transport.size, transport.name)
+        begun = _scattered(x, "sum", transport)
     else:
         begun = functional.all_reduce(x, "sum", transport.name)
     found: torch.Tensor = begun
@@ -142,17 +136,27 @@ def begin(op: str, x: torch.Tensor, transport: Transport) -> torch.Tensor:
 def arrived(op: str, x: torch.Tensor) -> torch.Tensor:
     """Puts the wait for what `begin` gave into a program."""
     found = _waited(x)
-    return functools.reduce(torch.add, found.split(1)) if op == "reduce_scatter" else found
+    return _folded(found, "sum", 1) if op == "reduce_scatter" else found
 
 
-def _is_exchanged(x: torch.Tensor, transport: Transport) -> bool:
-    """Returns whether a reduce_scatter is an exchange of parts: gloo's own is an all_reduce of everything."""
-    return transport.is_gloo and x.device.type == "cpu"
+def _scattered(x: torch.Tensor, name: str, transport: Transport) -> torch.Tensor:
+    """Starts a reduce_scatter: over gloo an exchange of parts, which `_folded` reduces.
+
+    gloo's own is an all_reduce of everything.
+    """
+    functional = torch.ops._c10d_functional
+    if transport.is_gloo and x.is_cpu:
+        sizes = [x.shape[0] // transport.size] * transport.size
+        begun = functional.all_to_all_single(x, sizes, sizes, transport.name)
+    else:
+        begun = functional.reduce_scatter_tensor(x, name, transport.size, transport.name)
+    found: torch.Tensor = begun
+    return found
 
 
-def _exchanged(x: torch.Tensor, transport: Transport) -> torch.Tensor:
-    sizes = [x.shape[0] // transport.size] * transport.size
-    found: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, transport.name)
+def _folded(parts: torch.Tensor, op: ReduceOp, length: int) -> torch.Tensor:
+    """Reduces what came of each place, in rank order; what is reduced already is the one part."""
+    found: torch.Tensor = functools.reduce(FOLD[op], parts.split(length))
     return found
 
 

@@ -35,10 +35,11 @@ from unidist.keras.patching.compat import (
     Operation,
     conversions,
     data_adapters,
+    jax_core,
 )
 from unidist.keras.patching.compat import jax_distribution_lib as keras_distribution_lib
 from unidist.keras.patching.compat import jax_trainer as keras_trainer
-from unidist.keras.patching.patches import Hook, Table, by
+from unidist.keras.patching.patches import Hook, Table, by, calling
 from unidist.planner.layout_map import LayoutMap
 from unidist.strategies import Strategy
 
@@ -98,6 +99,9 @@ def _of_variables() -> Iterator[Hook]:
     yield Hook(BaseOptimizer, "stateless_apply", redistribution.updating, "gradients and updates by stage of ZeRO")
     yield Hook(Layer, "stateless_call", redistribution.calling, "values are gathered for the call")
     yield Hook(Operation, "__call__", regions.calling_layer, "layers under ZeRO: reduce-scatter of their gradients")
+    why = "a layer that writes is recomputed too"
+    # From Keras 3.16 on it is read where it was imported to.
+    yield Hook(jax_core, "remat", calling(recomputing.remat), why, imported=True)
     yield Hook(Metric, "stateless_update_state", trainer.measuring, "metrics are on all devices")
 
 
@@ -115,5 +119,4 @@ def _of_trainers() -> Iterator[Hook]:
     yield Hook(keras_trainer, "jit", trainer.compiling, "steps are compiled with layouts")
     yield Hook(keras_trainer, "_distribute_data", trainer.distributing_data, "a batch is cut by its rows")
     yield Hook(keras_trainer.JAXEpochIterator, "_get_iterator", trainer.iterating, "a batch is cut by its rows")
-    yield from recomputing.hooks()
     yield Hook(data_adapters, "get_data_adapter", reading.adapting, "process 0's data is everybody's")

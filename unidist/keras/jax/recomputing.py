@@ -7,7 +7,7 @@ behind it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,17 +16,11 @@ from unidist.keras.patching.compat import (
     StatelessScope,
     get_keras_mask,
     get_stateless_scope,
-    jax_core,
     set_keras_mask,
 )
-from unidist.keras.patching.patches import Hook, calling
 
 
-def hooks() -> Iterator[Hook]:
-    yield Hook(jax_core, "remat", calling(_remat), "a layer that writes is recomputed too", imported=True)
-
-
-def _remat(original: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(original: Any, f: Callable[..., Any]) -> Callable[..., Any]:
     """Keras's remat, of a call that may write. Outside of stateless scopes the call runs as it is."""
 
     @functools.wraps(f)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from unidist.keras.layers import computes_as, has_low_rank, has_more_than_its_kernel
+from unidist.keras.layers import children, computes_as, has_low_rank, has_more_than_its_kernel
 from unidist.keras.patching.compat import BaseConv
 
 RECURRENT_CELLS = (keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.ConvLSTM1D)
@@ -120,11 +120,6 @@ def _from_end(term: str, letter: str) -> int:
         return term.index(letter) - len(term)
     head, tail = term.split("...")
     return tail.index(letter) - len(tail) if letter in tail else head.index(letter)
-
-
-def children(layer: Any) -> list[Any]:
-    """The layers directly inside a layer, each once."""
-    return list({id(x): x for x in layer._flatten_layers(include_self=False, recursive=False)}.values())
 
 
 def inside(layer: Any) -> Iterator[Any]:

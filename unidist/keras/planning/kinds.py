@@ -14,8 +14,8 @@ from typing import Any
 
 import keras
 
+from unidist.keras.layers import children
 from unidist.keras.patching.layer_calls import ENTRANCES
-from unidist.keras.planning.candidates import children
 
 # What concerns variables alone and no path between layers.
 _ON_VARIABLES = (keras.initializers.Initializer, keras.constraints.Constraint, keras.regularizers.Regularizer)

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from unidist.keras.planning.candidates import Candidate, children
+from unidist.keras.layers import children
+from unidist.keras.planning.candidates import Candidate
 from unidist.keras.planning.trial_runs import Change, Runner, Trace, _numpy
 from unidist.planner.facts import Reach
 

@@ -212,7 +212,7 @@ class FlatBuffer:
 
     def brought(self, rows: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> Moving:
         """Takes over what a program has begun to gather, in the order of `rows`."""
-        into = [None for _ in rows[: bool(self.packed)]] + [wholes[k] for k in self.loose]
+        into = [*([None] if self.packed else []), *(wholes[k] for k in self.loose)]
         handles = [_Arriving(self._backend, self.group, *pair) for pair in zip(rows, into, strict=True)]
         return Moving(list(handles), rows[0] if self.packed else None, [])
 

@@ -127,6 +127,8 @@ class Traffic:
     def step(self, frame: Frame, kind: str) -> Iterator[None]:
         """A step of Keras's trainer ("train", "test" or "predict") on a rank."""
         reducer, fetcher = self._reducers[frame.rank], self._fetchers[frame.rank]
+        if self._has_modules:
+            fetcher.settle()  # torch modules do not wait for what they read
         waits = kind == "train" and self.accumulates()
         try:
             with self._moving(frame, kind, reducer, fetcher, holds=reducer.is_holding, waits=waits):
@@ -169,8 +171,6 @@ class Traffic:
         frame.shared = self._shared(frame)
         frame.keeps_gradients = reducer.is_holding = holds
         frame.accumulating = reducer.is_paused = waits
-        if self._has_modules:
-            fetcher.settle()  # torch modules do not wait for what they read
         try:
             with reducer.working(frame), fetcher.step(kind):
                 yield

@@ -30,7 +30,7 @@ from unidist.keras.torch.step.graphs import prepared, take_unused, written_input
 from unidist.keras.torch.structures import emptied, filled, tensors
 
 Tensor = torch.Tensor
-# What stands for the variables in the trace that is going on.
+# The trace that is going on.
 _trace: ContextVar[_Trace | None] = ContextVar("unidist_trace", default=None)
 # How far a program's step may be from the eager one, in parts of the length of the step.
 TOLERANCE = 1e-3

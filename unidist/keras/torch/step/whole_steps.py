@@ -192,7 +192,8 @@ class WholeSteps:
         """
         program.proofs += 1
         copied = tree.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
-        grads = [grad.clone() for grad in passing.carried()["gradients"]]
+        carried = passing.carried()
+        grads = carried["gradients"] = [grad.clone() for grad in carried["gradients"]]
         generators, before = Generators.now(), program.values()
         out = eagerly(frame, batch)
         self._traffic().settle()
@@ -200,7 +201,7 @@ class WholeSteps:
         program.put(before)
         generators.go_on()
         try:
-            again, left = program.run(copied, {**passing.carried(), "gradients": grads})
+            again, left = program.run(copied, carried)
             passing.bring(left)
             self._traffic().settle()
             apart = program.apart(before, wanted)
@@ -249,16 +250,15 @@ class _Passing:
     waits: bool
 
     def carried(self) -> Carried:
-        if self.trains:
-            return self.traffic.carried(self.rank, adds=self.adds)
-        self.traffic.settle()
-        return {"gradients": [], "values": []}
+        return self.traffic.carried(self.rank, adds=self.adds) if self.trains else {"gradients": [], "values": []}
 
     def bring(self, left: list[list[torch.Tensor]]) -> None:
         if self.trains:
             self.traffic.bring(self.rank, left)
 
     def run(self, program: StepProgram, given: Any) -> Any:
+        if not self.trains:
+            self.traffic.settle()
         out, left = program(given, self.carried())
         self.bring(left)
         if self.adds:
