@@ -233,3 +233,23 @@ def second_derivative() -> str:
 
 def test_gradients_of_gradients_of_compiled_programs_are_refused(world: ProcessWorld) -> None:
     assert set(world.call(second_derivative)) == {"RuntimeError"}
+
+
+def gathered_together(rounds: int, sizes: tuple[int, ...]) -> int:
+    """How many gathers of these sizes, all under way at once, are wrong."""
+    mesh = Mesh({"data": -1}, list(range(len(unidist.list_devices()))))
+    rank, places = unidist.process_index(), torch.arange(mesh.size, dtype=torch.float32)[:, None]
+    group = mesh.group(("data",), rank)
+    wrong = 0
+    for _ in range(rounds):
+        parts = [torch.full((1, size), float(k * mesh.size + rank)) for k, size in enumerate(sizes)]
+        begun = [backend().begin("all_gather", part, ("data",), group) for part in parts]
+        found = [backend().arrived("all_gather", x) for x in begun]
+        wrong += sum(not torch.equal(x, (k * mesh.size + places).expand_as(x)) for k, x in enumerate(found))
+    return wrong
+
+
+def test_gathers_of_programs_that_are_under_way_together_do_not_mix(world: ProcessWorld) -> None:
+    """gloo's own, as torch's functional collectives call it, would write beyond the memory of the smaller ones."""
+    sizes = (5240, 1024, 5637, 4014, 5242, 17, 2048, 301)
+    assert set(world.call(gathered_together, 300, sizes)) == {0}

@@ -105,11 +105,14 @@ def test_callbacks_that_change_a_model_are_seen(freezing: bool, programs: tuple[
 
 
 def test_updated_parts_are_joined_while_the_next_step_begins(world: ProcessWorld) -> None:
-    """And gradients are exchanged in parts: over gloo a reduce_scatter would send all of each."""
-    for counts, collectives in world.call(whole.going_on):
+    """And all is exchanged in parts.
+
+    Over gloo a reduce_scatter would send all of each gradient, and gathers that are under way together would mix.
+    """
+    for counts, collectives, kept in world.call(whole.going_on):
         assert counts[-1] > 0
-        assert {"all_to_all_single", "all_gather_into_tensor"} <= collectives
-        assert "reduce_scatter_tensor" not in collectives
+        assert collectives == {"all_to_all_single", "all_reduce", "wait_tensor"}
+        assert kept
 
 
 def test_two_programs_of_a_fit_with_a_ragged_batch_and_a_schedule(world: ProcessWorld) -> None:
@@ -159,3 +162,10 @@ def test_compiled_it_is_the_same_and_without_a_compiler_too() -> None:
         for apart, count in world.call(whole.compiled):
             assert apart <= 1e-5
             assert count == 1
+        for called in world.call(whole.in_order):
+            # Sums begin amid backward: a product comes behind the first, before the first is waited for.
+            first = called.index("all_to_all_single")
+            waited = called.index("wait_tensor", first)
+            assert "mm" in called[first:waited]
+            # Nobody waits for the joins.
+            assert called[first:].count("all_to_all_single") > called[first:].count("wait_tensor")

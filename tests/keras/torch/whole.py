@@ -26,6 +26,7 @@ from unidist.keras.torch.step import whole_steps
 from unidist.keras.torch.step.whole_step import StepProgram
 
 ROWS, BATCH, EPOCHS = 20, 8, 5  # two full batches and a ragged one
+WIDE = 640  # features of a kernel whose gradient moves by itself
 Built = tuple[keras.Model, np.ndarray]
 
 
@@ -336,8 +337,11 @@ class UnderWay(keras.callbacks.Callback):
         self.counts.append(sum(unit.is_coming for unit in fetcher.units))
 
 
-def going_on() -> tuple[list[int], set[str]]:
-    """Of how many units joins go on behind each step of ZeRO-1, and the collectives of its programs."""
+def going_on() -> tuple[list[int], set[str], bool]:
+    """Of how many units joins go on behind each step of ZeRO-1, and the collectives of its programs.
+
+    Also whether the programs give what the joins read, in memory that is no variable's.
+    """
     keras.utils.set_random_seed(3)
     with unidist.DataParallel(zero=1).scope():
         model, x = _of_two_losses(True)
@@ -345,8 +349,26 @@ def going_on() -> tuple[list[int], set[str]]:
     x = x[: 2 * BATCH]
     model.fit(x, np.arange(len(x)) % 4, batch_size=BATCH, epochs=3, verbose=0, callbacks=[noting])
     programs = model_record.of(model).engine.whole_steps._programs.values()
-    called = {str(node.target) for program in programs for node in program.graph.graph.nodes}
-    return noting.counts, {name.split(".")[1] for name in called if name.startswith("_c10d_functional.")}
+    nodes = [node for program in programs for node in program.graph.graph.nodes]
+    given = [x for node in nodes if node.op == "output" for x in node.args[0]]
+    read = [x.args[0] for x in given if getattr(x.target, "namespace", "") == "_c10d_functional"]
+    kept = bool(read) and all(x in given and x.op != "placeholder" for x in read)
+    called = {str(node.target) for node in nodes}
+    return noting.counts, {name.split(".")[1] for name in called if name.startswith("_c10d_functional.")}, kept
+
+
+def in_order() -> list[str]:
+    """The products of matrices, collectives and waits of a compiled step of ZeRO-1, in their order."""
+    from torch._inductor.utils import run_and_get_code  # the compiler takes a second to import
+
+    with unidist.DataParallel(zero=1).scope():
+        model = keras.Sequential([keras.layers.Dense(WIDE) for _ in range(3)])
+        model.compile("adam", "mse", jit_compile=True)
+    x = np.ones((BATCH, WIDE), "float32")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(model.fit, x, x, batch_size=BATCH, epochs=EPOCHS, verbose=0)
+    called = r"extern_kernels\.(\w*mm)\(|_c10d_functional\.(\w+)\.default\("
+    return ["".join(found) for found in re.findall(called, codes[-1])]
 
 
 def beside_one_device(name: str, kind: str) -> float:

@@ -102,7 +102,7 @@ class Traced:
         return _waited(torch.ops._c10d_functional.all_reduce(x, self._NAMES[op], transport.name))
 
     def all_gather(self, x: torch.Tensor, transport: Transport) -> torch.Tensor:
-        return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x, transport.size, transport.name))
+        return _waited(_gathered(x, transport))
 
     def reduce_scatter(self, x: torch.Tensor, transport: Transport, op: ReduceOp) -> torch.Tensor:
         return _folded(_waited(_scattered(x, self._NAMES[op], transport)), op, x.shape[0] // transport.size)
@@ -124,7 +124,7 @@ def begin(op: str, x: torch.Tensor, transport: Transport) -> torch.Tensor:
     """
     functional = torch.ops._c10d_functional
     if op == "all_gather":
-        begun = functional.all_gather_into_tensor(x, transport.size, transport.name)
+        begun = _gathered(x, transport)
     elif op == "reduce_scatter":
         begun = _scattered(x, "sum", transport)
     else:
@@ -137,6 +137,23 @@ def arrived(op: str, x: torch.Tensor) -> torch.Tensor:
     """Puts the wait for what `begin` gave into a program."""
     found = _waited(x)
     return _folded(found, "sum", 1) if op == "reduce_scatter" else found
+
+
+def _gathered(x: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Starts an all_gather: over gloo an exchange in which each place sends its part to all.
+
+    gloo's own, as functional collectives call it, has one tag for all (read in torch 2.13). Two of different sizes
+    that are under way at once write beyond each other's memory.
+    """
+    functional = torch.ops._c10d_functional
+    if transport.is_gloo and x.is_cpu:
+        length, size = x.shape[0], transport.size
+        parts = x.expand(size, *x.shape).reshape(size * length, *x.shape[1:])
+        begun = functional.all_to_all_single(parts, [length] * size, [length] * size, transport.name)
+    else:
+        begun = functional.all_gather_into_tensor(x, transport.size, transport.name)
+    found: torch.Tensor = begun
+    return found
 
 
 def _scattered(x: torch.Tensor, name: str, transport: Transport) -> torch.Tensor:

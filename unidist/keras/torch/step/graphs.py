@@ -34,6 +34,7 @@ def prepared(program: GraphModule) -> GraphModule:
     _share_numbers(program, roots)
     program.graph.eliminate_dead_code()
     _set_powers_apart(program)
+    _keep_what_is_under_way(program.graph, roots)
     program.recompile()
     return program
 
@@ -46,6 +47,33 @@ def take_unused(program: GraphModule, count: int) -> list[int]:
             program.graph.erase_node(node)
     program.recompile()
     return [k for k, node in enumerate(inputs) if node.users]
+
+
+def _keep_what_is_under_way(graph: Graph, roots: dict[Node, Node]) -> None:
+    """Gives also what collectives read that go on behind the program.
+
+    A compiler uses memory again behind its last reader, and knows of no wait in another program.
+    """
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    given: Any = output.args[0]
+    begun = [node for node in given if isinstance(node, Node) and _namespace(node) == "_c10d_functional"]
+    for node in begun:
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+            continue
+        read: Any = node.args[0]
+        if roots.get(read, read).op == "placeholder":
+            # An output that is a variable's memory would be the variable, which the program writes to.
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (read,))
+            copy.meta["val"] = read.meta["val"]
+            node.replace_input_with(read, copy)
+            read = copy
+        given = [*given, read]
+    output.args = (given,)
+
+
+def _namespace(node: Node) -> str:
+    return getattr(node.target, "namespace", "")
 
 
 def _given(node: Node) -> Iterator[tuple[Any, Node]]:
