@@ -1,11 +1,13 @@
-"""From a command to the end of a first step, two processes on torch: `unidist run` against torchrun with plain Keras.
+"""From a command to the end of a first step, processes on torch: `unidist run` against torchrun with plain Keras.
 
-    python benchmarks/starting.py [--rounds 7]
+    python benchmarks/starting.py [--rounds 7] [--processes 2 | --imports]
 
 By torchrun the same Keras model trains inside DistributedDataParallel: torch, Keras, a process group, one step. Both
 commands are run in turns, so that what else the machine does hits both. Time is taken until the last process has made
 its step: how an interpreter ends, with all that Keras has imported, is left out. Prints the median of the paired
 ratios. Restarts are another matter: see restarting.py.
+
+--imports: of one process, `import unidist` and Keras against Keras alone.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paired import report
 
-AIM = 1.0
+AIM = {2: 1.0, 4: 0.9}
+IMPORTS = {"unidist and Keras": "import unidist; unidist.use('torch'); import keras", "Keras": "import keras"}
 STEPPED = """
 import pathlib, time
 pathlib.Path(os.environ["STEPPED"], os.environ["RANK"]).write_text(str(time.time()))
@@ -65,29 +68,52 @@ os._exit(0)  # torch aborts at its end now and then
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--processes", type=int, default=2)
+    kinds.add_argument("--imports", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.imports:
+        times = paired({name: lambda _, text=text: imported(text) for name, text in IMPORTS.items()}, arguments.rounds)
+        report("imports", times, 1, {("unidist and Keras", "Keras"): 1.05})
+        return
+    count = arguments.processes
     with tempfile.TemporaryDirectory() as name:
         ours, by_hand = Path(name, "ours.py"), Path(name, "by_hand.py")
         ours.write_text(OURS)
         by_hand.write_text(BY_HAND)
-        run = [sys.executable, "-m", "unidist", "run", "-n", "2", "--backend", "torch", str(ours)]
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(by_hand),
-        ]
-        times: dict[str, list[float]] = {"unidist run": [], "torchrun": []}
-        for number in range(-1, rounds):
-            both = [("unidist run", run), ("torchrun", torchrun)]
-            for which, command in both if number % 2 else reversed(both):
-                taken = start(command, Path(name, f"{which} {number}"))
-                if number >= 0:
-                    times[which].append(taken)
-    report("from the command to the end of a first step", times, 1, {("unidist run", "torchrun"): AIM})
+        launchers = {
+            "unidist run": ["unidist", "run", "-n", str(count), "--backend", "torch", str(ours)],
+            "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), str(by_hand)],
+        }
+        starts = {
+            which: lambda number, which=which, command=command: start(
+                [sys.executable, "-m", *command], Path(name, f"{which} {number}")
+            )
+            for which, command in launchers.items()
+        }
+        times = paired(starts, arguments.rounds)
+    aim = AIM.get(count, 1.0)
+    report(f"from the command to the end of a first step, {count} processes", times, 1, {tuple(launchers): aim})
+
+
+def paired(starts: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in each round, after one unmeasured round; who begins alternates."""
+    times: dict[str, list[float]] = {which: [] for which in starts}
+    for number in range(-1, rounds):
+        for which in list(starts)[:: 1 if number % 2 else -1]:
+            taken = starts[which](number)
+            if number >= 0:
+                times[which].append(taken)
+    return times
+
+
+def imported(text: str) -> float:
+    """Seconds of an interpreter's imports, its own start and end left out."""
+    timed = f"import time; began = time.perf_counter(); {text}; print(time.perf_counter() - began, flush=True)"
+    command = [sys.executable, "-c", f"{timed}; import os; os._exit(0)"]
+    env = {**os.environ, "KERAS_BACKEND": "torch"}
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    return float(done.stdout.splitlines()[-1])
 
 
 def start(command: Sequence[str], stepped: Path) -> float:

@@ -35,7 +35,7 @@ def stepping(zero: int, width: int = 64, *, norm: bool = True) -> tuple[Callable
     assert found is not None
     draw = np.random.default_rng(0)
     given = tuple(torch.tensor(draw.normal(size=(8, n)).astype("float32")).to(get_device()) for n in (8, 2))
-    batch = cutting.LocalBatches([given], Rows(8, (8,)))
+    batch = cutting.LocalBatches([given], [Rows(8, (8,))])
 
     def step() -> Any:
         with found.session(logs_are_read=False):

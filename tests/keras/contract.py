@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -447,6 +448,23 @@ def few(kind: str | None, zero: int) -> Result:
 def _fitted_on_few(model: Any) -> Result:
     x, y = rows(5)
     return {**_fitted(model, x, y, batch_size=2), "predict": model.predict(x, batch_size=3, verbose=0)}
+
+
+def several(kind: str | None, zero: int) -> Result:
+    """Three steps an execution, and what is left in the last; plain Keras on torch has one."""
+    fresh()
+    executed: list[int] = []
+    ends = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: executed.append(batch))
+    x, y = rows()
+    with scope(_strategy(kind, zero)):
+        model = _crossed(regularized(), _adam(), steps_per_execution=1 if kind is None else 3)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
+            found = _fitted(model, x, y, callbacks=[ends])
+            found["predict"] = model.predict(x, batch_size=BATCH, verbose=0)
+    steps = -(-ROWS // BATCH)
+    assert len(executed) == (steps if kind is None else -(-steps // 3))
+    return found
 
 
 def few_pictures(kind: str | None, zero: int) -> Result:

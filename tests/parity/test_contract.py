@@ -100,7 +100,7 @@ AS_PROGRAMS = [
     *(("built", name) for name in ("regularized", "covariance", "besides", "lora")),
     *(("measured", name) for name in ("binary", "own", "state")),
     *(("looked_up", name) for name in ("tied", "normalized", "spectral")),
-    *((program,) for program in ("toggled", "thawed", "few")),
+    *((program,) for program in ("toggled", "thawed", "few", "several")),
 ]
 
 
@@ -156,7 +156,7 @@ def test_half_precision(worlds: Worlds, expected: Any, where: tuple[str, str, in
         assert found["sharded"]
 
 
-@pytest.mark.parametrize(("program", "where"), in_turn(["toggled", "few"]), ids=str)
+@pytest.mark.parametrize(("program", "where"), in_turn(["toggled", "few", "several"]), ids=str)
 def test_loops(everywhere: Any, where: tuple[str, str, int], program: str) -> None:
     everywhere(where, program)
 

@@ -121,7 +121,7 @@ def step(zero: int) -> list[str]:
                 with Waits() as waits:
                     found.step(
                         without_backward,
-                        cutting.LocalBatches([given], Rows(8, (8,))),
+                        cutting.LocalBatches([given], [Rows(8, (8,))]),
                         kind="train",
                     )
     unidist.shutdown()

@@ -142,9 +142,19 @@ def held_at_once(policy: str) -> tuple[int, int]:
     (graph,) = graphs
     nodes = list(graph.graph.nodes)
     place = {node: k for k, node in enumerate(nodes)}
-    whole = [node for node in nodes if "all_gather" in str(node.target) and node.meta["val"].numel() >= 768 * 768]
+    whole = [node for node in nodes if _gathers(node) and node.meta["val"].numel() >= 768 * 768]
     spans = [(place[node], max(place[user] for user in _readers(node))) for node in whole]
     return len(whole), max(sum(a <= k <= b for a, b in spans) for k in range(len(nodes)))
+
+
+def _gathers(node: torch.fx.Node) -> bool:
+    """Whether it is an exchange in which each place sends its part to all."""
+    if "all_to_all" not in str(node.target):
+        return False
+    given = node.args[0]
+    while isinstance(given, torch.fx.Node) and any(name in str(given.target) for name in ("view", "clone", "reshape")):
+        given = given.args[0]
+    return isinstance(given, torch.fx.Node) and "expand" in str(given.target)
 
 
 def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:

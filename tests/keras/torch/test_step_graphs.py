@@ -76,7 +76,7 @@ def test_a_number_that_is_written_itself_stays_apart() -> None:
 
 
 def test_random_numbers_stay_apart() -> None:
-    program = _prepared(lambda x: x * torch.rand(()) + torch.rand(()), torch.ones(4))
+    program = _prepared(lambda x: [x * torch.rand(()) + torch.rand(())], torch.ones(4))
     drawn = [node for node in program.graph.nodes if "rand" in str(node.target)]
     assert [len(node.users) for node in drawn] == [1, 1]
 
@@ -125,3 +125,15 @@ def _of_other_strides(one: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("step", [_in_parts, _turned, _of_other_strides])
 def test_what_is_copied_in_another_way_stays(step: Callable[[Tensor], list[Tensor]]) -> None:
     assert any("copy_" in name for name in _names(_same(step, torch.arange(3.0))))
+
+
+def test_a_program_gives_what_a_gather_reads_that_goes_on_behind_it() -> None:
+    """A copy, where it is an input: given as it is, the compiler would take the variable for it."""
+    gather, wait = torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor
+    program = _prepared(
+        lambda x: [gather(x, 2, "0"), wait(gather(x + 1, 2, "0")), gather(x + 2, 2, "0")], torch.ones(4)
+    )
+    (given,) = (node.args[0] for node in program.graph.nodes if node.op == "output")
+    read = [given[0].args[0], given[2].args[0]]
+    assert given[3:] == read
+    assert [node.target for node in read] == [torch.ops.aten.clone.default, torch.ops.aten.add.Tensor]

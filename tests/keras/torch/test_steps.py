@@ -576,14 +576,6 @@ def test_a_barrier_finds_the_mesh_of_the_strategy_in_use():
         unidist.barrier("data")
 
 
-def test_several_steps_an_execution_are_refused_not_left_out():
-    """Keras 3.16 hands several batches to a step; the engine would take the first."""
-    x, y = features()
-    compiled = {"loss": "mse", "steps_per_execution": 2}
-    with pytest.raises(unidist.CapabilityError, match=r"steps_per_execution=2: .* leave it out of compile"):
-        train(own(keras.Sequential), x, y, unidist.DataParallel(), compiled=compiled)
-
-
 class TorchStep(keras.Sequential):
     """A step whose gradients go where a case says."""
 

@@ -104,6 +104,13 @@ def test_callbacks_that_change_a_model_are_seen(freezing: bool, programs: tuple[
         assert counts == programs
 
 
+def test_programs_are_compared_again_where_all_is_checked(world: ProcessWorld) -> None:
+    """A number that changes behind the proof is the trace's, as under JAX's jit; who checks all is told."""
+    assert world.call(whole.checked, "first") == [{}] * 2
+    for why in world.call(whole.checked, "all"):
+        assert why["train"].startswith("run again, it gives other numbers for ")
+
+
 def test_updated_parts_are_joined_while_the_next_step_begins(world: ProcessWorld) -> None:
     """And all is exchanged in parts.
 

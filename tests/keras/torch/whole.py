@@ -166,6 +166,28 @@ def _averaged(jit: bool) -> Built:
     return _compiled(_stack(), optimizer, jit), rows(8)
 
 
+class Draws(layers.Layer):
+    """Adds what Keras's other distributions draw, and shuffles features."""
+
+    def build(self, shape: Any) -> None:
+        self.seeds = keras.random.SeedGenerator(7)
+
+    def call(self, x: Any) -> Any:
+        size = x.shape[-1]
+        alpha, half = keras.ops.ones((size,)), keras.ops.full((size,), 0.5)
+        drawn = [
+            keras.random.gamma((size,), alpha, seed=self.seeds),
+            keras.random.beta((size,), alpha, 2.0, seed=self.seeds),
+            keras.random.binomial((size,), 3.0, half, seed=self.seeds),
+            keras.ops.cast(keras.random.categorical(keras.ops.ones((1, 5)), size, seed=self.seeds)[0], x.dtype),
+        ]
+        return x + keras.random.shuffle(sum(drawn), seed=self.seeds) * 0.1
+
+
+def _drawing(jit: bool) -> Built:
+    return _compiled(_stack(Draws()), "rmsprop", jit), rows(8)
+
+
 def _noisy(jit: bool) -> Built:
     middle = layers.GaussianNoise(0.3), layers.AlphaDropout(0.2), layers.Dropout(0.2)
     return _compiled(_stack(*middle), "rmsprop", jit, metrics=["accuracy"]), rows(8)
@@ -240,6 +262,7 @@ CASES: dict[str, Callable[[bool], Built]] = {
     "averaged": _averaged,
     "accumulated": _accumulated,
     "noisy": _noisy,
+    "drawing": _drawing,
     "normed": _normed,
     "images": _images,
     "recurrent": _recurrent,
@@ -471,6 +494,34 @@ def steered(freezing: bool) -> tuple[float, tuple[int, int]]:
             steps = model_record.of(model).engine.whole_steps
         found.append({**history, "weights": [np.asarray(w) for w in model.weights]})
     return _apart(*found), (steps.traced, steps.compiled)
+
+
+class Factor(layers.Layer):
+    """Multiplies by a number that is no variable."""
+
+    factor = 1.0
+
+    def call(self, x: Any) -> Any:
+        return x * self.factor
+
+
+class Doubling(keras.callbacks.Callback):
+    """Changes the number when the program is proven: the program has the old one."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        model: Any = self.model
+        model.layers[1].factor = 2.0 if batch > 4 else 1.0
+
+
+def checked(how: str) -> dict[str, str]:
+    """Why a program is none any more whose number has changed, where UNIDIST_CHECK says how much is compared."""
+    with unidist.DataParallel().scope():
+        model = _compiled(_stack(Factor()), keras.optimizers.SGD(0.1), True)
+    with mock.patch.dict(os.environ, {"UNIDIST_CHECK": how}), mock.patch.object(whole_steps, "AGAIN", 4):
+        x = rows(8)[: 2 * BATCH]
+        x = np.concatenate([x] * 6)
+        model.fit(x, np.arange(len(x)) % 4, batch_size=BATCH, verbose=0, callbacks=[Doubling()])
+    return model_record.of(model).engine.whole_steps.why
 
 
 def scheduled() -> tuple[int, int]:

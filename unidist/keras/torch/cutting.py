@@ -22,11 +22,18 @@ ENDED, RAISED = -1, -2
 
 
 class LocalBatches(list[Any]):
-    """Holds what an epoch iterator hands to a step: a batch of this rank's rows alone, and their number."""
+    """Holds what an epoch iterator hands to a step: batches of this rank's rows alone, and how many each has."""
 
-    def __init__(self, batches: list[Any], rows: Rows) -> None:
+    def __init__(self, batches: list[Any], rows: list[Rows | None]) -> None:
         super().__init__(batches)
         self.rows = rows
+
+
+def one_by_one(batches: list[Any]) -> list[list[Any]]:
+    """Returns each batch of an execution, as an epoch iterator would hand it over alone."""
+    if not isinstance(batches, LocalBatches):
+        return [[batch] for batch in batches]
+    return [LocalBatches([batch], [rows]) for batch, rows in zip(batches, batches.rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Shards:
         """`batches`: what an epoch iterator hands to a step; `auto_shard`: each process was given all rows."""
         batch, rows = batches[0], None
         if isinstance(batches, LocalBatches):
-            rows = batches.rows
+            (rows,) = batches.rows
         elif not world.is_virtual and not auto_shard:
             rows = rows_already_local(world, batch)
         return Shards(world, batch, rows, by.total(batch) if rows is None else rows.total)

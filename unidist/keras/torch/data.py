@@ -65,6 +65,7 @@ class EpochReader:
         self._cutting = cutting or Cutting(world)
         self.rank = world.ranks[0]
         self.rows: Rows | None = None
+        self._read: list[Rows | None] = []  # of the batches since the last execution
         self._already_local = already_local
         self._narrowed: Narrowed | None = None
         several = processes(world)
@@ -116,7 +117,13 @@ class EpochReader:
             own = (0, None) if total is None else bounds(self.world, self.rank, total)
             yield self._sent(cut(batch, *own))
 
+    def of_execution(self, batches: list[Any]) -> list[Any]:
+        """Returns what was read last, as it goes to a step: with its rows, where it is this rank's."""
+        read, self._read = self._read[-len(batches) :], []
+        return LocalBatches(batches, read) if any(read) else batches
+
     def _sent(self, batch: Any) -> Any:
+        self._read.append(self.rows)
         device = torch.device(get_device())
         return tree.map_structure(lambda x: devices.sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
 
@@ -203,7 +210,7 @@ def _stepping(original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807 (Python's name)
         begin, end, batches = original(self)
         reader = getattr(self, "_unidist_reader", None)
-        return begin, end, batches if reader is None or reader.rows is None else LocalBatches(batches, reader.rows)
+        return begin, end, batches if reader is None else reader.of_execution(batches)
 
     return __next__
 
@@ -220,7 +227,10 @@ def _building(original: Any) -> Any:
 
 
 def _as_whole(batches: Any) -> Any:
-    def whole(x: Any) -> Any:
-        return symbol_of(x, batches.rows.total) if len(getattr(x, "shape", ())) else x
+    def whole(batch: Any, rows: Rows | None) -> Any:
+        total = None if rows is None else rows.total
+        return tree.map_structure(lambda x: x if total is None or not np.ndim(x) else symbol_of(x, total), batch)
 
-    return [tree.map_structure(whole, batch) for batch in batches] if isinstance(batches, LocalBatches) else batches
+    if not isinstance(batches, LocalBatches):
+        return batches
+    return [whole(batch, rows) for batch, rows in zip(batches, batches.rows, strict=True)]

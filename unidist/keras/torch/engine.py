@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import torch
 
 from unidist.backends import ending
 from unidist.errors import CapabilityError
@@ -69,14 +70,21 @@ class Engine:
             eagerly.tell(self.model, self.world)
         token = context.engine_at_work.set(self)
         self._ready = False
-        before, self.logs_are_read = self.logs_are_read, logs_are_read
         try:
-            with self.distribution.scope(), ending.noting():
+            with self.taking_logs(logs_are_read), self.distribution.scope(), ending.noting():
                 yield
                 self.settle()
         finally:
-            self.logs_are_read = before
             context.engine_at_work.reset(token)
+
+    @contextlib.contextmanager
+    def taking_logs(self, logs_are_read: bool) -> Iterator[None]:
+        """Inside, somebody takes the logs of each step, or nobody does."""
+        before, self.logs_are_read = self.logs_are_read, logs_are_read
+        try:
+            yield
+        finally:
+            self.logs_are_read = before
 
     def settle(self) -> None:
         """Makes variables and optimizer states what one device's would be now.
@@ -272,7 +280,7 @@ class Engine:
 
 
 class StepFunction:
-    """Keras's step function on each rank's rows."""
+    """Keras's step function on each rank's rows, for the batches of one execution."""
 
     def __init__(self, engine: Engine, function: Callable[[Any], Any], kind: str) -> None:
         self.engine = engine
@@ -282,7 +290,17 @@ class StepFunction:
         engine._ready = False
 
     def __call__(self, batches: Any) -> Any:
-        return self.engine.step(self.function, batches, kind=self.kind)
+        """Returns the outputs of all batches of a prediction, one behind the other; else the logs of the last one."""
+        steps = cutting.one_by_one(batches)
+        if self.kind == "predict":
+            outputs = [self.engine.step(self.function, step, kind=self.kind) for step in steps]
+            return outputs[0] if len(outputs) == 1 else tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
+        *others, last = steps
+        # A program gives logs anyway, and without them it would be another one.
+        with self.engine.taking_logs(self.engine.logs_are_read and eagerly.is_compiled(self.engine.model)):
+            for step in others:
+                self.engine.step(self.function, step, kind=self.kind)
+        return self.engine.step(self.function, last, kind=self.kind)
 
 
 def world_of_model(model: Any) -> Any:

@@ -12,7 +12,6 @@ import keras
 import torch
 
 from unidist import session
-from unidist.errors import CapabilityError
 from unidist.keras import trainer_entry
 from unidist.keras.layer_facts import overrides
 from unidist.keras.patching.compat import Callback, CallbackList, TorchLayer, TorchTrainer, tree
@@ -162,25 +161,32 @@ def _making_steps(original: Any, attribute: str, kind: str) -> Any:
     @functools.wraps(original)
     def make(self: Any, force: bool = False) -> Any:
         found = context.engine_at_work.get()
-        if found is not None and self.steps_per_execution > 1:
-            raise CapabilityError(
-                f"steps_per_execution={self.steps_per_execution}: under a strategy with Keras on torch each step is an "
-                "execution of its own; leave it out of compile"
-            )
-        if found is not None and eagerly.is_compiled(self):
-            # Steps become programs as they go on all ranks (whole_steps.py).
-            self.jit_compile = False
-            try:
-                original(self, force=force)
-            finally:
-                self.jit_compile = True
-        else:
+        with contextlib.nullcontext() if found is None else _of_one_step(self):
             original(self, force=force)
         function = getattr(self, attribute)
         if found is not None and not isinstance(function, engine.StepFunction):
             setattr(self, attribute, engine.StepFunction(found, function, kind))
 
     return make
+
+
+@contextlib.contextmanager
+def _of_one_step(model: Any) -> Iterator[None]:
+    """Lets Keras make a function of one step as it is.
+
+    Steps become programs as they go on all ranks (whole_steps.py), and an execution calls the function for each of its
+    steps (engine.StepFunction).
+    """
+    compiled, count = eagerly.is_compiled(model), model.steps_per_execution
+    if compiled:
+        model.jit_compile = False
+    model.steps_per_execution = 1
+    try:
+        yield
+    finally:
+        if compiled:
+            model.jit_compile = True
+        model.steps_per_execution = count
 
 
 def _watching(original: Any) -> Any:

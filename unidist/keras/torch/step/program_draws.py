@@ -7,19 +7,21 @@ A program can hold no generator, so it takes each of these operations whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from unidist.keras import needs
-from unidist.keras.patching.compat import draw_seed, floatx, get_device, to_torch_dtype, torch_random
+from unidist.keras.patching.compat import draw_seed, floatx, get_device, to_torch_dtype, torch_core, torch_random
 from unidist.keras.patching.patches import Hook, calling
 from unidist.keras.torch import context
 
 
 def hooks() -> Iterator[Hook]:
-    for name, drawing in (("normal", _normal), ("uniform", _uniform), ("randint", _randint)):
+    drawings: list[Callable[..., Any]] = [_normal, _uniform, _randint, _shuffle, _categorical, _gamma, _beta, _binomial]
+    for drawing in drawings:
+        name = drawing.__name__.removeprefix("_")
         yield Hook(torch_random, name, calling(drawing), "random numbers of a program", needed=needs.draws)
 
 
@@ -59,6 +61,44 @@ def _randint(original: Any, shape: Any, minval: Any, maxval: Any, dtype: Any = "
     return _draw("randint", minval, maxval, shape, dtype, seed)
 
 
+def _shuffle(original: Any, x: Any, axis: int = 0, seed: Any = None) -> torch.Tensor:
+    if not _is_traced():
+        return original(x, axis, seed)  # type: ignore[no-any-return]
+    x = torch_core.convert_to_tensor(x)
+    order = _draw("rand", 0.0, 1.0, x.shape[: axis + 1], "float32", seed).argsort(axis)
+    found: torch.Tensor = x.gather(axis, order.reshape(*order.shape, *[1] * (x.ndim - axis - 1)).expand(x.shape))
+    return found
+
+
+def _categorical(original: Any, logits: Any, num_samples: int, dtype: Any = "int32", seed: Any = None) -> Any:
+    if not _is_traced():
+        return original(logits, num_samples, dtype, seed)
+    logits = torch_core.convert_to_tensor(logits)
+    return _sampled(draw_seed(seed), "categorical", [logits], [*logits.shape[:-1], num_samples], dtype)
+
+
+def _gamma(original: Any, shape: Any, alpha: Any, dtype: Any = None, seed: Any = None) -> torch.Tensor:
+    return _of_shape(original, "gamma", shape, [alpha], dtype, seed)
+
+
+def _beta(original: Any, shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None) -> torch.Tensor:
+    return _of_shape(original, "beta", shape, [alpha, beta], dtype, seed)
+
+
+def _binomial(
+    original: Any, shape: Any, counts: Any, probabilities: Any, dtype: Any = None, seed: Any = None
+) -> torch.Tensor:
+    return _of_shape(original, "binomial", shape, [counts, probabilities], dtype, seed)
+
+
+def _of_shape(original: Any, name: str, shape: Any, given: list[Any], dtype: Any, seed: Any) -> torch.Tensor:
+    if not _is_traced():
+        return original(shape, *given, dtype, seed)  # type: ignore[no-any-return]
+    numbers = [torch_core.convert_to_tensor(x) for x in given]
+    found: torch.Tensor = _sampled(draw_seed(seed), name, numbers, list(shape), dtype or floatx())
+    return found
+
+
 def _draw(kind: str, low: float, high: float, shape: Any, dtype: Any, seed: Any) -> torch.Tensor:
     dtype, device = to_torch_dtype(dtype), torch.device(get_device())
     drawn: torch.Tensor = _drawn(draw_seed(seed), kind, float(low), float(high), list(shape), dtype, device)
@@ -93,6 +133,27 @@ def _drawn(
 
 # A fake tensor has the arguments of the operation, by their names.
 _drawn.register_fake(lambda seed, kind, low, high, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
+
+
+@torch.library.custom_op("unidist::sampled", mutates_args=())
+def _sampled(
+    seed: torch.Tensor, name: str, given: Sequence[torch.Tensor], shape: Sequence[int], dtype: str
+) -> torch.Tensor:
+    """What Keras draws by a distribution's numbers; nothing goes back to them."""
+    first, second = seed
+    number = int(first + second)
+    if name == "categorical":
+        found: torch.Tensor = torch_random.categorical(*given, shape[-1], dtype, number)
+    else:
+        found = getattr(torch_random, name)(tuple(shape), *given, dtype, number)
+    return found
+
+
+@_sampled.register_fake
+def _sampled_shape(
+    seed: torch.Tensor, name: str, given: Sequence[torch.Tensor], shape: Sequence[int], dtype: str
+) -> torch.Tensor:
+    return given[0].new_empty(list(shape), dtype=to_torch_dtype(dtype))
 
 
 @torch.library.custom_op("unidist::kept_units", mutates_args=())

@@ -68,7 +68,7 @@ class StepProgram:
         graph: takes the variables' values and the batch's tensors. It writes the values in place, and gives the
             outputs.
         sent: what each run sends.
-        proofs: in how many steps it was run beside the step.
+        runs: how often it has run. proofs: how often beside the step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StepProgram:
         self._out: Any = None  # what it gives, and what it leaves under way
         self.sent: list[events.Event] = []
         self.graph: Any = None
-        self.proofs = 0
+        self.proofs = self.runs = 0
         self._compiled: Callable[..., list[Tensor]] | None = None
 
     def trace(
@@ -159,6 +159,7 @@ class StepProgram:
 
     def run(self, batch: Any, carried: Any) -> tuple[Any, list[list[Tensor]]]:
         """A step of which no ledger hears."""
+        self.runs += 1
         run = self.graph if self._compiled is None else self._compiled
         with torch.no_grad(), self._sending():
             found = iter(run(*self._values(self._used), *tensors((batch, carried))))

@@ -15,6 +15,7 @@ import keras
 import torch
 
 import unidist
+from unidist.backends.checking import checks_all
 from unidist.errors import CapabilityError, UnidistError
 from unidist.keras.needs import parts_of
 from unidist.keras.patching.compat import get_device, tree
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 # The first steps of a program are run eagerly beside the program, and compared: what a trace reads back as a number is
 # right in the step that it was traced in, and wrong in the next one.
 PROVEN = 2
+# With UNIDIST_CHECK=all a program is compared again, once in so many runs.
+AGAIN = 100
 _NOT_THE_USERS = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, keras, unidist))
 
 # What torch raises where a tensor without a value is asked for it. By name: some of the classes take long to import.
@@ -97,7 +100,7 @@ class WholeSteps:
         passing = _Passing(traffic, frame.rank, kind == "train", adds, waits)
         key = (kind, details, frame.rows, adds, waits, self._trained(), _signature(given))
         program = self._programs.get(key)
-        is_proven = program is not None and program.proofs >= PROVEN
+        is_proven = program is not None and program.proofs >= PROVEN and not _is_due(program)
         if self._is_apart:
             is_proven = self._all(is_proven)
         if program is not None and is_proven:
@@ -264,6 +267,10 @@ class _Passing:
         if self.adds:
             self.traffic.hold(self.rank, self.waits)
         return out
+
+
+def _is_due(program: StepProgram) -> bool:
+    return program.runs % AGAIN == 0 and checks_all()
 
 
 def _is_as_long(wanted: torch.Tensor, found: torch.Tensor) -> bool:
