@@ -22,7 +22,7 @@ ENDED, RAISED = -1, -2
 
 
 class LocalBatches(list[Any]):
-    """Holds what an epoch iterator hands to a step: batches of this rank's rows alone, and how many each has."""
+    """Holds what an epoch iterator hands over: batches of this rank's rows alone, and how many each has."""
 
     def __init__(self, batches: list[Any], rows: list[Rows | None]) -> None:
         super().__init__(batches)

@@ -290,7 +290,7 @@ class StepFunction:
         engine._ready = False
 
     def __call__(self, batches: Any) -> Any:
-        """Returns the outputs of all batches of a prediction, one behind the other; else the logs of the last one."""
+        """Returns the outputs of all batches of a prediction, in one; else the logs of the last one."""
         steps = cutting.one_by_one(batches)
         if self.kind == "predict":
             outputs = [self.engine.step(self.function, step, kind=self.kind) for step in steps]

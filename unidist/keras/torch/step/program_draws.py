@@ -139,7 +139,7 @@ _drawn.register_fake(lambda seed, kind, low, high, shape, dtype, device: torch.e
 def _sampled(
     seed: torch.Tensor, name: str, given: Sequence[torch.Tensor], shape: Sequence[int], dtype: str
 ) -> torch.Tensor:
-    """What Keras draws by a distribution's numbers; nothing goes back to them."""
+    """Draws as Keras does by a distribution's numbers; nothing goes back to them."""
     first, second = seed
     number = int(first + second)
     if name == "categorical":
