@@ -142,17 +142,12 @@ def arrived(op: str, x: torch.Tensor) -> torch.Tensor:
 def _gathered(x: torch.Tensor, transport: Transport) -> torch.Tensor:
     """Starts an all_gather: over gloo an exchange in which each place sends its part to all.
 
-    gloo's own, as functional collectives call it, has one tag for all (read in torch 2.13). Two of different sizes
-    that are under way at once write beyond each other's memory.
+    gloo's own, as functional collectives call it, writes beyond the memory of others where two of different sizes are
+    under way at once (seen in torch 2.13).
     """
-    functional = torch.ops._c10d_functional
-    if transport.is_gloo and x.is_cpu:
-        length, size = x.shape[0], transport.size
-        parts = x.expand(size, *x.shape).reshape(size * length, *x.shape[1:])
-        begun = functional.all_to_all_single(parts, [length] * size, [length] * size, transport.name)
-    else:
-        begun = functional.all_gather_into_tensor(x, transport.size, transport.name)
-    found: torch.Tensor = begun
+    if _is_exchanged(x, transport):
+        return _exchanged(x.expand(transport.size, *x.shape).flatten(0, 1), transport)
+    found: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x, transport.size, transport.name)
     return found
 
 
@@ -161,13 +156,20 @@ def _scattered(x: torch.Tensor, name: str, transport: Transport) -> torch.Tensor
 
     gloo's own is an all_reduce of everything.
     """
-    functional = torch.ops._c10d_functional
-    if transport.is_gloo and x.is_cpu:
-        sizes = [x.shape[0] // transport.size] * transport.size
-        begun = functional.all_to_all_single(x, sizes, sizes, transport.name)
-    else:
-        begun = functional.reduce_scatter_tensor(x, name, transport.size, transport.name)
-    found: torch.Tensor = begun
+    if _is_exchanged(x, transport):
+        return _exchanged(x, transport)
+    found: torch.Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x, name, transport.size, transport.name)
+    return found
+
+
+def _is_exchanged(x: torch.Tensor, transport: Transport) -> bool:
+    return transport.is_gloo and x.is_cpu
+
+
+def _exchanged(parts: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Starts to send each place its part of equal parts along dim 0."""
+    sizes = [parts.shape[0] // transport.size] * transport.size
+    found: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, transport.name)
     return found
 
 

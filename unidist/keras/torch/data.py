@@ -64,7 +64,6 @@ class EpochReader:
         self.world = world
         self._cutting = cutting or Cutting(world)
         self.rank = world.ranks[0]
-        self.rows: Rows | None = None
         self._read: list[Rows | None] = []  # of the batches since the last execution
         self._already_local = already_local
         self._narrowed: Narrowed | None = None
@@ -102,28 +101,27 @@ class EpochReader:
             rows = agreed_rows(self.world, count)
             if batch is None:
                 return
-            self.rows = rows
-            yield self._sent(batch)
+            yield self._sent(batch, rows)
 
     def _own_rows(self, source: Iterator[tuple[Any, int]]) -> Iterator[Any]:
         for batch, total in source:
-            self.rows = rows_of(self.world, self.rank, total)
-            yield self._sent(cut(batch, 0, self.rows.local))
+            rows = rows_of(self.world, self.rank, total)
+            yield self._sent(cut(batch, 0, rows.local), rows)
 
     def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
         for batch in source if self._views is None else self._views.checked(source):
             total = self._cutting.total(batch)
-            self.rows = None if total is None else rows_of(self.world, self.rank, total)
+            rows = None if total is None else rows_of(self.world, self.rank, total)
             own = (0, None) if total is None else bounds(self.world, self.rank, total)
-            yield self._sent(cut(batch, *own))
+            yield self._sent(cut(batch, *own), rows)
 
     def of_execution(self, batches: list[Any]) -> list[Any]:
         """Returns what was read last, as it goes to a step: with its rows, where it is this rank's."""
         read, self._read = self._read[-len(batches) :], []
         return LocalBatches(batches, read) if any(read) else batches
 
-    def _sent(self, batch: Any) -> Any:
-        self._read.append(self.rows)
+    def _sent(self, batch: Any, rows: Rows | None) -> Any:
+        self._read.append(rows)
         device = torch.device(get_device())
         return tree.map_structure(lambda x: devices.sent(x, device) if isinstance(x, torch.Tensor) else x, batch)
 

@@ -56,9 +56,9 @@ def _keep_what_is_under_way(graph: Graph, roots: dict[Node, Node]) -> None:
     """
     (output,) = (node for node in graph.nodes if node.op == "output")
     given: Any = output.args[0]
-    begun = [node for node in given if isinstance(node, Node) and _namespace(node) == "_c10d_functional"]
-    for node in begun:
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+    kept = []
+    for node in given:
+        if not isinstance(node, Node) or not _is_begun(node):
             continue
         read: Any = node.args[0]
         if roots.get(read, read).op == "placeholder":
@@ -68,12 +68,15 @@ def _keep_what_is_under_way(graph: Graph, roots: dict[Node, Node]) -> None:
             copy.meta["val"] = read.meta["val"]
             node.replace_input_with(read, copy)
             read = copy
-        given = [*given, read]
-    output.args = (given,)
+        kept.append(read)
+    output.args = ([*given, *kept],)
 
 
-def _namespace(node: Node) -> str:
-    return getattr(node.target, "namespace", "")
+def _is_begun(node: Node) -> bool:
+    """Returns whether a node is a collective's result that nobody has waited for."""
+    target: Any = node.target
+    is_collective = _is_operation(node) and target.namespace == "_c10d_functional"
+    return is_collective and target is not torch.ops._c10d_functional.wait_tensor.default
 
 
 def _given(node: Node) -> Iterator[tuple[Any, Node]]:
