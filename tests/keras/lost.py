@@ -55,7 +55,7 @@ def without(hook: Hook, kind: str) -> Iterator[list[str]]:
     hooks.remove()
     owner = hook.found()
     kinds = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
-    home = next((one for one in kinds if hook.name in vars(one)), owner)
+    home = next((one for one in kinds if hook.name in vars(one) and one is not object), owner)
     was_there, before = hook.name in vars(home), vars(home).get(hook.name)
     patches._reported.clear()
     try:

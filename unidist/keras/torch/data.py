@@ -115,6 +115,11 @@ class EpochReader:
             own = (0, None) if total is None else bounds(self.world, self.rank, total)
             yield self._sent(cut(batch, *own), rows)
 
+    @property
+    def rows(self) -> Rows | None:
+        """Those that were read last; None: of no batch yet, or the batch is not cut."""
+        return self._read[-1] if self._read else None
+
     def of_execution(self, batches: list[Any]) -> list[Any]:
         """Returns what was read last, as it goes to a step: with its rows, where it is this rank's."""
         read, self._read = self._read[-len(batches) :], []

@@ -163,13 +163,13 @@ def _accumulated(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def serve_replaced() -> None:
     """torch calls `__torch_function__` with what stands in torch.autograd, which others may have replaced."""
-    DIRECT.setdefault(torch.autograd.backward, _backward)
-    DIRECT.setdefault(torch.autograd.grad, _grad)
+    for name, run in (("backward", _backward), ("grad", _grad)):
+        if (found := getattr(torch.autograd, name, None)) is not None:
+            DIRECT.setdefault(found, run)
 
 
 DIRECT[Tensor.backward] = _backward
-DIRECT[torch.autograd.backward] = _backward
-DIRECT[torch.autograd.grad] = _grad
+serve_replaced()
 DIRECT[Tensor.register_hook] = _hook
 DIRECT[Tensor.register_post_accumulate_grad_hook] = _accumulated
 ShardedTensor.gradient_of = staticmethod(_gradient)
