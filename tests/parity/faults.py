@@ -225,7 +225,8 @@ def _is_enough(copies: Path, count: int) -> bool:
 
 def save_until_killed(folder: str, spec: Spec, after: float, asynchronous: bool) -> None:
     """Goes on from the latest step, whose values are looked at, and saves step after step. All processes are killed
-    that many seconds after they have begun to save. `saved` beside the folder has the last step whose save returned.
+    that many seconds after they have begun to save, or after the first step of all. `saved` beside the folder has the
+    last step whose save returned.
     """
     import unidist
     from unidist.keras.checkpoint import api as checkpoints
@@ -240,6 +241,12 @@ def save_until_killed(folder: str, spec: Spec, after: float, asynchronous: bool)
         assert has(model, step), f"step {step} was restored with other values"
     beside.mkdir(exist_ok=True)
     (beside / f"process-{place()}").write_text(str(os.getpid()))
+    if not step:
+        # A slow machine writes none in that time, and then there is nothing to go on from.
+        step = 1
+        fill(model, step)
+        unidist.save(model, folder, step=step, keep=3)
+        (beside / "saved").write_text(str(step))
     unidist.barrier()
     if place() == 0:
         processes = " ".join(path.read_text() for path in beside.glob("process-*"))
